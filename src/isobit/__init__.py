@@ -1,0 +1,31 @@
+"""isobit: reinforcement-learning post-training in FP8, where rollouts and learner compute the same bits.
+
+The public names are loaded on first use, so that `isobit --help` and the reward workers never import torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Completion": "isobit.engine",
+    "Engine": "isobit.engine",
+    "IsobitError": "isobit.errors",
+    "Model": "isobit.model",
+    "Precision": "isobit.precision",
+    "Sampling": "isobit.engine",
+    "load_config": "isobit.config",
+    "train": "isobit.train",
+}
+
+__all__ = sorted(_HOMES)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'isobit' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
