@@ -1,0 +1,37 @@
+"""Formats, scales, blocks, quantized tensors, and `Precision`: which tensor is in what format."""
+
+from isobit.precision.flow import PRESETS, Flow, Precision, precision_from
+from isobit.precision.formats import BF16, E4M3, E5M2, FORMATS, FP32, Format
+from isobit.precision.quantize import (
+    BLOCK,
+    QTensor,
+    QuantSpec,
+    QuantStats,
+    expand_scale,
+    nonfinite_message,
+    quantize,
+    scales,
+    statistics,
+)
+
+__all__ = [
+    "BF16",
+    "BLOCK",
+    "E4M3",
+    "E5M2",
+    "FORMATS",
+    "FP32",
+    "PRESETS",
+    "Flow",
+    "Format",
+    "Precision",
+    "QTensor",
+    "QuantSpec",
+    "QuantStats",
+    "expand_scale",
+    "nonfinite_message",
+    "precision_from",
+    "quantize",
+    "scales",
+    "statistics",
+]

@@ -1,0 +1,35 @@
+"""The number formats of isobit: what a tensor is stored in.
+
+E4M3 and E5M2 are the 8-bit floats of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433): E4M3 in
+its finite-only variant (`float8_e4m3fn`, no infinities, largest value 448), E5M2 with infinities (largest finite value
+57,344). Left out: the micro-scaled formats MXFP8 and NVFP4.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format. `max` is the largest finite magnitude; `itemsize` is in bytes."""
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    itemsize: int
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.itemsize == 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 1)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 1)
+BF16 = Format("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max, 2)
+FP32 = Format("fp32", torch.float32, torch.finfo(torch.float32).max, 4)
+
+FORMATS: dict[str, Format] = {form.name: form for form in (E4M3, E5M2, BF16, FP32)}
