@@ -18,8 +18,9 @@ from isobit.precision.quantize import GRANULARITIES, SCALE_FORMATS, QuantSpec
 class Flow:
     """Formats of one use of a model. `None` means: stays in `compute`.
 
-    `compute` is the format of activations between operators, embedding, norms and output head. `weight` and `activation`
-    quantize the two operands of each linear layer, `kv` the keys and values (granularity `row`: per token and head).
+    `compute` is the format of activations between operators, embedding, norms and output head. `weight` and
+    `activation` quantize the two operands of each linear layer, `kv` the keys and values (granularity `row`: per
+    token and head).
     """
 
     compute: Format = BF16
@@ -32,8 +33,8 @@ class Flow:
 class Precision:
     """The whole precision flow of a run.
 
-    `gradient` quantizes output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16` (over the
-    dequantized operands of the forward). `correction` is what the objective applies by default.
+    `gradient` quantizes output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16`
+    (over the dequantized operands of the forward). `correction` is what the objective applies by default.
     """
 
     name: str
@@ -95,9 +96,7 @@ class Precision:
         rows.append(("master weights, optimizer", "", "fp32"))
         if self.bf16_first_layers or self.bf16_last_layers:
             of = "" if num_layers is None else f" of {num_layers}"
-            exception = (
-                f"first {self.bf16_first_layers}, last {self.bf16_last_layers}{of}: {self.learner.compute}"
-            )
+            exception = f"first {self.bf16_first_layers}, last {self.bf16_last_layers}{of}: {self.learner.compute}"
             rows.append(("excepted layers", exception, exception))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -149,9 +148,9 @@ _COUNTS = ("bf16_first_layers", "bf16_last_layers")
 def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:
     """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
-    Options: `dgrad`, `wgrad` (fp8 | bf16), `kv_cache` (bf16 | e4m3), `weight_scale`, `activation_scale`, `gradient_scale`
-    (fp32 | ue8m0), `activation_granularity` (1x128 | row | tensor ...), `gradient_format` (e4m3 | e5m2), `bf16_first_layers`,
-    `bf16_last_layers`. Raises IsobitError for an unknown name or a combination that cannot work.
+    Options: `dgrad`, `wgrad` (fp8 | bf16), `kv_cache` (bf16 | e4m3), `weight_scale`, `activation_scale`,
+    `gradient_scale` (fp32 | ue8m0), `activation_granularity` (1x128 | row | tensor ...), `gradient_format` (e4m3 |
+    e5m2), `bf16_first_layers`, `bf16_last_layers`. Raises IsobitError for an unknown name or a combination that cannot work.
     """
     if isinstance(value, Precision):
         return value
@@ -169,9 +168,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
 def _preset(name: object) -> Precision:
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
-    raise IsobitError(
-        f"unknown precision preset {name!r}{_nearest(name, PRESETS)}: choose from {', '.join(PRESETS)}"
-    )
+    raise IsobitError(f"unknown precision preset {name!r}{_nearest(name, PRESETS)}: choose from {', '.join(PRESETS)}")
 
 
 def _nearest(name: object, choices: "Mapping[str, object] | list[str]") -> str:
@@ -187,9 +184,7 @@ def _check_option(key: str, option: object) -> None:
         )
     if key in _COUNTS:
         if not isinstance(option, int) or isinstance(option, bool) or option < 0:
-            raise IsobitError(
-                f"precision.{key}: expected a whole number of layers, at least 0, got {option!r}"
-            )
+            raise IsobitError(f"precision.{key}: expected a whole number of layers, at least 0, got {option!r}")
     elif option not in _CHOICES[key]:
         raise IsobitError(f"precision.{key}: expected one of {', '.join(_CHOICES[key])}, got {option!r}")
 
@@ -230,9 +225,7 @@ def _count(options: Mapping[str, object], key: str, default: int) -> int:
 
 def _change_flow(flow: Flow, options: Mapping[str, object], preset: str) -> Flow:
     weight, activation, kv = flow.weight, flow.activation, flow.kv
-    touched = [
-        key for key in ("weight_scale", "activation_scale", "activation_granularity") if key in options
-    ]
+    touched = [key for key in ("weight_scale", "activation_scale", "activation_granularity") if key in options]
     if touched and all(f.weight is None for f in (PRESETS[preset].rollout, PRESETS[preset].learner)):
         raise IsobitError(
             f"precision.{touched[0]}: preset {preset!r} quantizes no linear layer; start from an fp8 preset"

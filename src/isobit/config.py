@@ -1,0 +1,375 @@
+"""The configuration of a run: strict YAML into frozen values.
+
+One file describes a run; `key.sub=value` overrides change it; the *resolved* value is what is used and what is written
+to the run directory. Every key is declared here, once, with its unit and its reason. An unknown key, a wrong type, a
+value out of range or a contradiction raises `IsobitError` with one line. Left out: whether files exist and models fit,
+which is found where they are opened. Relative paths are taken from the current directory.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from isobit.errors import IsobitError
+
+Precision = str | dict[str, Any]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """Where the initial weights come from: `path`, or `sft`."""
+
+    path: str | None = Field(None, description="a Hugging Face directory (config.json, safetensors, tokenizer.json)")
+    sft: str | None = Field(None, description="a config of `isobit sft`; its model is made once and kept in a cache")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if (self.path is None) == (self.sft is None):
+            raise ValueError("give exactly one of path (a Hugging Face directory) and sft (a config of `isobit sft`)")
+        return self
+
+
+class TaskConfig(_Section):
+    """What is asked and how it is scored: a built-in task by name, or a file of the user's own."""
+
+    name: str = Field("file", description="arithmetic, countdown, gsm8k, or file (any JSONL)")
+    path: str | None = Field(None, description="JSONL, one object a line; every column reaches the reward function")
+    held_out_path: str | None = Field(None, description="JSONL of the held-out split; default: cut from path")
+    held_out_size: int | None = Field(None, ge=0, description="examples kept out of training for evaluation")
+    prompt_column: str | None = Field(None, description="column of the prompt: text, or chat messages")
+    answer_column: str | None = Field(None, description="column handed to rewards as `answer`")
+    prompt_template: str | None = Field(None, description="text with {prompt} in it, put around every prompt")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of a built-in task, such as digits")
+
+
+class RewardConfig(_Section):
+    """One reward function of the user's own, in TRL's signature."""
+
+    function: str = Field(description="path/to/file.py:function or package.module:function")
+    weight: float = 1.0
+    name: str | None = Field(None, description="name in the metrics; default: the function's")
+
+
+class RewardsConfig(_Section):
+    """How rewards are computed: worker processes, with a deadline for each call."""
+
+    functions: tuple[RewardConfig, ...] = Field((), description="default: the task's own reward")
+    deadline_s: float = Field(30.0, gt=0, description="seconds for one call; a worker that takes longer is killed")
+    num_workers: int = Field(1, ge=1, le=64)
+    on_error: Literal["stop", "skip"] = Field("stop", description="what a failing reward function does to the run")
+
+
+class SamplingConfig(_Section):
+    """How completions are sampled."""
+
+    group_size: int = Field(8, ge=1, description="completions per prompt")
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_k: int = Field(0, ge=0, description="refused in training when not 0: see the message")
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class EngineConfig(_Section):
+    """The rollout engine's memory and batch."""
+
+    kv_pages: int | None = Field(None, ge=1, description="pages of the KV cache; default: what one step needs")
+    page_size: int = Field(16, ge=1, le=1024, description="tokens per page")
+    max_batch_tokens: int = Field(2048, ge=1, description="tokens of one forward (chunked prefill under this budget)")
+    max_sequences: int = Field(512, ge=1, description="sequences that decode at the same time")
+
+
+class AlgorithmConfig(_Section):
+    """The objective. `preset` fills what is not given: grpo, dr_grpo, rloo or dapo."""
+
+    preset: Literal["grpo", "dr_grpo", "rloo", "dapo"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo"] | None = None
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    clip_low: float | None = Field(None, gt=0, lt=1)
+    clip_high: float | None = Field(None, gt=0)
+    dynamic_sampling: bool | None = Field(None, description="drop groups of equal rewards and sample others")
+    max_resamples: int = Field(10, ge=1, description="rollout rounds a step may take under dynamic sampling")
+    overlong_buffer: int = Field(
+        0, ge=0, description="DAPO's soft penalty over the last tokens before the limit; 0: off"
+    )
+    overlong_penalty: float = Field(1.0, ge=0)
+    kl_coefficient: float = Field(0.0, ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    correction: Literal["auto", "none", "token_tis"] = Field("auto", description="auto: the precision preset's")
+    tis_cap: float = Field(2.0, gt=0)
+    recompute_old_logprobs: Literal["auto", "always", "never"] = Field(
+        "auto", description="auto: never under a unified precision, whose rollout log-probabilities are the old ones"
+    )
+    updates_per_batch: int = Field(1, ge=1, description="optimizer steps per pass over a rollout batch")
+    epochs: int = Field(1, ge=1, description="passes over a rollout batch")
+
+
+class OptimizerConfig(_Section):
+    """AdamW on FP32 masters."""
+
+    learning_rate: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final_fraction: float = Field(0.0, ge=0, le=1, description="of the peak rate, at the last step of a schedule")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    micro_batch_tokens: int = Field(16384, ge=1, description="tokens of one forward and backward")
+    max_bad_steps: int = Field(3, ge=1, description="skipped (non-finite) steps in a row that end the run")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each must be at least 0 and below 1")
+        return betas
+
+
+class ReferenceConfig(_Section):
+    """The frozen model of the KL penalty: the initial weights, under a precision of their own."""
+
+    precision: Precision | None = Field(None, description="default: the policy's")
+
+
+class EvaluationConfig(_Section):
+    """Held-out evaluation inside training: greedy accuracy."""
+
+    every: int = Field(
+        0, ge=0, description="steps between evaluations, and one before the first and after the last; 0: none"
+    )
+    samples: int = Field(256, ge=1, description="held-out prompts")
+
+
+class RunConfig(_Section):
+    """Where a run is kept."""
+
+    dir: str = Field("runs/train", description="must not exist yet, or be empty")
+    checkpoint_every: int = Field(20, ge=0, description="steps; the last step is always saved; 0: only the last")
+    keep_last: int = Field(2, ge=1)
+    report: bool = True
+
+
+class Config(_Section):
+    """One training run."""
+
+    model: ModelConfig
+    task: TaskConfig = TaskConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    precision: Precision = "fp8"
+    consistency: Literal["bitwise", "fast"] = "bitwise"
+    backend: Literal["auto", "native", "reference"] = "auto"
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run: RunConfig = RunConfig()
+    steps: int = Field(100, ge=1)
+    prompts_per_step: int = Field(8, ge=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        sampling, algorithm = self.sampling, self.algorithm
+        if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+            raise ValueError(
+                "sampling.top_k, top_p and min_p cannot be used in training: the learner's log-probabilities are of the "
+                "whole distribution, and the kept set is not replayed; set top_k: 0, top_p: 1, min_p: 0"
+            )
+        if sampling.group_size < 2:
+            raise ValueError("sampling.group_size must be at least 2: an advantage is relative to the group")
+        if algorithm.overlong_buffer >= sampling.max_new_tokens:
+            raise ValueError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
+        if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
+            raise ValueError("algorithm.updates_per_batch exceeds the completions of a step")
+        if algorithm.recompute_old_logprobs == "never" and algorithm.correction == "token_tis":
+            raise ValueError(
+                "algorithm.correction token_tis weighs old against rollout log-probabilities, which "
+                "recompute_old_logprobs: never makes equal"
+            )
+        return self
+
+
+class ArchitectureConfig(_Section):
+    """A model made from scratch, with a character tokenizer over the task's alphabet."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    hidden_size: int = Field(128, ge=8)
+    intermediate_size: int = Field(512, ge=8)
+    num_layers: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1, description="default: num_heads")
+    head_dim: int | None = Field(None, ge=2, description="default: hidden_size / num_heads")
+    tie_embeddings: bool = True
+    max_positions: int = Field(512, ge=1)
+    rope_theta: float = Field(10000.0, gt=0)
+    vocabulary: str | None = Field(None, description="characters of the tokenizer; default: the task's alphabet")
+
+
+class SftModelConfig(_Section):
+    """Where supervised training starts: a checkpoint, or random weights."""
+
+    path: str | None = None
+    init: ArchitectureConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "SftModelConfig":
+        if (self.path is None) == (self.init is None):
+            raise ValueError("give exactly one of path (a Hugging Face directory) and init (an architecture)")
+        return self
+
+
+class SftConfig(_Section):
+    """One supervised run on prompt/completion data."""
+
+    model: SftModelConfig
+    task: TaskConfig = TaskConfig()
+    completion_column: str = Field("completion", description="column of the text to learn (file tasks)")
+    precision: Precision = "fp8"
+    consistency: Literal["bitwise", "fast"] = "bitwise"
+    backend: Literal["auto", "native", "reference"] = "auto"
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    steps: int = Field(100, ge=1)
+    batch_size: int = Field(64, ge=1, description="examples per optimizer step")
+    evaluation: EvaluationConfig = EvaluationConfig()
+    max_new_tokens: int = Field(64, ge=1, description="limit of the completions sampled by the evaluation")
+    out: str = Field("runs/sft", description="where the model is written; must not exist yet, or be empty")
+    seed: int = Field(0, ge=0, lt=2**63)
+
+
+_Schema = TypeVar("_Schema", Config, SftConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a training config and apply `key.sub=value` overrides; the values are YAML.
+
+    Raises IsobitError, in one line, for a missing or malformed file and for every key or value that is not right.
+    """
+    return _load(Config, path, overrides)
+
+
+def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
+    """Read a config of `isobit sft`; as `load_config`."""
+    return _load(SftConfig, path, overrides)
+
+
+def dump_config(config: BaseModel) -> str:
+    """The resolved config as YAML; reading it again gives an equal value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def parse_config(schema: type[_Schema], values: Mapping[str, Any], where: str) -> _Schema:
+    """Validate plain values; `where` names their origin in messages."""
+    try:
+        config = schema.model_validate(values)
+    except ValidationError as error:
+        raise IsobitError(f"{where}: {_message(error, schema)}") from None
+    _check_precision(config, where)
+    return config
+
+
+def _load(schema: type[_Schema], path: str | Path, overrides: Sequence[str]) -> _Schema:
+    values = _read_yaml(Path(path))
+    for override in overrides:
+        _override(values, override)
+    return parse_config(schema, values, str(path))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise IsobitError(f"cannot read config {path}: {reason}") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise IsobitError(
+            f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or 'syntax error'}"
+        ) from None
+    if not isinstance(values, dict):
+        raise IsobitError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
+    return values
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
+        raise IsobitError(f"override {override!r}: expected key.sub=value, such as sampling.temperature=0.8")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    *parents, last = key.split(".")
+    node: Any = values
+    for parent in parents:
+        child = node.get(parent) if isinstance(node, dict) else None
+        if parent == "precision" and isinstance(child, str):
+            child = {"preset": child}
+        if child is None:
+            child = {}
+        if not isinstance(child, dict):
+            raise IsobitError(f"override {override!r}: {parent} is not a section of keys")
+        node[parent] = child = dict(child)
+        node = child
+    node[last] = value
+
+
+def _check_precision(config: Config | SftConfig, where: str) -> None:
+    from isobit.precision import precision_from  # here, so that --help does not import torch
+
+    try:
+        precision = precision_from(config.precision)
+        if isinstance(config, Config) and config.reference.precision is not None:
+            precision_from(config.reference.precision)
+    except IsobitError as error:
+        raise IsobitError(f"{where}: {error}") from None
+    reason = precision.varies_with_batch()
+    if config.consistency == "bitwise" and reason is not None:
+        raise IsobitError(
+            f"{where}: consistency: bitwise cannot hold: {reason}; "
+            "use activation_granularity: 1x128 or row, or consistency: fast"
+        )
+
+
+def _message(error: ValidationError, schema: type[BaseModel]) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(schema, first["loc"][:-1])
+        close = get_close_matches(str(first["loc"][-1]), known, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else f"; known here: {', '.join(known)}"
+        return f"unknown key {key!r}{hint}"
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return f"{key}: required, but not given"
+    if first["type"] == "value_error":
+        return f"{key}: {text}" if key else text
+    return f"{key}: {text[0].lower()}{text[1:]}, got {first['input']!r}"
+
+
+def _known_keys(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation: Any = schema.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not sections:
+            return []
+        schema = sections[0]
+    return list(schema.model_fields)
