@@ -99,9 +99,7 @@ class AlgorithmConfig(_Section):
     clip_high: float | None = Field(None, gt=0)
     dynamic_sampling: bool | None = Field(None, description="drop groups of equal rewards and sample others")
     max_resamples: int = Field(10, ge=1, description="rollout rounds a step may take under dynamic sampling")
-    overlong_buffer: int = Field(
-        0, ge=0, description="DAPO's soft penalty over the last tokens before the limit; 0: off"
-    )
+    overlong_buffer: int = Field(0, ge=0, description="tokens before the limit, penalized softly; 0: off")
     overlong_penalty: float = Field(1.0, ge=0)
     kl_coefficient: float = Field(0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -150,7 +150,8 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
 
     Options: `dgrad`, `wgrad` (fp8 | bf16), `kv_cache` (bf16 | e4m3), `weight_scale`, `activation_scale`,
     `gradient_scale` (fp32 | ue8m0), `activation_granularity` (1x128 | row | tensor ...), `gradient_format` (e4m3 |
-    e5m2), `bf16_first_layers`, `bf16_last_layers`. Raises IsobitError for an unknown name or a combination that cannot work.
+    e5m2), `bf16_first_layers`, `bf16_last_layers`. Raises IsobitError for an unknown name or a combination that cannot
+    work.
     """
     if isinstance(value, Precision):
         return value

@@ -1,0 +1,75 @@
+"""Presets, composition, exceptions by layer, and the messages for what cannot work."""
+
+import dataclasses
+
+import pytest
+
+from isobit.errors import IsobitError
+from isobit.precision import PRESETS, precision_from
+
+
+def test_presets_are_what_the_design_says() -> None:
+    assert list(PRESETS) == ["float32", "bf16", "fp8-rollout", "fp8-unified", "fp8"]
+    assert PRESETS["fp8"].unified
+    assert PRESETS["fp8-unified"].unified
+    assert not PRESETS["fp8-rollout"].unified
+    assert PRESETS["fp8-rollout"].correction == "token_tis"
+    fp8 = PRESETS["fp8"].rollout
+    assert fp8.kv is not None
+    assert {spec.scale for spec in (fp8.weight, fp8.activation, fp8.kv) if spec} == {"ue8m0"}
+    assert PRESETS["fp8-unified"].rollout.kv is None
+
+
+def test_a_precision_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PRESETS["fp8"].dgrad = "bf16"  # type: ignore[misc]
+
+
+def test_excepted_layers_stay_in_bf16_on_both_sides() -> None:
+    precision = precision_from({"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 2})
+    quantized = [precision.flow("rollout", layer, 6).weight is not None for layer in range(6)]
+    assert quantized == [False, True, True, True, False, False]
+    assert [precision.flow("learner", layer, 6) == precision.flow("rollout", layer, 6) for layer in range(6)]
+    assert precision.backward(0, 6) == ("bf16", "bf16")
+    assert precision.backward(1, 6) == ("fp8", "fp8")
+
+
+def test_options_change_one_thing() -> None:
+    precision = precision_from({"preset": "fp8", "wgrad": "bf16", "kv_cache": "bf16", "activation_scale": "fp32"})
+    assert precision.wgrad == "bf16"
+    assert precision.dgrad == "fp8"
+    assert precision.rollout.kv is None
+    assert precision.rollout.activation is not None
+    assert precision.rollout.activation.scale == "fp32"
+    assert precision.rollout.weight == PRESETS["fp8"].rollout.weight
+    assert precision.unified
+    assert "wgrad=bf16" in precision.name
+
+
+def test_the_table_names_every_format() -> None:
+    table = precision_from({"preset": "fp8", "bf16_first_layers": 1}).table(4)
+    for text in ("e4m3 128x128 ue8m0", "e4m3 1x128 ue8m0", "per token and head", "first 1, last 0 of 4", "wgrad"):
+        assert text in table
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("fp9", "did you mean 'fp8'"),
+        ({"preset": "fp8", "wgard": "bf16"}, "did you mean 'wgrad'"),
+        ({"preset": "fp8", "wgrad": "int8"}, "expected one of fp8, bf16"),
+        ({"preset": "fp8", "bf16_first_layers": -1}, "at least 0"),
+        ({"preset": "fp8", "bf16_first_layers": True}, "whole number"),
+        ({"preset": "bf16", "wgrad": "fp8"}, "not quantized"),
+        ({"preset": "bf16", "weight_scale": "fp32"}, "no linear layer"),
+    ],
+)
+def test_what_cannot_work_is_refused(value: object, message: str) -> None:
+    with pytest.raises(IsobitError, match=message):
+        precision_from(value)  # type: ignore[arg-type]
+
+
+def test_a_scale_over_the_batch_is_recognized() -> None:
+    assert PRESETS["fp8"].varies_with_batch() is None
+    tensorwise = precision_from({"preset": "fp8", "activation_granularity": "tensor"})
+    assert "rollout" in (tensorwise.varies_with_batch() or "")
