@@ -183,8 +183,8 @@ class Config(_Section):
         sampling, algorithm = self.sampling, self.algorithm
         if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
             raise ValueError(
-                "sampling.top_k, top_p and min_p cannot be used in training: the learner's log-probabilities are of the "
-                "whole distribution, and the kept set is not replayed; set top_k: 0, top_p: 1, min_p: 0"
+                "sampling.top_k, top_p and min_p cannot be used in training: the learner's log-probabilities are of "
+                "the whole distribution, and the kept set is not replayed; set top_k: 0, top_p: 1, min_p: 0"
             )
         if sampling.group_size < 2:
             raise ValueError("sampling.group_size must be at least 2: an advantage is relative to the group")
