@@ -1,0 +1,64 @@
+"""Accuracy with its uncertainty: Wilson intervals for a proportion, unbiased pass@k with a bootstrap interval.
+
+Left out: what a correct completion is (the task says) and how completions are made (`evaluate.py`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_Z95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval, and the number of prompts behind it."""
+
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f}  (95 % interval {self.low:.4f} to {self.high:.4f}, {self.prompts} prompts)"
+
+
+def proportion(correct: int, total: int) -> Estimate:
+    """Fraction correct with Wilson's score interval (Wilson 1927): honest at 0, at 1, and for few prompts."""
+    assert 0 <= correct <= total
+    assert total > 0
+    fraction = correct / total
+    denominator = 1 + _Z95**2 / total
+    center = (fraction + _Z95**2 / (2 * total)) / denominator
+    half = _Z95 / denominator * math.sqrt(fraction * (1 - fraction) / total + _Z95**2 / (4 * total**2))
+    low = 0.0 if correct == 0 else max(0.0, center - half)
+    high = 1.0 if correct == total else min(1.0, center + half)
+    return Estimate(fraction, low, high, total)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate, from `num_samples` of which `num_correct` pass, that one of `k` passes.
+
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), as a product that does not overflow.
+    """
+    assert 1 <= k <= num_samples
+    if num_samples - num_correct < k:
+        return 1.0
+    missed = 1.0
+    for i in range(k):
+        missed *= (num_samples - num_correct - i) / (num_samples - i)
+    return 1.0 - missed
+
+
+def pass_at_k_estimate(correct: Sequence[int], num_samples: int, k: int, resamples: int = 2000) -> Estimate:
+    """Mean pass@k over prompts; `correct[i]` of `num_samples` passed for prompt i.
+
+    The interval is the percentile bootstrap over prompts, with a fixed seed, so that it repeats.
+    """
+    values = np.array([pass_at_k(num_samples, passed, k) for passed in correct], dtype=np.float64)
+    generator = np.random.Generator(np.random.Philox(key=0))
+    means = values[generator.integers(0, len(values), (resamples, len(values)))].mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Estimate(float(values.mean()), float(low), float(high), len(values))
