@@ -1,0 +1,44 @@
+"""`isobit generate`: prompts in, completions out, on stdout. Left out: scoring them (`evaluate.py`)."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from isobit.engine import Completion, Engine, Sampling
+from isobit.errors import IsobitError
+from isobit.model import Model
+
+
+def print_completions(
+    path: Path,
+    prompts: list[str],
+    sampling: Sampling,
+    flow: tuple[str, str, str],
+    *,
+    chat: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Sample `sampling.n` completions of every prompt and print them.
+
+    `flow` is (precision, backend, consistency). Raises IsobitError for a bad model, an empty prompt list, or a prompt
+    longer than the model's context.
+    """
+    if not prompts:
+        raise IsobitError("no prompt: give --prompt, or lines on standard input")
+    precision, backend, consistency = flow
+    model = Model.load(path, precision=precision, backend=backend, consistency=consistency)
+    requests: list[object] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
+    groups = Engine(model).generate(requests, sampling)
+    for prompt, group in zip(prompts, groups):
+        for completion in group:
+            print(_line(prompt, completion) if as_json else _text(prompt, completion, chat, sampling.n))
+
+
+def _line(prompt: str, completion: Completion) -> str:
+    return json.dumps({"prompt": prompt, **asdict(completion)}, ensure_ascii=False)
+
+
+def _text(prompt: str, completion: Completion, chat: bool, n: int) -> str:
+    text = completion.text if chat else prompt + completion.text
+    heading = f"[{completion.prompt_id}.{completion.sample_index}] " if n > 1 else ""
+    return f"{heading}{text}"
