@@ -1,0 +1,59 @@
+"""The reference backend: plain PyTorch, the definition of every operator and the oracle of every other backend."""
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.reference import attention, pointwise, product, sampling
+from isobit.kernels.types import KVStore, Layout, Operand
+from isobit.precision import QTensor, QuantSpec, quantize
+
+
+class ReferenceOps:
+    """`isobit.kernels.types.Ops` in PyTorch."""
+
+    backend = "reference"
+
+    def __init__(self, consistency: str = "bitwise", why: str = "") -> None:
+        self.consistency = consistency
+        self.why = why
+
+    def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
+        return quantize(x, spec, name)
+
+    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+        compute = product.fast_product if self.consistency == "fast" else product.product
+        return compute(a, b, bias, out)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return pointwise.rms_norm(x, weight, eps, residual)
+
+    def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        return pointwise.rms_norm_backward(dy, summed, weight, rstd)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+        return pointwise.rotary(x, cos, sin, positions, inverse)
+
+    def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
+        attention.kv_write(store, k, v, layout)
+
+    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+        return attention.attention(q, store, layout, scale)
+
+    def attention_backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return attention.attention_backward(dout, q, out, lse, store, layout, scale)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return pointwise.silu_mul(gate_up)
+
+    def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
+        return pointwise.silu_mul_backward(dh, gate_up)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return sampling.token_logprobs(logits, tokens, temperature)
+
+    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+        return sampling.sample(logits, keys, temperature)

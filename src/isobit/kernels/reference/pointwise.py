@@ -1,0 +1,53 @@
+"""Operators within a row: RMSNorm, rotary embedding, SiLU gate, and their backwards.
+
+Reductions are float64 over a contiguous last dimension, whose order per row PyTorch fixes; elementwise functions are
+only those whose bits do not depend on shape (so silu is `x / (1 + exp(-x))`, not `F.silu`). Forwards round once.
+Backwards are float32 inside: they need to repeat, not to agree with a rollout.
+"""
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.reference.rounding import round_once
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """y = s · rstd · weight with s = x + residual and rstd = 1 / sqrt(mean(s²) + eps) (Zhang and Sennrich 2019, eq.
+    4)."""
+    summed = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    wide = summed.contiguous().double()
+    rstd = (1.0 / torch.sqrt((wide * wide).sum(-1) / x.shape[-1] + eps)).float()
+    y = round_once(wide * rstd.double().unsqueeze(-1) * weight.double(), x.dtype)
+    return y, summed, rstd
+
+
+def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """With n = s · rstd: ds = rstd · (dy·w - n · mean(dy·w·n)), dw = Σ_rows dy·n."""
+    normed = summed.float() * rstd.unsqueeze(-1)
+    scaled = dy.float() * weight.float()
+    ds = rstd.unsqueeze(-1) * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return ds.to(summed.dtype), (dy.float() * normed).sum(0)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool) -> Tensor:
+    """(x1·cos - x2·sin, x2·cos + x1·sin) over the halves of the head (Su et al. 2021), in float32, rounded once."""
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    first, second = x.float().chunk(2, dim=-1)
+    if inverse:
+        s = -s
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate / (1 + exp(-gate)) · up, in float32, rounded once (SwiGLU: Shazeer 2020)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def silu_mul_backward(dh: Tensor, gate_up: Tensor) -> Tensor:
+    """With σ = 1 / (1 + exp(-gate)): d gate = dh·up·σ·(1 + gate·(1 - σ)), d up = dh·gate·σ."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    sigma = 1.0 / (1.0 + torch.exp(-gate))
+    wide = dh.float()
+    dgate = wide * up * (sigma * (1.0 + gate * (1.0 - sigma)))
+    return torch.cat((dgate, wide * (gate * sigma)), dim=-1).to(gate_up.dtype)

@@ -1,0 +1,162 @@
+"""What the operators work on: rows in sequences (`Layout`), stored keys and values (`KVStore`), and their signatures
+(`Ops`).
+
+A *row* is one token of one sequence. Rows of a sequence stand together and in order. A *slot* is the place of one
+token's key and value: `page * page_size + offset`. Rollout and learner describe their work in these terms, and so
+call the same operators. Left out: who owns the pages (`isobit.engine`) and the arithmetic (`reference`, `native`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from isobit.precision import Format, QTensor, QuantSpec
+
+Operand = Tensor | QTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the rows of a batch stand: T rows of S sequences over P pages each.
+
+    row_start [S+1] int64: rows of sequence s are row_start[s] to row_start[s+1]. context [S] int64: position of its
+    first row, that is how many keys are stored before. page_table [S, P] int32. positions, slots [T] int64: of every
+    row.
+    """
+
+    row_start: Tensor
+    context: Tensor
+    page_table: Tensor
+    page_size: int
+    positions: Tensor
+    slots: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def num_slots_needed(self) -> int:
+        """Slots that a store must have to hold every page of the table."""
+        return (int(self.page_table.max()) + 1) * self.page_size if self.page_table.numel() else 0
+
+    @staticmethod
+    def build(lengths: Sequence[int], contexts: Sequence[int], page_table: Tensor, page_size: int) -> "Layout":
+        """Rows of sequences: `lengths[s]` new ones after `contexts[s]` stored ones, in pages `page_table` [S, P]."""
+        length, context = torch.tensor(lengths, dtype=torch.int64), torch.tensor(contexts, dtype=torch.int64)
+        row_start = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(length, 0, out=row_start[1:])
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), length)
+        positions = torch.arange(int(row_start[-1])) - row_start[sequence] + context[sequence]
+        pages = page_table.long()[sequence, positions // page_size]
+        return Layout(
+            row_start, context, page_table.int(), page_size, positions, pages * page_size + positions % page_size
+        )
+
+    @staticmethod
+    def packed(lengths: Sequence[int], page_size: int = 16) -> "Layout":
+        """Whole sequences one after the other, each in contiguous pages of its own: the learner's layout."""
+        pages = [-(-length // page_size) for length in lengths]
+        first = torch.cumsum(torch.tensor([0, *pages[:-1]]), 0)
+        table = first.unsqueeze(1) + torch.arange(max(pages, default=0)).unsqueeze(0)
+        table = torch.where(torch.arange(table.shape[1]) < torch.tensor(pages).unsqueeze(1), table, 0)
+        return Layout.build(lengths, [0] * len(lengths), table.int(), page_size)
+
+
+@dataclass(frozen=True, eq=False)
+class KVStore:
+    """Keys and values of one layer.
+
+    k, v [slots, kv_heads, head_dim]: in the compute format, or E4M3 codes as uint8 (torch lacks most operations on FP8
+    tensors). k_scale, v_scale [slots, kv_heads] float32, one per token and head, or None.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    kv: QuantSpec | None
+
+    @staticmethod
+    def allocate(num_slots: int, kv_heads: int, head_dim: int, kv: QuantSpec | None, compute: Format) -> "KVStore":
+        shape = (num_slots, kv_heads, head_dim)
+        dtype = torch.uint8 if kv is not None else compute.dtype
+        k, v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        if kv is None:
+            return KVStore(k, v, None, None, None)
+        return KVStore(k, v, torch.ones(shape[:2]), torch.ones(shape[:2]), kv)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.k, self.v, self.k_scale, self.v_scale)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values at `slots` [...], dequantized: two float32 tensors [..., kv_heads, head_dim]."""
+        return self._read(self.k, self.k_scale, slots), self._read(self.v, self.v_scale, slots)
+
+    def _read(self, data: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
+        picked = data[slots]
+        if scale is None or self.kv is None:
+            return picked.float()
+        return picked.view(self.kv.format.dtype).float() * scale[slots].unsqueeze(-1)
+
+
+class Ops(Protocol):
+    """The operators of one backend. No autograd: forwards and explicit backwards.
+
+    The bits of a row depend on that row, the weights and the position. T rows, S sequences, H query heads, KV heads of
+    keys, D head dimension, C channels, V vocabulary.
+    """
+
+    backend: str
+    consistency: str
+    why: str
+
+    def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
+        """`isobit.precision.quantize`, bit for bit."""
+
+    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+        """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in docs/numerics.md."""
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(y, summed, rstd): summed = x + residual rounded, y = summed · rstd · weight rounded once; x [R, C], rstd
+        [R]."""
+
+    def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        """(gradient of summed [R, C], gradient of weight [C] float32)."""
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+        """Rotate x [T, heads, D] by the tables' rows [P, D/2] at `positions`; half-split pairs; `inverse` rotates
+        back."""
+
+    def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
+        """Store k, v [T, KV, D] at the layout's slots, quantized per token and head, or cast."""
+
+    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to keys 0 to p of its
+        sequence."""
+
+    def attention_backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq [T, H, D], dk, dv [T, KV, D]) for packed layouts; straight through the quantization of keys and
+        values."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up, rounded once: [T, 2I] to [T, I]."""
+
+    def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
+        """Gradient of gate_up [T, 2I]."""
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature); logits [T, V]
+        float32."""
+
+    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+        """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt, sample, position."""
