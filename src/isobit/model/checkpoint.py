@@ -1,0 +1,102 @@
+"""Hugging Face directories: read and write weights (safetensors, single or sharded) and JSON files.
+
+Reads float32, bfloat16 and float16 tensors into float32. Every defect of a directory is one `IsobitError`. Left out:
+pickled weights, quantized checkpoints, and making a write atomic (`isobit.checkpoints`).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isobit.errors import IsobitError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; IsobitError if it is missing or malformed."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise IsobitError(f"{path.parent}: {path.name} is missing; expected a Hugging Face model directory") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"{path}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise IsobitError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from None
+    if not isinstance(values, dict):
+        raise IsobitError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, float32, by their Hugging Face names."""
+    tensors: dict[str, Tensor] = {}
+    for name in _weight_files(directory):
+        path = directory / name
+        if not path.is_file():
+            raise IsobitError(f"{directory}: weight file {name} is missing")
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (a file handle, not a dict)
+                    tensors[key] = _as_float(file.get_tensor(key), key, path)
+        except (SafetensorError, OSError) as error:
+            raise IsobitError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+    return tensors
+
+
+def _weight_files(directory: Path) -> list[str]:
+    if (directory / WEIGHTS).is_file():
+        return [WEIGHTS]
+    if (directory / INDEX).is_file():
+        mapping = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(mapping, dict) or not mapping:
+            raise IsobitError(f"{directory / INDEX}: weight_map is missing or empty")
+        names = sorted({str(name) for name in mapping.values()})
+        if any(Path(name).name != name for name in names):
+            raise IsobitError(f"{directory / INDEX}: weight_map names a file outside the directory")
+        return names
+    raise IsobitError(f"{directory}: no {WEIGHTS} and no {INDEX}; only safetensors checkpoints are read")
+
+
+def _as_float(tensor: Tensor, name: str, path: Path) -> Tensor:
+    if tensor.dtype not in _FLOATS:
+        raise IsobitError(f"{path}: tensor {name} has dtype {tensor.dtype}; expected float32, bfloat16 or float16")
+    tensor = tensor.float()
+    if not bool(torch.isfinite(tensor).all()):
+        raise IsobitError(f"{path}: tensor {name} holds NaN or infinity")
+    return tensor
+
+
+def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 5 << 30) -> None:
+    """Write `tensors` as one safetensors file, or as shards of at most `shard_bytes` with an index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.contiguous()
+        size += nbytes
+    if len(shards) == 1:
+        save_file(shards[0], directory / WEIGHTS, metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

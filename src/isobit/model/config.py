@@ -1,0 +1,144 @@
+"""The architecture of a model, read from and written to a Hugging Face `config.json`.
+
+Llama, Qwen2 and Qwen3: pre-norm transformers with rotary embedding, grouped-query attention and a gated SiLU MLP. They
+differ in biases, in QK-norm and in defaults. Left out: sliding windows, mixtures of experts, other activations; each is
+refused with the reason, and nothing in a model directory is ever executed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.model.rope import Rope
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One architecture. Sizes are counts; `max_positions` is the context length in tokens."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float = 1e-6
+    rope: Rope = field(default_factory=Rope)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    max_positions: int = 2048
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise IsobitError(
+                f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
+            )
+        if self.head_dim % 2:
+            raise IsobitError(f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}")
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @staticmethod
+    def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
+        """From the parsed config.json. Raises IsobitError for an unsupported architecture or feature."""
+        return _from_hf(values, where)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both know."""
+        values: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_eps,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tie_embeddings,
+            "bos_token_id": self.bos_id,
+            "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
+            "pad_token_id": self.pad_id,
+            "dtype": "float32",
+            **self.rope.to_hf(),
+        }
+        if self.family == "llama":
+            values |= {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
+        if self.family == "qwen3":
+            values |= {"attention_bias": self.qkv_bias}
+        if self.family != "llama":
+            values |= {"use_sliding_window": False}
+        return values
+
+
+def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
+    family = values.get("model_type")
+    if family not in ARCHITECTURES:
+        named = family or ", ".join(values.get("architectures") or ["none"])
+        raise IsobitError(f"{where}: unsupported architecture {named!r}: supported are {', '.join(ARCHITECTURES)}")
+    _refuse_unsupported(values, where)
+    try:
+        num_heads = int(values["num_attention_heads"])
+        hidden = int(values["hidden_size"])
+        kv_heads = values.get("num_key_value_heads")
+        bias = bool(values.get("attention_bias", False))
+        config = ModelConfig(
+            family=family,
+            vocab_size=int(values["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(values["intermediate_size"]),
+            num_layers=int(values["num_hidden_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=num_heads if kv_heads is None else int(kv_heads),
+            head_dim=int(values.get("head_dim") or (128 if family == "qwen3" else hidden // num_heads)),
+            rms_eps=float(values.get("rms_norm_eps", 1e-6)),
+            rope=Rope.from_hf(values, where),
+            qkv_bias=True if family == "qwen2" else bias,
+            o_bias=False if family == "qwen2" else bias,
+            mlp_bias=bool(values.get("mlp_bias", False)) if family == "llama" else False,
+            qk_norm=family == "qwen3",
+            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            max_positions=int(values.get("max_position_embeddings", 2048)),
+            bos_id=values.get("bos_token_id"),
+            eos_ids=token_ids(values.get("eos_token_id")),
+            pad_id=values.get("pad_token_id"),
+        )
+    except KeyError as missing:
+        raise IsobitError(f"{where}: key {missing} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
+    return config
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Token ids from a config value: one id, a list of them, or nothing."""
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+
+
+def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
+    activation = values.get("hidden_act", "silu")
+    if activation != "silu":
+        raise IsobitError(f"{where}: unsupported hidden_act {activation!r}: supported is silu")
+    layers = values.get("layer_types") or []
+    if values.get("use_sliding_window") or any(layer != "full_attention" for layer in layers):
+        raise IsobitError(f"{where}: sliding-window attention is not supported: every layer must see all positions")
+    if values.get("quantization_config"):
+        raise IsobitError(f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one")

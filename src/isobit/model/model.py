@@ -1,0 +1,158 @@
+"""`Model`: weights, tokenizer and precision together; what the engine rolls out and the learner trains.
+
+Loads and saves Hugging Face directories, starts one from random weights, and computes log-probabilities of given
+tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.kernels import Layout, get_ops
+from isobit.model import names
+from isobit.model.checkpoint import read_json, read_weights, write_json, write_weights
+from isobit.model.config import ModelConfig
+from isobit.model.tokenizer import Tokenizer
+from isobit.model.transformer import Transformer, parameter_shapes
+from isobit.precision import Precision, precision_from
+
+_PASS_TOKENS = 8192  # rows of one forward of `logprobs`
+
+
+class Model:
+    """A language model under one precision flow."""
+
+    def __init__(self, transformer: Transformer, tokenizer: Tokenizer) -> None:
+        config = transformer.config
+        if tokenizer.vocab_size > config.vocab_size:
+            raise IsobitError(
+                f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
+                f"{config.vocab_size - 1}"
+            )
+        self.transformer = transformer
+        self.tokenizer = tokenizer
+        self.config = config
+        self.precision = transformer.precision
+        self.ops = transformer.ops
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        precision: str | Mapping[str, object] | Precision = "fp8",
+        backend: str = "auto",
+        consistency: str = "bitwise",
+    ) -> "Model":
+        """A Hugging Face directory (Llama, Qwen2, Qwen3) under a preset's name, a mapping, or a `Precision`.
+
+        Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise IsobitError(f"model {directory}: no such directory; expected a Hugging Face model directory")
+        flow, ops = precision_from(precision), get_ops(backend, consistency)
+        config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
+        tokenizer = Tokenizer.load(directory)
+        masters = names.fuse(read_weights(directory), config, str(directory))
+        return Model(Transformer(config, flow, ops, masters), tokenizer)
+
+    @staticmethod
+    def init(
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        precision: str | Mapping[str, object] | Precision = "fp8",
+        seed: int = 0,
+        backend: str = "auto",
+        consistency: str = "bitwise",
+    ) -> "Model":
+        """Random weights: normal with deviation 0.02, projections back into the residual stream smaller by
+        sqrt(2 · layers) (GPT-2), norms 1, biases 0. The same seed gives the same weights."""
+        generator = torch.Generator().manual_seed(seed)
+        masters: dict[str, Tensor] = {}
+        for name, shape in parameter_shapes(config).items():
+            if len(shape) == 1:
+                masters[name] = torch.ones(shape) if name.endswith("norm") else torch.zeros(shape)
+                continue
+            deviation = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
+            masters[name] = torch.randn(shape, generator=generator) * deviation
+        ops = get_ops(backend, consistency)
+        return Model(Transformer(config, precision_from(precision), ops, masters), tokenizer)
+
+    @property
+    def weights_version(self) -> int:
+        """Counts syncs: every change of the working weights."""
+        return self.transformer.weights_version
+
+    def sync(self) -> None:
+        """Requantize the working weights from the masters."""
+        self.transformer.sync()
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The FP32 masters by name, in a fixed order."""
+        return self.transformer.parameters
+
+    @torch.no_grad()
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, use: str = "learner"
+    ) -> list[Tensor]:
+        """For each sequence of n tokens, a float32 tensor [n - 1]: entry t is log p(token t+1 | tokens up to t).
+
+        The probabilities are of softmax(logits / temperature). Raises IsobitError for a token outside the vocabulary
+        and for a sequence longer than the model's context.
+        """
+        for index, sequence in enumerate(sequences):
+            self._check(index, sequence)
+        results: list[Tensor] = []
+        batch: list[Sequence[int]] = []
+        for sequence in sequences:
+            if batch and sum(map(len, batch)) + len(sequence) > _PASS_TOKENS:
+                results += self._packed_logprobs(batch, temperature, use)
+                batch = []
+            batch.append(sequence)
+        return results + self._packed_logprobs(batch, temperature, use) if batch else results
+
+    def save(self, directory: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write config, weights (of the masters) and tokenizer; `transformers` loads the directory as it is."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        config = self.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+        write_json(directory / "config.json", config)
+        eos = list(self.tokenizer.eos_ids)
+        generation = {
+            "bos_token_id": self.config.bos_id,
+            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+            "pad_token_id": self.config.pad_id,
+        }
+        write_json(directory / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+        tensors = names.split(self.named_parameters(), self.config)
+        write_weights(directory, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+        self.tokenizer.save(directory)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of masters and of the working weights of each use; a unified flow holds the latter once."""
+        masters = sum(p.numel() * p.element_size() for p in self.named_parameters().values())
+        rollout = self.transformer.working_bytes("rollout")
+        learner = 0 if self.precision.unified else self.transformer.working_bytes("learner")
+        return {"masters": masters, "rollout": rollout, "learner": learner}
+
+    def _check(self, index: int, sequence: Sequence[int]) -> None:
+        if len(sequence) > self.config.max_positions:
+            limit = self.config.max_positions
+            raise IsobitError(f"sequence {index} has {len(sequence)} tokens, more than the model's context of {limit}")
+        size = self.config.vocab_size
+        if any(not 0 <= token < size for token in sequence):
+            raise IsobitError(f"sequence {index}: a token id is not in the model's vocabulary of {size}")
+
+    def _packed_logprobs(self, batch: Sequence[Sequence[int]], temperature: float, use: str) -> list[Tensor]:
+        inputs = [list(sequence[:-1]) for sequence in batch]
+        filled = [row for row in inputs if row]
+        tokens = torch.tensor([token for row in filled for token in row], dtype=torch.int64)
+        targets = torch.tensor([token for sequence in batch for token in sequence[1:]], dtype=torch.int64)
+        if not filled:
+            return [torch.empty(0) for _ in batch]
+        hidden = self.transformer.hidden(tokens, Layout.packed([len(row) for row in filled]), use=use)
+        logprobs, _ = self.transformer.head_logprobs(hidden, targets, temperature, use)
+        return list(logprobs.split([len(row) for row in inputs]))

@@ -1,0 +1,69 @@
+"""Hugging Face tensor names to fused masters, and back.
+
+`q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` those of `gate_up`.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.model.config import ModelConfig
+from isobit.model.transformer import parameter_shapes
+
+_OUTSIDE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_INSIDE = {
+    "input_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "o": ("self_attn.o_proj",),
+    "post_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def fuse(tensors: Mapping[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
+    """Masters by name, from Hugging Face tensors. Raises IsobitError for missing, unexpected or misshapen ones."""
+    parts = dict(_parts(config))
+    expected = {name for names in parts.values() for name, _ in names}
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    given = {name for name in tensors if not name.endswith(_IGNORED_SUFFIXES)} - tied
+    for problem, names in (("is missing", expected - given), ("is not part of this architecture", given - expected)):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise IsobitError(f"{where}: tensor {min(names)} {problem}{more}; config.json says {config.family}")
+    for name, shape in (pair for names in parts.values() for pair in names):
+        if tuple(tensors[name].shape) != shape:
+            raise IsobitError(
+                f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, but config.json asks for {shape}"
+            )
+    return {master: torch.cat([tensors[name] for name, _ in names]) for master, names in parts.items()}
+
+
+def split(masters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Hugging Face tensors, from masters; the inverse of `fuse`."""
+    tensors: dict[str, Tensor] = {}
+    for master, names in _parts(config):
+        pieces = masters[master].detach().split([shape[0] for _, shape in names])
+        tensors |= {name: piece.clone() for (name, _), piece in zip(names, pieces)}
+    return tensors
+
+
+def _parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
+    """For every master: the Hugging Face tensors that are its rows, with their shapes."""
+    kv = config.num_kv_heads * config.head_dim
+    rows = {"qkv": (config.num_heads * config.head_dim, kv, kv), "gate_up": (config.intermediate_size,) * 2}
+    for master, shape in parameter_shapes(config).items():
+        if master in _OUTSIDE:
+            yield master, [(_OUTSIDE[master], shape)]
+            continue
+        _, index, name = master.split(".")
+        base = name.removesuffix("_bias")
+        suffix = "bias" if name.endswith("_bias") else "weight"
+        heights = rows.get(base, (shape[0],))
+        names = [f"model.layers.{index}.{module}.{suffix}" for module in _INSIDE[base]]
+        yield master, [(n, (height, *shape[1:])) for n, height in zip(names, heights)]

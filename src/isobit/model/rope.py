@@ -1,0 +1,111 @@
+"""Rotary position embedding: inverse frequencies and cosine/sine tables; default, linear, llama3 and yarn scaling.
+
+Frequencies and angles are float64, tables float32. Formulas: Su et al. 2021 (default), Chen et al. 2023 (linear),
+Meta's Llama 3.1 release (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn). Left out: dynamic NTK and longrope.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+
+KINDS = ("default", "linear", "llama3", "yarn")
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Base `theta`, the `kind` of scaling, and its parameters under their Hugging Face names."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    parameters: tuple[tuple[str, float | bool], ...] = field(default=())
+
+    @staticmethod
+    def from_hf(values: Mapping[str, Any], where: str) -> "Rope":
+        """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5."""
+        given = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+        theta = float(given.pop("rope_theta", values.get("rope_theta", 10000.0)))
+        kind = given.pop("rope_type", given.pop("type", "default")) or "default"
+        given.pop("type", None)
+        if kind not in KINDS:
+            raise IsobitError(f"{where}: unsupported rope scaling {kind!r}: supported are {', '.join(KINDS)}")
+        partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+        if partial != 1.0:
+            raise IsobitError(f"{where}: partial rotary embedding is not supported (factor {partial})")
+        if kind in ("llama3", "yarn"):
+            given.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
+        for key in _NEEDED.get(kind, ()):
+            if key not in given:
+                raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
+        return Rope(theta, kind, tuple(sorted((k, v) for k, v in given.items() if v is not None)))
+
+    def to_hf(self) -> dict[str, Any]:
+        values: dict[str, Any] = {"rope_theta": self.theta}
+        if self.kind != "default":
+            values["rope_scaling"] = {"rope_type": self.kind, **dict(self.parameters)}
+        return values
+
+    def tables(self, num_positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn."""
+        inverse, factor = self._frequencies(head_dim)
+        angles = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1) * inverse.unsqueeze(0)
+        return (torch.cos(angles) * factor).float(), (torch.sin(angles) * factor).float()
+
+    def _frequencies(self, head_dim: int) -> tuple[Tensor, float]:
+        inverse = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        parameters = dict(self.parameters)
+        if self.kind == "linear":
+            return inverse / parameters["factor"], 1.0
+        if self.kind == "llama3":
+            return _llama3(inverse, parameters), 1.0
+        if self.kind == "yarn":
+            return _yarn(inverse, parameters, self.theta, head_dim)
+        return inverse, 1.0
+
+
+def _llama3(inverse: Tensor, parameters: Mapping[str, float]) -> Tensor:
+    """Long wavelengths divided by the factor, short ones kept, a linear blend between."""
+    factor, low, high = (parameters[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = parameters["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inverse
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * inverse / factor + blend * inverse
+    scaled = torch.where(wavelength > original / low, inverse / factor, blended)
+    return torch.where(wavelength < original / high, inverse, scaled)
+
+
+def _yarn(inverse: Tensor, parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[Tensor, float]:
+    """Interpolated frequencies for dimensions that turn rarely, kept ones for those that turn often; and sqrt(1/t)."""
+    factor = parameters["factor"]
+    original = parameters["original_max_position_embeddings"]
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)).clamp(0, 1)
+    scaled = inverse / factor * ramp + inverse * (1 - ramp)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = _yarn_attention(factor, parameters.get("mscale"), parameters.get("mscale_all_dim"))
+    return scaled, float(attention_factor)
+
+
+def _yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    def scale(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1)
