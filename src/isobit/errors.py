@@ -15,3 +15,7 @@ class RunFailed(IsobitError):
     """A run that started well and had to stop: a reward function failed, or too many steps in a row were bad."""
 
     exit_code = 1
+
+
+class NonFiniteError(IsobitError):
+    """NaN or infinity where a number is needed. The learner skips a step in which this happens, and counts it."""

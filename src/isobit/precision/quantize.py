@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, NonFiniteError
 from isobit.precision.formats import E4M3, Format
 
 BLOCK = 128
@@ -136,7 +136,7 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 def quantize(x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
     """Quantize a bfloat16 or float32 matrix [R, C].
 
-    Raises IsobitError, naming the tensor, if `x` holds NaN or an infinity.
+    Raises NonFiniteError, naming the tensor, if `x` holds NaN or an infinity.
     """
     assert x.ndim == 2, f"quantize expects a matrix, got shape {tuple(x.shape)}"
     shape = (x.shape[0], x.shape[1])
@@ -146,7 +146,7 @@ def quantize(x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         return QTensor(x.to(spec.format.dtype), x.new_ones(grid, dtype=torch.float32), spec)
     amax = block_amax(x, block)
     if not torch.isfinite(amax).all():
-        raise IsobitError(nonfinite_message(name, spec))
+        raise NonFiniteError(nonfinite_message(name, spec))
     scale = scales(amax, spec.format, spec.scale)
     scaled = x.float() / expand_scale(scale, block, shape)
     # torch <= 2.11 casts overflow to NaN, later versions saturate: the clamp makes both the same.

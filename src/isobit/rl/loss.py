@@ -1,0 +1,75 @@
+"""Policy losses and KL penalties per token, and how tokens are averaged.
+
+Every function is elementwise or a weighted sum, so that a batch split into micro-batches has the gradient of the whole
+batch: the weights come from the whole. Left out: where log-probabilities come from (`learner.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+_LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Per token: the loss (with gradient), whether the clip was active, and the ratio policy/old."""
+
+    loss: Tensor
+    clipped: Tensor
+    ratio: Tensor
+
+
+def policy_loss(
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """The clipped surrogate -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A), all tensors [tokens].
+
+    Schulman et al. 2017, arXiv 1707.06347, eq. 7; with clip_high > clip_low DAPO's clip-higher. `weights` (importance
+    weights of the rollout, no gradient) multiply the clipped loss.
+    """
+    ratio = torch.exp((policy_logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
+    unclipped = ratio * advantages
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = -torch.minimum(unclipped, bounded)
+    if weights is not None:
+        loss = loss * weights.detach()
+    return PolicyLoss(loss, (bounded < unclipped).detach(), ratio.detach())
+
+
+def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(policy ‖ reference) per token, from tokens of the policy (Schulman 2020, "Approximating KL").
+
+    With d = log reference - log policy: k1 = -d, k2 = d²/2, k3 = e^d - d - 1.
+    """
+    difference = (reference_logprobs - policy_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference * difference
+    assert estimator == "k3"
+    return torch.exp(difference) - difference - 1.0
+
+
+def token_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> list[float]:
+    """The weight of each sequence's tokens in the loss of a whole optimizer batch; `lengths` are of its completions.
+
+    token_mean: 1 / all tokens (DAPO). sequence_mean: the mean over a sequence, then over sequences (GRPO).
+    constant: 1 / (sequences · max_new_tokens) (Dr. GRPO). Empty completions weigh nothing.
+    """
+    assert aggregation in AGGREGATIONS
+    if aggregation == "token_mean":
+        return [1.0 / max(sum(lengths), 1)] * len(lengths)
+    if aggregation == "constant":
+        return [1.0 / (len(lengths) * max_new_tokens)] * len(lengths)
+    return [1.0 / (len(lengths) * max(length, 1)) for length in lengths]

@@ -1,0 +1,39 @@
+"""The distance between rollout and learner for the same weights and tokens, as the field measures it.
+
+lr = log π_learner - log π_rollout of the sampled token; means are over all completion tokens. Formulas: NeMo RL's and
+veRL's, see docs/metrics.md.
+"""
+
+import torch
+from torch import Tensor
+
+_LOG_RATIO_LIMIT = 20.0  # veRL's safety bound
+
+
+def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, float]:
+    """All mismatch metrics of float32 log-probabilities [tokens]; with no tokens, those of perfect agreement."""
+    assert policy_logprobs.dtype == rollout_logprobs.dtype == torch.float32
+    if not policy_logprobs.numel():
+        policy_logprobs = rollout_logprobs = torch.zeros(1)
+    learner, rollout = policy_logprobs.double(), rollout_logprobs.double()
+    ratio = (learner - rollout).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    return {
+        "mismatch/token_mult_prob_error": float(torch.exp(ratio.abs()).mean()),
+        "mismatch/kl_k3": float((torch.exp(ratio) - ratio - 1).mean()),
+        "mismatch/kl_k1": float(-ratio.mean()),
+        "mismatch/js_divergence": float(_jensen_shannon(learner, rollout).mean()),
+        "mismatch/max_abs_logprob_diff": float((learner - rollout).abs().max()),
+        "mismatch/differing_tokens": float(differing(policy_logprobs, rollout_logprobs)),
+    }
+
+
+def differing(left: Tensor, right: Tensor) -> int:
+    """How many of two float32 tensors' elements differ in any bit."""
+    return int((left.contiguous().view(torch.int32) != right.contiguous().view(torch.int32)).sum())
+
+
+def _jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
+    """NeMo RL's estimator, with m the log of the mean probability."""
+    middle = torch.logaddexp(left, right) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+    halves = [torch.exp(side - middle) - (side - middle) - 1 for side in (left, right)]
+    return 0.5 * (halves[0] + halves[1])

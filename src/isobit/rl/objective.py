@@ -1,0 +1,50 @@
+"""An objective as small parts: which advantage, which average, which clip; and the named combinations of them."""
+
+from dataclasses import dataclass, replace
+
+from isobit.precision import Precision
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the learner minimizes.
+
+    advantage: grpo | dr_grpo | rloo. loss_aggregation: token_mean | sequence_mean | constant (over `max_new_tokens`).
+    correction: none | token_tis, capped at `tis_cap`. recompute_old: whether the learner computes the log-probabilities
+    of the sampling weights before it changes them; otherwise the rollout's own serve. `temperature` is the sampling's.
+    """
+
+    advantage: str = "grpo"
+    loss_aggregation: str = "sequence_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dynamic_sampling: bool = False
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    correction: str = "none"
+    tis_cap: float = 2.0
+    recompute_old: bool = False
+    updates_per_batch: int = 1
+    epochs: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "grpo": Objective(),
+    "dr_grpo": Objective(advantage="dr_grpo", loss_aggregation="constant"),
+    "rloo": Objective(advantage="rloo", loss_aggregation="token_mean"),
+    "dapo": Objective(loss_aggregation="token_mean", clip_high=0.28, dynamic_sampling=True),
+}
+"""Named combinations: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024; Yu et al. 2025."""
+
+
+def for_precision(objective: Objective, precision: Precision, correction: str, recompute_old: str) -> Objective:
+    """Resolve `auto`: the precision's default correction; no recomputation where rollout and learner are one flow."""
+    recompute = recompute_old == "always" or (recompute_old == "auto" and not precision.unified)
+    resolved = precision.correction if correction == "auto" else correction
+    if not recompute:
+        resolved = "none"  # old log-probabilities are the rollout's own: every weight would be 1
+    return replace(objective, correction=resolved, recompute_old=recompute)

@@ -1,0 +1,50 @@
+"""What a rollout leaves behind: `Sample`, one scored completion, and its exact form in JSON.
+
+A float32 widened to a Python float prints as text that reads back as the same float, so the log-probabilities of
+`completions.jsonl` are the bits that were sampled. Left out: tensors (`packing.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion. `prompt_index` is the data cursor of its prompt, unique within a run, and names its group.
+
+    `rollout_logprobs` were recorded while sampling, one per token of `completion_ids`. `reward` is None if the
+    completion could not be scored. `truncated`: it ended at the length limit. `weights_version`: of the weights that
+    sampled it.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    completion: str
+    truncated: bool
+    weights_version: int
+    reward: float | None = None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert len(self.completion_ids) == len(self.rollout_logprobs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json.dumps`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Sample":
+        """The inverse of `to_json`; further keys are ignored."""
+        known = {f.name for f in fields(Sample)}
+        given = {key: value for key, value in values.items() if key in known}
+        for key in ("prompt_ids", "completion_ids", "rollout_logprobs"):
+            given[key] = tuple(given[key])
+        return Sample(**given)
+
+
+Group = Sequence[Sample]
+"""The samples of one prompt."""
