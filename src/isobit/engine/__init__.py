@@ -1,0 +1,7 @@
+"""Rollout: continuous batching over a paged cache of keys and values, counter-based sampling."""
+
+from isobit.engine.engine import Engine
+from isobit.engine.scheduler import Stats
+from isobit.engine.types import Completion, Sampling
+
+__all__ = ["Completion", "Engine", "Sampling", "Stats"]

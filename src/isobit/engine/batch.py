@@ -1,0 +1,84 @@
+"""The tensors of a step: tokens, layout, and which rows of the result are sampled.
+
+A step that only decodes is made of views of the table's arrays and one gather for the slots. A step with chunks of
+prompts appends theirs. Left out: decisions (`scheduler.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isobit.engine.scheduler import Plan, Scheduler
+from isobit.kernels import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """`tokens` [T] and `layout` go into the model. Of the hidden states, rows `take` (None: all) are sampled from, and
+    sampled row r is drawn from the `source[r]`-th of these (None: each from its own), with `keys` [R, 4]."""
+
+    tokens: Tensor
+    layout: Layout
+    take: Tensor | None
+    source: Tensor | None
+    keys: Tensor
+
+
+def build(plan: Plan, scheduler: Scheduler, tokens_of: Callable[[int, int, int], NDArray[np.int64]]) -> Batch:
+    """The step's tensors. `tokens_of(sequence, start, stop)`: those tokens of a prompt and what followed it."""
+    rows, count = scheduler.rows, plan.decode
+    tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots()
+    if not plan.chunks:
+        layout = _layout(rows.row_start[: count + 1], position, rows.table[:count], rows.page_size, position, slots)
+        return Batch(torch.from_numpy(tokens), layout, None, None, torch.from_numpy(rows.key[:count]))
+    all_tokens, contexts, positions, all_slots = [tokens], [position], [position], [slots]
+    tables, keys = [rows.table[:count]], [rows.key[:count]]
+    lengths, take, repeats = [1] * count, list(range(count)), [1] * count
+    total = count
+    for chunk in plan.chunks:
+        sequence = chunk.sequence
+        table = np.zeros(rows.table.shape[1], np.int32)
+        table[: len(sequence.pages)] = sequence.pages
+        at = np.arange(chunk.start, chunk.stop, dtype=np.int64)
+        all_tokens.append(tokens_of(sequence.index, chunk.start, chunk.stop))
+        contexts.append(at[:1])
+        positions.append(at)
+        all_slots.append(table[at // rows.page_size] * np.int64(rows.page_size) + at % rows.page_size)
+        tables.append(table[None])
+        lengths.append(at.size)
+        total += at.size
+        if chunk.samples:
+            take.append(total - 1)
+            repeats.append(len(chunk.samples))
+            samples = [(*scheduler.key(index), chunk.stop) for index in chunk.samples]
+            keys.append(np.array(samples, np.int64))
+    row_start = np.concatenate([[0], np.cumsum(lengths)])
+    context, table = np.concatenate(contexts), np.concatenate(tables)
+    layout = _layout(row_start, context, table, rows.page_size, np.concatenate(positions), np.concatenate(all_slots))
+    source = np.repeat(np.arange(len(take)), repeats) if max(repeats, default=1) > 1 else None
+    return Batch(
+        torch.from_numpy(np.concatenate(all_tokens)),
+        layout,
+        torch.tensor(take, dtype=torch.int64),
+        None if source is None else torch.from_numpy(source),
+        torch.from_numpy(np.concatenate(keys)),
+    )
+
+
+def _layout(
+    row_start: NDArray[np.int64],
+    context: NDArray[np.int64],
+    page_table: NDArray[np.int32],
+    page_size: int,
+    positions: NDArray[np.int64],
+    slots: NDArray[np.int64],
+) -> Layout:
+    from_numpy = torch.from_numpy
+    table = from_numpy(page_table)
+    return Layout(
+        from_numpy(row_start), from_numpy(context), table, page_size, from_numpy(positions), from_numpy(slots)
+    )

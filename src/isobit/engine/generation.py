@@ -1,0 +1,161 @@
+"""One `generate` call: its scheduler, its record, and the step that joins them with the model."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isobit.engine.batch import Batch, build
+from isobit.engine.pages import PagePool
+from isobit.engine.prompts import new_token_limits, pages_needed
+from isobit.engine.record import LENGTH, REASONS, STOP, Record
+from isobit.engine.sampler import LOGITS_AT_ONCE, draw
+from isobit.engine.scheduler import Plan, Scheduler
+from isobit.engine.stopping import StopStrings, cut
+from isobit.engine.types import Completion, Sampling
+from isobit.errors import IsobitError
+from isobit.kernels import KVStore
+from isobit.model import Model
+
+
+class Generation:
+    """All sequences of one call, from the prompts to the completions. Sequence i is sample i % n of prompt i // n."""
+
+    def __init__(
+        self,
+        model: Model,
+        stores: list[KVStore],
+        pages: PagePool,
+        prompts: list[list[int]],
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        page_size: int,
+        max_batch_tokens: int,
+        max_sequences: int,
+    ) -> None:
+        self.model, self.stores, self.sampling = model, stores, sampling
+        self.prompts, self.prompt_ids = prompts, prompt_ids
+        self.page_size = page_size
+        self.weights_version = model.weights_version
+        lengths = [len(prompt) for prompt in prompts]
+        config, n = model.config, sampling.n
+        limits = new_token_limits(lengths, sampling, config.max_positions, pages.num_pages, page_size)
+        width = max((pages_needed(length, limit, page_size) for length, limit in zip(lengths, limits)), default=1)
+        self.scheduler = Scheduler(
+            lengths,
+            prompt_ids,
+            pages,
+            n=n,
+            seed=sampling.seed,
+            width=width,
+            page_size=page_size,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+        )
+        self.record = Record(len(prompts) * n)
+        self.limits = np.repeat(np.array(limits, np.int64), n)
+        self.prompt_tokens = [np.array(prompt, np.int64) for prompt in prompts]
+        self.stop = StopStrings(sampling.stop, model.tokenizer, config.vocab_size) if sampling.stop else None
+        self.is_eos = np.zeros(config.vocab_size, np.bool_)
+        self.eos_ids = {*config.eos_ids, *model.tokenizer.eos_ids}
+        if not sampling.ignore_eos:
+            self.is_eos[[token for token in self.eos_ids if token < config.vocab_size]] = True
+        self.num_tokens = 0
+        self.num_completions = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.scheduler.finished
+
+    def step(self) -> None:
+        """Compute one batch, draw the tokens it gives, and account for them."""
+        assert self.model.weights_version == self.weights_version, "the weights changed while completions were sampled"
+        plan = self.scheduler.plan()
+        batch = build(plan, self.scheduler, self._tokens)
+        hidden = self.model.transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout")
+        if plan.sampled.size:
+            tokens, logprobs = self._draw(hidden, batch)
+        else:
+            tokens, logprobs = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        done = self._record(plan, tokens, logprobs)
+        self.scheduler.commit(plan, tokens, done)
+        self._copy_pages(self.scheduler.take_copies())
+        self.num_tokens += tokens.size
+        self.num_completions += int(np.count_nonzero(done))
+
+    def completions(self) -> list[list[Completion]]:
+        """One group for each prompt, samples in order."""
+        n = self.sampling.n
+        return [[self._completion(group * n + sample) for sample in range(n)] for group in range(len(self.prompts))]
+
+    def _tokens(self, sequence: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) of a sequence: of its prompt, then of what it has sampled."""
+        prompt = self.prompt_tokens[sequence // self.sampling.n]
+        sampled = self.record.tokens[sequence, max(start - prompt.size, 0) : max(stop - prompt.size, 0)]
+        return np.concatenate([prompt[start:stop], sampled])
+
+    def _draw(self, hidden: Tensor, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens and log-probabilities of the step's sampled rows, holding a bounded number of logits at a time."""
+        transformer, ops = self.model.transformer, self.model.ops
+        if batch.take is not None:
+            hidden = hidden.index_select(0, batch.take)
+        rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
+        if batch.keys.shape[0] <= rows:
+            logits = transformer.logits(hidden, use="rollout")
+            logits = logits if batch.source is None else logits.index_select(0, batch.source)
+            tokens, logprobs = draw(logits, batch.keys, self.sampling, ops)
+            return tokens.numpy(), logprobs.numpy()
+        hidden = hidden if batch.source is None else hidden.index_select(0, batch.source)
+        parts = [
+            draw(transformer.logits(part, use="rollout"), keys, self.sampling, ops)
+            for part, keys in zip(hidden.split(rows), batch.keys.split(rows))
+        ]
+        return torch.cat([part[0] for part in parts]).numpy(), torch.cat([part[1] for part in parts]).numpy()
+
+    def _record(self, plan: Plan, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Write the sampled tokens down; which of the sequences end with them?"""
+        sequences = plan.sampled
+        if not np.isfinite(logprobs).all():
+            prompt = int(sequences[np.flatnonzero(~np.isfinite(logprobs))[0]]) // self.sampling.n
+            raise IsobitError(f"prompt {prompt}: the model's logits hold NaN or infinity, so nothing can be sampled")
+        column = self.scheduler.generated[sequences]
+        self.record.write(sequences, column, tokens, logprobs)
+        stopped = self.is_eos[tokens]
+        if self.stop is not None:
+            for row in self.stop.candidates(tokens).tolist():
+                generated = self.record.tokens[sequences[row], : column[row] + 1].tolist()
+                stopped[row] |= self.stop.found(generated)
+        done = stopped | (column + 1 >= self.limits[sequences])
+        if done.any():
+            self.record.reason[sequences[done]] = np.where(stopped[done], STOP, LENGTH)
+        return done
+
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        source, target = torch.tensor(copies).unbind(1)
+        for store in self.stores:
+            for tensor in (store.k, store.v, store.k_scale, store.v_scale):
+                if tensor is not None:
+                    pages = tensor.view(-1, self.page_size, *tensor.shape[1:])
+                    pages[target] = pages[source]
+
+    def _completion(self, sequence: int) -> Completion:
+        group, sample = divmod(sequence, self.sampling.n)
+        count = int(self.scheduler.generated[sequence])
+        token_ids = self.record.tokens[sequence, :count].tolist()
+        ended = not self.sampling.ignore_eos and token_ids[-1] in self.eos_ids
+        text = self.model.tokenizer.decode(token_ids[:-1] if ended else token_ids)
+        return Completion(
+            prompt_id=self.prompt_ids[group],
+            sample_index=sample,
+            prompt_token_ids=self.prompts[group],
+            token_ids=token_ids,
+            text=cut(text, self.sampling.stop),
+            logprobs=self.record.logprobs[sequence, :count].tolist(),
+            finish_reason=REASONS[int(self.record.reason[sequence])],
+            weights_version=self.weights_version,
+        )

@@ -1,0 +1,71 @@
+"""Turn prompts (text, token ids, chat messages) into token ids, and refuse those that can never be answered."""
+
+from collections.abc import Mapping, Sequence
+
+from isobit.engine.types import Sampling
+from isobit.errors import IsobitError
+from isobit.model.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
+    """Token ids of each prompt. Text gets the tokenizer's special tokens; a chat template brings its own."""
+    if isinstance(prompts, str):
+        raise IsobitError("prompts: expected a list of prompts, got one text; write [text]")
+    return [_encode(i, prompt, tokenizer, vocab_size) for i, prompt in enumerate(prompts)]
+
+
+def _encode(index: int, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+    elif prompt and all(isinstance(item, Mapping) for item in prompt):
+        ids = tokenizer.encode(tokenizer.render_chat(list(prompt)), add_special=False)  # type: ignore[arg-type]
+    else:
+        ids = list(prompt)  # type: ignore[arg-type]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise IsobitError(f"prompt {index}: expected text, token ids or chat messages, found {token!r} in it")
+        if not 0 <= token < vocab_size:
+            raise IsobitError(f"prompt {index}: token id {token} is not in the model's vocabulary of {vocab_size}")
+    if not ids:
+        raise IsobitError(f"prompt {index} is empty: the model needs at least one token to continue from")
+    return ids
+
+
+def check_ids(prompt_ids: Sequence[int] | None, count: int) -> list[int]:
+    """The ids of the prompts in the sampling keys; by default their order."""
+    ids = list(range(count)) if prompt_ids is None else list(prompt_ids)
+    if len(ids) != count:
+        raise IsobitError(f"prompt_ids: expected one for each of the {count} prompts, got {len(ids)}")
+    for value in ids:
+        if not isinstance(value, int) or not 0 <= value < 2**32:
+            raise IsobitError(f"prompt_ids: expected whole numbers from 0 to 2**32 - 1, got {value!r}")
+    return ids
+
+
+def new_token_limits(
+    lengths: Sequence[int], sampling: Sampling, max_positions: int, kv_pages: int, page_size: int
+) -> list[int]:
+    """How many tokens may follow each prompt. Raises IsobitError for a prompt that leaves no room for its answer."""
+    limits = []
+    for index, length in enumerate(lengths):
+        if length >= max_positions:
+            raise IsobitError(
+                f"prompt {index} has {length} tokens, but the model's context of {max_positions} takes at most "
+                f"{max_positions - 1}, to leave room for an answer"
+            )
+        limit = min(sampling.max_new_tokens, max_positions - length)
+        pages = pages_needed(length, limit, page_size)
+        if pages > kv_pages:
+            raise IsobitError(
+                f"prompt {index} has {length} tokens and needs {pages} pages of {page_size} tokens with {limit} new "
+                f"ones, but the engine has {kv_pages}: raise kv_pages or lower max_new_tokens"
+            )
+        limits.append(limit)
+    return limits
+
+
+def pages_needed(length: int, new_tokens: int, page_size: int) -> int:
+    """Pages of one sequence; the last token sampled needs no key and value."""
+    return -(-(length + new_tokens - 1) // page_size)

@@ -1,0 +1,71 @@
+"""The table of decoding sequences: one row each, in arrays that live as long as a `generate` call.
+
+A decode step over an unchanged batch costs a handful of vectorized operations here and no Python object per sequence:
+positions and sampling keys grow by one in place, and the layout's tensors are views of these arrays. A row that leaves
+is replaced by the last one; the order of the rows means nothing, since no result depends on it.
+
+Shapes: capacity rows, of which the first `count` are in use; width pages.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class DecodeRows:
+    """Per row: the sequence, its next input token and position, its page table, the key of its next sample."""
+
+    def __init__(self, capacity: int, width: int, page_size: int) -> None:
+        self.capacity = capacity
+        self.page_size = page_size
+        self.count = 0
+        self.sequence = np.zeros(capacity, np.int64)
+        self.token = np.zeros(capacity, np.int64)
+        self.position = np.zeros(capacity, np.int64)
+        self.num_slots = np.zeros(capacity, np.int64)  # that the row's pages hold
+        self.table = np.zeros((capacity, width), np.int32)
+        self.key = np.zeros((capacity, 4), np.int64)  # seed, prompt id, sample index, position of the sampled token
+        self.row_start = np.arange(capacity + 1, dtype=np.int64)
+
+    def add(self, sequence: int, token: int, position: int, pages: list[int], key: tuple[int, int, int]) -> None:
+        """Append a row whose next input is `token` at `position`; `key` is (seed, prompt id, sample index)."""
+        row = self.count
+        assert row < self.capacity
+        self.count += 1
+        self.sequence[row] = sequence
+        self.token[row] = token
+        self.position[row] = position
+        self.num_slots[row] = len(pages) * self.page_size
+        self.table[row, : len(pages)] = pages
+        self.key[row] = (*key, position + 1)
+
+    def remove(self, row: int) -> None:
+        """Drop a row; the last one takes its place."""
+        last = self.count - 1
+        assert 0 <= row <= last
+        if row != last:
+            for array in (self.sequence, self.token, self.position, self.num_slots, self.table, self.key):
+                array[row] = array[last]
+        self.count = last
+
+    def add_page(self, row: int, page: int) -> None:
+        self.table[row, self.num_slots[row] // self.page_size] = page
+        self.num_slots[row] += self.page_size
+
+    def row_of(self, sequence: int) -> int:
+        return int(np.flatnonzero(self.sequence[: self.count] == sequence)[0])
+
+    def full(self) -> NDArray[np.int64]:
+        """Rows whose next position has no slot yet."""
+        return np.flatnonzero(self.position[: self.count] >= self.num_slots[: self.count])
+
+    def slots(self) -> NDArray[np.int64]:
+        """The slot of every row's next key and value, [count]."""
+        position = self.position[: self.count]
+        page = self.table[self.row_start[: self.count], position // self.page_size]
+        return page * np.int64(self.page_size) + position % self.page_size
+
+    def advance(self, tokens: NDArray[np.int64]) -> None:
+        """The rows' next inputs are `tokens` [count], one position further."""
+        self.token[: self.count] = tokens
+        self.position[: self.count] += 1
+        self.key[: self.count, 3] += 1

@@ -1,0 +1,86 @@
+"""What goes into the rollout engine and what comes out: `Sampling` and `Completion`.
+
+Left out: the prompts, which are plain text, token ids or chat messages, and the stopping tokens, which are the model's.
+"""
+
+import math
+from dataclasses import dataclass
+
+from isobit.errors import IsobitError
+
+LOWEST_TEMPERATURE = 1e-3
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled from a prompt.
+
+    `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy. The truncations act
+    in this order, each on what the previous one kept: `top_k` (0: off), `top_p` (1: off), `min_p` (0: off). `stop`: the
+    text ends before the first of these strings. `ignore_eos` samples on through the end-of-sequence token. Raises
+    IsobitError for values that cannot work.
+    """
+
+    n: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, lowest, highest in (("n", 1, 2**31), ("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31)):
+            _check_count(name, getattr(self, name), lowest, highest)
+        _check_count("seed", self.seed, 0, 2**63)
+        if not (_is_number(self.temperature) and (self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE)):
+            raise IsobitError(
+                f"sampling.temperature: expected 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {self.temperature!r}"
+            )
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise IsobitError(f"sampling.top_p: expected above 0 and at most 1, got {self.top_p!r}")
+        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise IsobitError(f"sampling.min_p: expected 0 to 1, got {self.min_p!r}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise IsobitError(f"sampling.stop: expected a sequence of non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether top-k, top-p or min-p leaves out tokens, so that the distribution is renormalized."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    `token_ids` holds every sampled token, including the end-of-sequence token and those that made up a stop string;
+    `text` ends before either. `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was
+    sampled from (temperature and truncation included; under greedy decoding: the model's own, at temperature 1).
+    `finish_reason` is "stop" (end of sequence or a stop string) or "length".
+    """
+
+    prompt_id: int
+    sample_index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: str
+    weights_version: int
+
+
+def _check_count(name: str, value: object, lowest: int, highest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value < highest:
+        raise IsobitError(f"sampling.{name}: expected a whole number, at least {lowest}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
