@@ -60,9 +60,8 @@ class Generation:
         self.prompt_tokens = [np.array(prompt, np.int64) for prompt in prompts]
         self.stop = StopStrings(sampling.stop, model.tokenizer, config.vocab_size) if sampling.stop else None
         self.is_eos = np.zeros(config.vocab_size, np.bool_)
-        self.eos_ids = {*config.eos_ids, *model.tokenizer.eos_ids}
         if not sampling.ignore_eos:
-            self.is_eos[[token for token in self.eos_ids if token < config.vocab_size]] = True
+            self.is_eos[list(model.tokenizer.eos_ids)] = True
         self.num_tokens = 0
         self.num_completions = 0
 
@@ -127,7 +126,8 @@ class Generation:
         if self.stop is not None:
             for row in self.stop.candidates(tokens).tolist():
                 generated = self.record.tokens[sequences[row], : column[row] + 1].tolist()
-                stopped[row] |= self.stop.found(generated)
+                prompt = self.prompts[int(sequences[row]) // self.sampling.n]
+                stopped[row] |= self.stop.found(prompt, generated)
         done = stopped | (column + 1 >= self.limits[sequences])
         if done.any():
             self.record.reason[sequences[done]] = np.where(stopped[done], STOP, LENGTH)
@@ -147,8 +147,8 @@ class Generation:
         group, sample = divmod(sequence, self.sampling.n)
         count = int(self.scheduler.generated[sequence])
         token_ids = self.record.tokens[sequence, :count].tolist()
-        ended = not self.sampling.ignore_eos and token_ids[-1] in self.eos_ids
-        text = self.model.tokenizer.decode(token_ids[:-1] if ended else token_ids)
+        visible = token_ids[:-1] if self.is_eos[token_ids[-1]] else token_ids
+        text = self.model.tokenizer.decode_completion(self.prompts[group], visible)
         return Completion(
             prompt_id=self.prompt_ids[group],
             sample_index=sample,

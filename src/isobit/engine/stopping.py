@@ -39,8 +39,8 @@ class StopStrings:
         incomplete = not text or "\ufffd" in text
         return _MAYBE if self._always or incomplete or not self._last.isdisjoint(text) else _NO
 
-    def found(self, token_ids: list[int]) -> bool:
-        text = self._tokenizer.decode(token_ids)
+    def found(self, prompt: list[int], completion: list[int]) -> bool:
+        text = self._tokenizer.decode_completion(prompt, completion)
         return any(stop in text for stop in self.stop)
 
 
