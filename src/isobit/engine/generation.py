@@ -118,8 +118,8 @@ class Generation:
         """Write the sampled tokens down; which of the sequences end with them?"""
         sequences = plan.sampled
         if not np.isfinite(logprobs).all():
-            prompt = int(sequences[np.flatnonzero(~np.isfinite(logprobs))[0]]) // self.sampling.n
-            raise IsobitError(f"prompt {prompt}: the model's logits hold NaN or infinity, so nothing can be sampled")
+            index = int(sequences[np.flatnonzero(~np.isfinite(logprobs))[0]]) // self.sampling.n
+            raise IsobitError(f"prompt {index}: the model's logits hold NaN or infinity, so nothing can be sampled")
         column = self.scheduler.generated[sequences]
         self.record.write(sequences, column, tokens, logprobs)
         stopped = self.is_eos[tokens]

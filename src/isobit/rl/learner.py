@@ -7,6 +7,7 @@ Between optimizer steps the working weights are requantized; after the last one 
 A step whose loss or gradient is not finite changes nothing and is counted. Left out: rewards and rollouts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -123,7 +124,7 @@ class Learner:
             norm = self.optimizer.gradient_norm()
         except NonFiniteError:
             norm = float("inf")
-        finite = torch.isfinite(torch.tensor([loss, norm])).all()
+        finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.optimizer.step(rate, norm)
             totals.norms.append(norm)
@@ -199,7 +200,7 @@ def supervised_update(
         norm = optimizer.gradient_norm()
     except NonFiniteError:
         norm = float("inf")
-    finite = bool(torch.isfinite(torch.tensor([loss, norm])).all())
+    finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:
         optimizer.step(rate, norm)
     optimizer.zero_grad()

@@ -61,7 +61,7 @@ class Optimizer:
     def gradient_norm(self) -> float:
         """The global L2 norm, before clipping; inf or nan if any gradient is."""
         squares = [float(p.grad.double().square().sum()) for p in self.parameters.values() if p.grad is not None]
-        total = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
+        total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
 
     @torch.no_grad()

@@ -45,7 +45,7 @@ def pack(samples: Sequence[Trainable]) -> PackedBatch:
     """Pack samples with a prompt of at least one token; empty completions contribute no rows to predict."""
     prompts = np.array([len(s.prompt_ids) for s in samples], np.int64)
     completions = np.array([len(s.completion_ids) for s in samples], np.int64)
-    assert (prompts > 0).all(), "every sample needs a prompt token to predict from"
+    assert bool((prompts > 0).all()), "every sample needs a prompt token to predict from"
     lengths = prompts + completions - (completions > 0)
     tokens = [t for s in samples for t in (*s.prompt_ids, *s.completion_ids[:-1])]
     targets = [t for s in samples for t in s.completion_ids]
@@ -85,4 +85,4 @@ def minibatches(count: int, updates: int, seed: int, step: int, epoch: int) -> l
         return [list(range(count))]
     key = np.random.SeedSequence([seed, step, epoch]).generate_state(2, np.uint64)
     order = np.random.Generator(np.random.Philox(key=key)).permutation(count)
-    return [part.tolist() for part in np.array_split(order, updates) if part.size]
+    return [part.tolist() for part in np.array_split(order, updates) if part.size > 0]
