@@ -11,13 +11,14 @@ import torch
 
 from isobit.engine.generation import Generation
 from isobit.engine.pages import PagePool
-from isobit.engine.prompts import Prompt, check_ids, encode
+from isobit.engine.prompts import Prompt, check_context, check_ids, encode, new_token_limits, pages_needed
 from isobit.engine.scheduler import Stats
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore
 from isobit.model import Model
 
+_CACHE_BYTES = 2 << 30
 Progress = Callable[[int, int], None]
 
 
@@ -41,7 +42,7 @@ class Engine:
             ("max_batch_tokens", max_batch_tokens),
             ("max_sequences", max_sequences),
         ):
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise IsobitError(f"engine.{name}: expected a whole number, at least 1, got {value!r}")
         self.model = model
         self.page_size = page_size
@@ -50,12 +51,49 @@ class Engine:
         self.pages = PagePool(kv_pages)
         self.stores = [self._allocate(layer) for layer in range(model.config.num_layers)]
         self.stats = Stats()
+        self.longest_prompt = 0
         self._generation: Generation | None = None
+
+    @staticmethod
+    def sized_for(
+        model: Model,
+        prompts: Sequence[Prompt],
+        sequences: int,
+        max_new_tokens: int,
+        *,
+        kv_pages: int | None = None,
+        page_size: int = 16,
+        max_batch_tokens: int = 2048,
+        max_sequences: int = 512,
+    ) -> "Engine":
+        """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
+        preemption, as far as `max_sequences` at a time and 2 GiB allow; or has `kv_pages`.
+
+        Raises IsobitError for a prompt that leaves no room for an answer.
+        """
+        lengths = [len(ids) for ids in encode(prompts, model.tokenizer, model.config.vocab_size)]
+        longest = max(lengths, default=1)
+        check_context(lengths, model.config.max_positions)
+        limit = min(max_new_tokens, model.config.max_positions - longest)
+        each = pages_needed(longest, limit, page_size)
+        if kv_pages is None:
+            page_bytes = Engine(model, 1, page_size).kv_bytes
+            # a prompt is held beside the sequences that share its pages
+            kv_pages = max(each, min((min(sequences, max_sequences) + 1) * each, _CACHE_BYTES // page_bytes))
+        engine = Engine(model, kv_pages, page_size, max_batch_tokens, max_sequences)
+        new_token_limits(lengths, Sampling(1, max_new_tokens), model.config.max_positions, kv_pages, page_size)
+        engine.longest_prompt = longest
+        return engine
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes allocated for keys and values, scales included."""
+        return sum(store.nbytes for store in self.stores)
 
     @property
     def kv_bytes_per_token(self) -> float:
         """Bytes of cache, scales included, for one token in all layers: what is allocated over what it holds."""
-        return sum(store.nbytes for store in self.stores) / (self.pages.num_pages * self.page_size)
+        return self.kv_bytes / (self.pages.num_pages * self.page_size)
 
     @torch.no_grad()
     def generate(

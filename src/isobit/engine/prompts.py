@@ -19,6 +19,8 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int) -> 
 def _encode(index: int, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
+    elif not isinstance(prompt, Sequence):
+        raise IsobitError(f"prompt {index}: expected text, token ids or chat messages, got {prompt!r}")
     elif prompt and all(isinstance(item, Mapping) for item in prompt):
         ids = tokenizer.encode(tokenizer.render_chat(list(prompt)), add_special=False)  # type: ignore[arg-type]
     else:
@@ -39,7 +41,7 @@ def check_ids(prompt_ids: Sequence[int] | None, count: int) -> list[int]:
     if len(ids) != count:
         raise IsobitError(f"prompt_ids: expected one for each of the {count} prompts, got {len(ids)}")
     for value in ids:
-        if not isinstance(value, int) or not 0 <= value < 2**32:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
             raise IsobitError(f"prompt_ids: expected whole numbers from 0 to 2**32 - 1, got {value!r}")
     return ids
 
@@ -48,13 +50,9 @@ def new_token_limits(
     lengths: Sequence[int], sampling: Sampling, max_positions: int, kv_pages: int, page_size: int
 ) -> list[int]:
     """How many tokens may follow each prompt. Raises IsobitError for a prompt that leaves no room for its answer."""
+    check_context(lengths, max_positions)
     limits = []
     for index, length in enumerate(lengths):
-        if length >= max_positions:
-            raise IsobitError(
-                f"prompt {index} has {length} tokens, but the model's context of {max_positions} takes at most "
-                f"{max_positions - 1}, to leave room for an answer"
-            )
         limit = min(sampling.max_new_tokens, max_positions - length)
         pages = pages_needed(length, limit, page_size)
         if pages > kv_pages:
@@ -64,6 +62,16 @@ def new_token_limits(
             )
         limits.append(limit)
     return limits
+
+
+def check_context(lengths: Sequence[int], max_positions: int) -> None:
+    """Raises IsobitError for a prompt that fills the model's context."""
+    for index, length in enumerate(lengths):
+        if length >= max_positions:
+            raise IsobitError(
+                f"prompt {index} has {length} tokens, but the model's context of {max_positions} takes at most "
+                f"{max_positions - 1}, to leave room for an answer"
+            )
 
 
 def pages_needed(length: int, new_tokens: int, page_size: int) -> int:

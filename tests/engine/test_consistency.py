@@ -1,0 +1,136 @@
+"""Rollout log-probabilities are the learner's, bit for bit, under every unified preset; and the controls differ."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.engine import Completion, Engine, Sampling
+from isobit.model import Model
+from isobit.model.tokenizer import Tokenizer
+
+from .helpers import ALPHABET, CONFIG, require, tiny
+from .test_invariance import PROMPT_IDS, PROMPTS
+
+MakeEngine = Callable[..., Engine]
+UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 1}]
+FLOWS = [(preset, backend) for backend in ("reference", "native") for preset in UNIFIED]
+HARD = {"kv_pages": 24, "page_size": 4, "max_batch_tokens": 23, "max_sequences": 9}  # preemption, chunks, sharing
+
+
+def learner_logprobs(model: Model, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
+    """What the learner's packed forward gives for the sampled tokens."""
+    rows = model.logprobs([[*c.prompt_token_ids, *c.token_ids] for c in completions], temperature)
+    return [row[len(c.prompt_token_ids) - 1 :] for row, c in zip(rows, completions)]
+
+
+def differing(model: Model, groups: list[list[Completion]], temperature: float) -> tuple[int, int]:
+    """(tokens whose two log-probabilities differ in any bit, tokens)."""
+    completions = [completion for group in groups for completion in group]
+    learner = torch.cat(learner_logprobs(model, completions, temperature))
+    rolled = torch.tensor([value for completion in completions for value in completion.logprobs])
+    assert learner.dtype == torch.float32
+    assert learner.shape == rolled.shape
+    return int((learner.view(torch.int32) != rolled.view(torch.int32)).sum()), rolled.numel()
+
+
+@pytest.mark.parametrize(("preset", "backend"), FLOWS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_zero_bits_differ(preset: object, backend: str, temperature: float, make_engine: MakeEngine) -> None:
+    model = tiny(preset, backend)
+    engine = make_engine(model, **HARD)
+    sampling = Sampling(n=4, max_new_tokens=20, temperature=temperature, seed=3)
+    groups = engine.generate(PROMPTS, sampling, PROMPT_IDS)
+    assert engine.stats.preemptions > 0
+    assert engine.stats.shared_pages > 0
+    count, total = differing(model, groups, temperature)
+    assert total > 400
+    assert count == 0
+
+
+@pytest.mark.parametrize("preset", ["float32", "bf16", "fp8-unified", "fp8"])
+def test_zero_bits_differ_on_a_real_model(preset: str, stories: Path, make_engine: MakeEngine) -> None:
+    model = Model.load(stories, preset, "reference")
+    engine = make_engine(model, kv_pages=24, page_size=8, max_batch_tokens=31)
+    prompts = ["Once upon a time", "Lily and Tom went to the park.", "The dog"]
+    groups = engine.generate(prompts, Sampling(n=4, max_new_tokens=40, seed=1))
+    assert engine.stats.preemptions > 0
+    count, total = differing(model, groups, 1.0)
+    assert (count, total) == (0, sum(len(c.token_ids) for group in groups for c in group))
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize(("scale", "least"), [("fp32", 0.5), ("ue8m0", 0.05)])
+def test_negative_control_an_activation_scale_per_tensor(
+    scale: str, least: float, backend: str, make_engine: MakeEngine
+) -> None:
+    """A power-of-two scale hides much of the batch: it changes codes only where they underflow."""
+    model = tiny({"preset": "fp8", "activation_granularity": "tensor", "activation_scale": scale}, backend)
+    groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
+    count, total = differing(model, groups, 1.0)
+    assert count > least * total
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_negative_control_a_bf16_learner_under_fp8_rollouts(backend: str, make_engine: MakeEngine) -> None:
+    model = tiny("fp8-rollout", backend)
+    groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
+    count, total = differing(model, groups, 1.0)
+    assert count > total // 2
+
+
+def test_negative_control_weights_of_another_version(make_engine: MakeEngine) -> None:
+    model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), "fp8", 5, "reference")
+    engine = make_engine(model)
+    sampling = Sampling(n=2, max_new_tokens=20, seed=3)
+    old = engine.generate(PROMPTS, sampling)
+    with torch.no_grad():
+        for parameter in model.named_parameters().values():
+            parameter.mul_(1.01)
+    assert differing(model, old, 1.0)[0] == 0, "masters changed, but nothing was synchronized"
+    model.sync()
+    assert {c.weights_version for group in old for c in group} == {model.weights_version - 1}
+    count, total = differing(model, old, 1.0)
+    assert count > total // 2
+    new = engine.generate(PROMPTS, sampling)
+    assert {c.weights_version for group in new for c in group} == {model.weights_version}
+    assert differing(model, new, 1.0)[0] == 0
+
+
+def test_negative_control_another_temperature(make_engine: MakeEngine) -> None:
+    model = tiny("fp8")
+    groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, temperature=0.7, seed=3))
+    count, total = differing(model, groups, 0.71)
+    assert count > total // 2
+
+
+def test_greedy_completions_carry_the_learners_logprobs_at_temperature_one(make_engine: MakeEngine) -> None:
+    model = tiny("fp8")
+    groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(max_new_tokens=20, temperature=0))
+    assert differing(model, groups, 1.0)[0] == 0
+
+
+def test_truncated_sampling_reports_the_renormalized_distribution(make_engine: MakeEngine) -> None:
+    """At top_k 2 a token's log-probability is log p / (p + q), of the learner's p and the other kept token's q."""
+    model = tiny("float32")
+    groups = make_engine(model).generate([[5, 6, 7]], Sampling(n=6, max_new_tokens=1, top_k=2, seed=2))
+    prefix = [5, 6, 7]
+    everything = torch.tensor(
+        [float(model.logprobs([[*prefix, token]])[0][-1]) for token in range(model.config.vocab_size)]
+    )
+    best = everything.topk(2).values
+    for completion in groups[0]:
+        expected = everything[completion.token_ids[0]] - torch.logsumexp(best, 0)
+        assert completion.logprobs[0] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_consistency_fast_keeps_the_tokens_of_the_unpreempted_run_close(make_engine: MakeEngine) -> None:
+    """`fast` promises no bits, only closeness: the same forward with PyTorch's own BF16 products."""
+    require("reference")
+    model = tiny("bf16", "reference", "fast")
+    groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(n=2, max_new_tokens=10, seed=3))
+    completions = [completion for group in groups for completion in group]
+    learner = torch.cat(learner_logprobs(model, completions, 1.0))
+    rolled = torch.tensor([value for completion in completions for value in completion.logprobs])
+    assert (learner - rolled).abs().mean() < 0.02

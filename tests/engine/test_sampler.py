@@ -1,0 +1,140 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.engine import Sampling
+from isobit.engine.sampler import draw, truncate
+from isobit.kernels import get_ops
+
+from .helpers import require
+
+OPS = get_ops("reference")
+
+
+def some_logits(rows: int, size: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def some_keys(rows: int) -> Tensor:
+    return torch.stack([torch.full((rows,), 7), torch.full((rows,), 3), torch.arange(rows), torch.full((rows,), 11)], 1)
+
+
+def kept_by_definition(logits: list[float], sampling: Sampling) -> dict[int, float]:
+    """Token to probability, written out: temperature, then top-k, then top-p, then min-p, then renormalize."""
+    scaled = [value / sampling.temperature for value in logits]
+    peak = max(scaled)
+    weights = {token: math.exp(value - peak) for token, value in enumerate(scaled)}
+    order = sorted(weights, key=lambda token: (-weights[token], token))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    total = math.fsum(weights[token] for token in order)
+    nucleus, reached = [], 0.0
+    for token in order:
+        if reached < sampling.top_p:
+            nucleus.append(token)
+        reached += weights[token] / total
+    kept = [token for token in nucleus if weights[token] >= sampling.min_p * weights[order[0]]]
+    total = math.fsum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept}
+
+
+def name(sampling: object) -> str:
+    """A test's id: the fields that are not the default."""
+    changed = {k: v for k, v in vars(sampling).items() if v != getattr(Sampling(), k)}
+    return ",".join(f"{k}={v}" for k, v in changed.items()) or "plain"
+
+
+TRUNCATED = [
+    Sampling(top_k=1),
+    Sampling(top_k=5, temperature=0.7),
+    Sampling(top_k=10_000),
+    Sampling(top_p=0.8),
+    Sampling(top_p=0.05),
+    Sampling(min_p=0.1, temperature=1.5),
+    Sampling(top_k=12, top_p=0.9, min_p=0.02, temperature=0.9),
+]
+
+
+@pytest.mark.parametrize("sampling", TRUNCATED, ids=name)
+def test_truncated_distributions_are_the_ones_defined(sampling: Sampling) -> None:
+    logits = some_logits(40, 50)
+    kept = [kept_by_definition(row, sampling) for row in logits.double().tolist()]
+    masked = truncate(logits, sampling)
+    assert [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in masked] == [set(row) for row in kept]
+    tokens, logprobs = draw(logits, some_keys(40), sampling, OPS)
+    for token, logprob, row in zip(tokens.tolist(), logprobs.tolist(), kept):
+        assert logprob == pytest.approx(math.log(row[token]), abs=1e-5)
+
+
+def test_ties_at_the_edge_of_top_k_stay_in_and_of_top_p_go_by_index() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]])
+    assert torch.isfinite(truncate(logits, Sampling(top_k=2))).tolist() == [[True, True, True, True, False]]
+    # probabilities: .676, three times .092, .034: two are needed for .7
+    assert torch.isfinite(truncate(logits, Sampling(top_p=0.7))).tolist() == [[True, True, False, False, False]]
+
+
+def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
+    counts = torch.bincount(tokens, minlength=probabilities.numel()).double()
+    expected = probabilities * tokens.numel()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_frequencies_follow_the_distribution(temperature: float) -> None:
+    logits, rows = some_logits(1, 12), 20_000
+    tokens, _ = draw(logits.expand(rows, -1), some_keys(rows), Sampling(temperature=temperature), OPS)
+    # 11 degrees of freedom: above 35 in 2 of 10,000 cases, if the frequencies are right
+    assert chi_square(tokens, torch.softmax(logits[0].double() / temperature, -1)) < 35
+    # negative control: a temperature that is 10 % off shows
+    assert chi_square(tokens, torch.softmax(logits[0].double() / (temperature * 1.1), -1)) > 100
+
+
+def test_truncated_frequencies_follow_the_renormalized_distribution() -> None:
+    sampling = Sampling(top_k=4, temperature=2.0)
+    logits, rows = some_logits(1, 12, seed=1), 20_000
+    tokens, _ = draw(logits.expand(rows, -1), some_keys(rows), sampling, OPS)
+    kept = kept_by_definition(logits[0].double().tolist(), sampling)
+    assert set(tokens.unique().tolist()) == set(kept)
+    order = sorted(kept)
+    places = torch.tensor([order.index(token) for token in tokens.tolist()])
+    assert chi_square(places, torch.tensor([kept[token] for token in order], dtype=torch.float64)) < 21  # 3 d.o.f.
+
+
+def test_greedy_takes_the_largest_and_reports_the_models_own_logprob() -> None:
+    logits = some_logits(9, 33)
+    logits[0, 4] = logits[0, 9] = 20.0
+    tokens, logprobs = draw(logits, some_keys(9), Sampling(temperature=0, top_k=3), OPS)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    assert tokens[0] == 4  # the first of two equal ones
+    expected = torch.log_softmax(logits.double(), -1).gather(1, tokens[:, None])[:, 0]
+    assert torch.allclose(logprobs.double(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("size", [50, 4099])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(temperature=0), *TRUNCATED], ids=name)
+def test_a_row_alone_and_in_a_batch_gives_the_same_bits(sampling: Sampling, size: int, backend: str) -> None:
+    require(backend)
+    ops = get_ops(backend)
+    logits, keys = some_logits(37, size), some_keys(37)
+    tokens, logprobs = draw(logits, keys, sampling, ops)
+    for start, stop in ((0, 1), (5, 6), (3, 11), (36, 37)):
+        part = draw(logits[start:stop].clone(), keys[start:stop].clone(), sampling, ops)
+        assert torch.equal(part[0], tokens[start:stop])
+        assert torch.equal(part[1], logprobs[start:stop])
+
+
+def test_every_part_of_the_key_matters() -> None:
+    logits = torch.zeros(64, 1000)
+    base = torch.tensor([[5, 6, 7, 8]]).repeat(64, 1)
+    tokens = draw(logits, base, Sampling(), OPS)[0]
+    assert tokens.unique().numel() == 1
+    for column in range(4):
+        keys = base.clone()
+        keys[:, column] += torch.arange(64)
+        assert draw(logits, keys, Sampling(), OPS)[0].unique().numel() > 50
+    high_word = base.clone()
+    high_word[:, 0] += torch.arange(64) << 40
+    assert draw(logits, high_word, Sampling(), OPS)[0].unique().numel() > 50

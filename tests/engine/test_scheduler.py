@@ -1,0 +1,230 @@
+"""The scheduler alone, driven by a model that only remembers which token stands in which slot."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isobit.engine.batch import build
+from isobit.engine.pages import PagePool
+from isobit.engine.prompts import pages_needed
+from isobit.engine.scheduler import Running, Scheduler, Stats
+
+
+@dataclass
+class Case:
+    """Prompt lengths, samples per prompt, how many tokens each sequence samples, and the engine's sizes."""
+
+    prompts: list[int]
+    n: int
+    new_tokens: list[int]
+    page_size: int
+    num_pages: int
+    max_batch_tokens: int
+    max_sequences: int
+
+
+class Shadow:
+    """Plays the model: writes tokens into slots, and checks that every sampled row sees its own sequence, whole."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.pool = PagePool(case.num_pages)
+        longest = max(length + most for length, most in zip(case.prompts, self._most()))
+        self.scheduler = Scheduler(
+            case.prompts,
+            list(range(len(case.prompts))),
+            self.pool,
+            n=case.n,
+            seed=5,
+            width=pages_needed(longest, 0, case.page_size) + 1,
+            page_size=case.page_size,
+            max_batch_tokens=case.max_batch_tokens,
+            max_sequences=case.max_sequences,
+        )
+        self.slots = np.full((case.num_pages * case.page_size, 2), -1)
+        self.known = [self._prompt(i // case.n) for i in range(len(case.prompts) * case.n)]
+        self.tokens_per_step: list[int] = []
+
+    def _most(self) -> list[int]:
+        n = self.case.n
+        return [max(self.case.new_tokens[g * n : g * n + n]) for g in range(len(self.case.prompts))]
+
+    def _prompt(self, group: int) -> list[int]:
+        return [1000 * (group + 1) + i for i in range(self.case.prompts[group])]
+
+    def run(self) -> Stats:
+        scheduler = self.scheduler
+        scheduler.integrity()
+        while not scheduler.finished:
+            plan = scheduler.plan()
+            scheduler.integrity()
+            batch = build(plan, scheduler, lambda i, a, b: np.array(self.known[i][a:b], np.int64))
+            self._write(batch)
+            self._check(plan, batch)
+            tokens = np.array([self._sample(i) for i in plan.sampled.tolist()], np.int64)
+            for index, token in zip(plan.sampled.tolist(), tokens.tolist()):
+                self.known[index].append(token)
+            done = np.array([self._drawn(i) >= self.case.new_tokens[i] for i in plan.sampled.tolist()], np.bool_)
+            scheduler.commit(plan, tokens, done)
+            copies = scheduler.take_copies()
+            before, size = self.slots.copy(), self.case.page_size
+            for source, target in copies:
+                self.slots[target * size : (target + 1) * size] = before[source * size : (source + 1) * size]
+            scheduler.integrity()
+        assert [self._drawn(i) for i in range(len(self.known))] == self.case.new_tokens
+        assert self.pool.num_free == self.case.num_pages
+        return scheduler.stats
+
+    def _drawn(self, index: int) -> int:
+        return len(self.known[index]) - self.case.prompts[index // self.case.n]
+
+    def _sample(self, index: int) -> int:
+        return 1_000_000 * (index + 1) + len(self.known[index])
+
+    def _write(self, batch) -> None:  # type: ignore[no-untyped-def]
+        layout = batch.layout
+        self.tokens_per_step.append(layout.num_rows)
+        assert layout.num_rows == batch.tokens.shape[0] <= self.case.max_batch_tokens
+        assert layout.context.shape[0] <= min(self.case.max_sequences, self.case.max_batch_tokens)
+        assert layout.slots.unique().numel() == layout.num_rows, "two rows write one slot"
+        self.slots[layout.slots.numpy(), 0] = batch.tokens.numpy()
+        self.slots[layout.slots.numpy(), 1] = layout.positions.numpy()
+
+    def _check(self, plan, batch) -> None:  # type: ignore[no-untyped-def]
+        layout, n, size = batch.layout, self.case.n, self.case.page_size
+        rows = batch.take.tolist() if batch.take is not None else list(range(plan.decode))
+        source = batch.source.tolist() if batch.source is not None else list(range(len(rows)))
+        assert len(source) == plan.sampled.size == batch.keys.shape[0]
+        ends = layout.row_start[1:].tolist()
+        for index, place, key in zip(plan.sampled.tolist(), source, batch.keys.tolist()):
+            known = self.known[index]
+            assert key == [5, index // n, index % n, len(known)]
+            position = int(layout.positions[rows[place]])
+            assert position == len(known) - 1
+            table = layout.page_table[ends.index(rows[place] + 1)].tolist()
+            seen = [self.slots[table[p // size] * size + p % size].tolist() for p in range(position + 1)]
+            assert seen == [[token, p] for p, token in enumerate(known)]
+
+
+def case(**changes: object) -> Case:
+    values = {
+        "prompts": [5, 16, 33],
+        "n": 4,
+        "new_tokens": [9] * 12,
+        "page_size": 4,
+        "num_pages": 100,
+        "max_batch_tokens": 64,
+        "max_sequences": 32,
+    }
+    return Case(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_prompt_is_computed_once_and_its_full_pages_are_shared() -> None:
+    shadow = Shadow(case())
+    stats = shadow.run()
+    assert stats.prefill_tokens == 5 + 16 + 33
+    assert stats.decode_tokens == 12 * 8  # the last token of each is sampled, and never computed
+    assert stats.shared_pages == 3 * (1 + 4 + 8)
+    assert stats.copied_pages == 3 * (1 + 0 + 1)
+    assert stats.preemptions == 0
+    # at the end: shared pages, and for each sequence those of its own 9, 8 and 9 last tokens
+    assert stats.peak_pages == (1 + 4 + 8) + 4 * 3 + 4 * 2 + 4 * 3
+
+
+def test_decode_rows_go_first_and_prompts_fill_the_budget() -> None:
+    shadow = Shadow(case(prompts=[3, 40], n=2, new_tokens=[20, 20, 4, 4], max_batch_tokens=10))
+    shadow.run()
+    # 3 + 7 of the second prompt; then two decode rows leave 8 a step: 8, 8, 8, 8, 1; then four rows decode
+    assert shadow.tokens_per_step[:8] == [10, 10, 10, 10, 10, 3, 4, 4]
+
+
+def test_the_youngest_gives_way_and_the_oldest_is_never_preempted() -> None:
+    shadow = Shadow(case(prompts=[6, 6, 6], n=1, new_tokens=[20, 20, 20], num_pages=9, page_size=4))
+    preempted: list[tuple[int, int]] = []
+    preempt = shadow.scheduler._preempt
+
+    def watch(sequence: Running) -> None:
+        preempted.append((sequence.index, max(shadow.scheduler.running)))
+        preempt(sequence)
+
+    shadow.scheduler._preempt = watch  # type: ignore[method-assign]
+    stats = shadow.run()
+    assert stats.preemptions == len(preempted) > 0
+    assert all(index == youngest > 0 for index, youngest in preempted)
+    assert stats.prefill_tokens > 18  # what was given back is computed again
+
+
+def test_one_sequence_that_just_fits_runs_alone() -> None:
+    # 6 + 15 - 1 tokens are 5 pages of 4
+    stats = Shadow(case(prompts=[6, 6], n=2, new_tokens=[15] * 4, num_pages=5)).run()
+    assert stats.peak_pages == 5
+
+
+def test_a_prefix_is_given_up_before_a_sequence() -> None:
+    stats = Shadow(case(prompts=[12, 12, 12], n=3, new_tokens=[8] * 9, num_pages=8, max_sequences=2)).run()
+    assert stats.peak_pages <= 8
+
+
+def test_samples_that_find_no_row_wait_for_one() -> None:
+    shadow = Shadow(case(prompts=[9], n=50, new_tokens=[3] * 50, max_sequences=4))
+    stats = shadow.run()
+    # two pages of the prompt are shared by all; those that waited compute its ninth token again, and their first
+    assert stats.shared_pages == 49 * 2
+    assert stats.prefill_tokens == 9 + 46 * 2
+
+
+def test_release_gives_everything_back_in_any_state() -> None:
+    shadow = Shadow(case())
+    for _ in range(3):
+        plan = shadow.scheduler.plan()
+        tokens = np.zeros(plan.sampled.size, np.int64)
+        shadow.scheduler.commit(plan, tokens, tokens > 0)
+    assert shadow.pool.num_used > 0
+    shadow.scheduler.release()
+    shadow.pool.integrity([])
+    assert shadow.scheduler.finished
+
+
+def test_integrity_sees_a_page_that_is_shared_and_written() -> None:
+    shadow = Shadow(case(prompts=[5], n=2, new_tokens=[4, 4]))
+    plan = shadow.scheduler.plan()
+    shadow.scheduler.commit(plan, np.zeros(2, np.int64), np.zeros(2, np.bool_))
+    shadow.scheduler.integrity()
+    first, second = shadow.scheduler.running[0], shadow.scheduler.running[1]
+    shadow.pool.release(second.pages[-1:])
+    second.pages[-1] = first.pages[-1]
+    shadow.pool.share(first.pages[-1:])
+    shadow.scheduler.rows.table[1, 1] = first.pages[-1]
+    with pytest.raises(AssertionError, match="is shared and written"):
+        shadow.scheduler.integrity()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    n = draw(st.integers(1, 5))
+    prompts = draw(st.lists(st.integers(1, 24), min_size=1, max_size=6))
+    count = len(prompts) * n
+    new_tokens = draw(st.lists(st.integers(1, 16), min_size=count, max_size=count))
+    page_size = draw(st.sampled_from([1, 2, 4, 7, 16]))
+    longest = max(
+        pages_needed(prompts[i // n], max(new_tokens[i // n * n : i // n * n + n]), page_size) for i in range(count)
+    )
+    return Case(
+        prompts=prompts,
+        n=n,
+        new_tokens=new_tokens,
+        page_size=page_size,
+        num_pages=longest + draw(st.integers(0, 30)),
+        max_batch_tokens=draw(st.sampled_from([1, 2, 3, 7, 16, 1000])),
+        max_sequences=draw(st.integers(1, 20)),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_every_token_sees_its_own_sequence_whatever_the_sizes(any_case: Case) -> None:
+    stats = Shadow(any_case).run()
+    assert stats.peak_pages <= any_case.num_pages

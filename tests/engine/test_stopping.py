@@ -1,0 +1,145 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from isobit.engine import Completion, Engine, Sampling
+from isobit.engine.stopping import StopStrings, cut
+from isobit.model.tokenizer import Tokenizer
+
+from .helpers import ALPHABET, STORIES, tiny
+
+MakeEngine = Callable[..., Engine]
+EOS = 2
+
+
+@pytest.fixture
+def spell(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Completion]:
+    """Complete a prompt with a text of ours, whatever the model says, as far as the engine lets it go."""
+
+    def run(text: str, ending: tuple[int, ...] = (), **sampling: object) -> Completion:
+        model = tiny()
+        script = [*model.tokenizer.encode(text), *ending]
+        prompt = model.tokenizer.encode("ask:".replace(":", "?"))
+
+        def draw(logits, keys, sampling, ops):  # type: ignore[no-untyped-def]
+            return torch.tensor([script[int(keys[0, 3]) - len(prompt)]]), torch.zeros(1)
+
+        monkeypatch.setattr("isobit.engine.generation.draw", draw)
+        return make_engine(model).generate([prompt], Sampling(**sampling))[0][0]  # type: ignore[arg-type]
+
+    return run
+
+
+def test_the_text_ends_before_the_stop_string_and_the_tokens_with_it(spell: Callable[..., Completion]) -> None:
+    completion = spell("one two three", stop=("two",))
+    assert completion.text == "one "
+    assert tiny().tokenizer.decode(completion.token_ids) == "one two"
+    assert len(completion.logprobs) == len(completion.token_ids) == 7
+    assert completion.finish_reason == "stop"
+
+
+def test_of_several_stop_strings_the_first_to_be_completed_counts(spell: Callable[..., Completion]) -> None:
+    assert spell("a bb ccc d", stop=("ccc", "bb", "x")).text == "a "
+    # both end at the same token: the text ends before the one that begins first
+    assert spell("a bcd", stop=("cd", "bcd")).text == "a "
+
+
+def test_a_stop_string_may_be_the_first_token_and_may_end_in_a_space(spell: Callable[..., Completion]) -> None:
+    first = spell("xyz", stop=("x",))
+    assert (first.text, len(first.token_ids), first.finish_reason) == ("", 1, "stop")
+    assert spell("ab c d", stop=("c ",)).text == "ab "
+
+
+def test_the_prompt_does_not_count(spell: Callable[..., Completion]) -> None:
+    completion = spell("k?no", ending=(EOS,), stop=("ask?", "sk?no"))
+    assert (completion.text, completion.finish_reason) == ("k?no", "stop")
+
+
+def test_end_of_sequence(spell: Callable[..., Completion]) -> None:
+    completion = spell("done", ending=(EOS,))
+    assert (completion.text, completion.finish_reason) == ("done", "stop")
+    assert completion.token_ids[-1] == EOS
+    assert len(completion.token_ids) == 5
+
+
+def test_ignored_end_of_sequence_goes_on_to_the_length(spell: Callable[..., Completion]) -> None:
+    completion = spell("do", ending=(EOS, EOS, 5, 6), ignore_eos=True, max_new_tokens=6)
+    assert completion.token_ids[2:4] == [EOS, EOS]
+    assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
+
+
+def test_length_and_stop_at_the_same_token_is_a_stop(spell: Callable[..., Completion]) -> None:
+    assert spell("abcdef", max_new_tokens=4).finish_reason == "length"
+    assert spell("abcdef", max_new_tokens=4).text == "abcd"
+    assert spell("abcdef", max_new_tokens=4, stop=("d",)).finish_reason == "stop"
+    assert spell("abc", ending=(EOS,), max_new_tokens=4).finish_reason == "stop"
+
+
+def test_the_models_context_is_a_length(spell: Callable[..., Completion]) -> None:
+    completion = spell("a" * 100, max_new_tokens=1000)
+    assert (len(completion.token_ids), completion.finish_reason) == (96 - 4, "length")
+
+
+def test_cut() -> None:
+    assert cut("one two", ()) == "one two"
+    assert cut("one two", ("three",)) == "one two"
+    assert cut("one two", ("two", "ne")) == "o"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token a byte, so that characters take several."""
+    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    fast = FastTokenizer(models.BPE(vocabulary, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    return Tokenizer(fast, {}, [], None)
+
+
+TOKENIZERS = {"characters": Tokenizer.characters(ALPHABET), "bytes": byte_tokenizer()}
+if STORIES.is_dir():
+    TOKENIZERS["stories"] = Tokenizer.load(STORIES)
+TEXTS = ["Once upon a time, there was a girl. ", "\n\n", "naïve → 😀é", "one two  three", "a b c\t", "12+34=46."]
+
+
+def first_by_definition(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]) -> int | None:
+    for end in range(1, len(ids) + 1):
+        if any(text in tokenizer.decode_completion(prompt, ids[:end]) for text in stop):
+            return end
+    return None
+
+
+def first_found(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]) -> int | None:
+    strings = StopStrings(stop, tokenizer, tokenizer.vocab_size)
+    for end in range(1, len(ids) + 1):
+        if strings.candidates(np.array(ids[end - 1 : end])).size and strings.found(prompt, ids[:end]):
+            return end
+    return None
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.data(), st.sampled_from(sorted(TOKENIZERS)))
+def test_stop_strings_are_found_at_the_token_that_completes_them(data: st.DataObject, name: str) -> None:
+    """Against the definition, which decodes everything after every token."""
+    tokenizer = TOKENIZERS[name]
+    pieces = data.draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3))
+    ids = tokenizer.encode("".join(pieces), add_special=False)[:60]
+    noise = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=6))
+    ids = ids[: len(ids) // 2] + noise + ids[len(ids) // 2 :]
+    prompt = tokenizer.encode("Hi", add_special=False)
+    text = tokenizer.decode_completion(prompt, ids)
+    if not text:
+        return
+    begin = data.draw(st.integers(0, len(text) - 1))
+    stop = (text[begin : begin + data.draw(st.integers(1, 6))], "zzzz")
+    assert first_found(tokenizer, prompt, ids, stop) == first_by_definition(tokenizer, prompt, ids, stop)
+
+
+def test_stories_tokenizer_is_among_them(stories: Path) -> None:
+    assert "stories" in TOKENIZERS
