@@ -75,18 +75,45 @@ def train(
     isobit train --resume runs/quickstart steps=200               the same, and extend it
     isobit train --from-rollouts runs/quickstart --out runs/again repeat the learning without rolling out
     """
-    from isobit import session
-
     changes = list(overrides or [])
     if resume is not None or from_rollouts is not None:
-        if resume is not None and from_rollouts is not None:
-            raise IsobitError("give --resume or --from-rollouts, not both")
-        if config is not None and "=" not in config:
-            raise IsobitError(f"the config comes from the run: do not give {config!r} with --resume or --from-rollouts")
-        changes = [config, *changes] if config is not None else changes
+        if config is not None:  # there is no config to give: the first argument is an override too
+            if "=" not in config:
+                raise IsobitError(f"the run has its own config: leave {config!r} out")
+            changes = [config, *changes]
+        config = None
     elif config is None:
         raise IsobitError("give a config, such as configs/quickstart.yaml, or --resume RUN")
-    raise typer.Exit(session.run_train(config, changes, resume, from_rollouts, out, dry_run, quiet))
+    raise typer.Exit(_train(config, changes, resume, from_rollouts, out, dry_run, quiet))
+
+
+def _train(
+    config: str | None,
+    overrides: list[str],
+    resume: Path | None,
+    from_rollouts: Path | None,
+    out: Path | None,
+    dry_run: bool,
+    quiet: bool,
+) -> int:
+    from isobit import train as training
+    from isobit.config import load_config
+    from isobit.setup import dry_run_report
+
+    if resume is not None:
+        if from_rollouts is not None or out is not None or dry_run:
+            raise IsobitError("--resume goes on with a run where it is; leave --from-rollouts, --out and --dry-run out")
+        return training.resume(resume, overrides, quiet=quiet).exit_code
+    if from_rollouts is not None:
+        if out is None or dry_run:
+            raise IsobitError("--from-rollouts makes a new run: say where with --out DIR, without --dry-run")
+        return training.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
+    assert config is not None
+    resolved = load_config(config, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
+    if dry_run:
+        print(dry_run_report(resolved))
+        return 0
+    return training.train(resolved, quiet=quiet).exit_code
 
 
 @app.command()
@@ -178,17 +205,27 @@ def evaluate(
     isobit eval MODEL --task file --data mine.jsonl --reward rewards.py:score
     isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
     """
-    from isobit.config import parse_task
     from isobit.engine import Sampling
     from isobit.evaluate import evaluate_command
+    from isobit.tasks import RewardSpec, TaskSettings
 
-    settings, rewards = parse_task(
-        task, data, option or [], reward or [], prompt_column, answer_column, prompt_template
-    )
+    # a file that is given is evaluated whole: it is the held-out split
+    path = None if data is None else str(data)
+    options = dict(_key_value(text) for text in option or [])
+    settings = TaskSettings(task, path, path, None, prompt_column, answer_column, prompt_template, options)
+    rewards = [RewardSpec(function) for function in reward or []]
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed, stop=tuple(stop or ()))
-    evaluate_command(
-        model, settings, rewards, sampling, pass_at, samples, completions, out, (precision, backend, consistency)
-    )
+    flow = (precision, backend, consistency)
+    evaluate_command(model, settings, rewards, sampling, pass_at, samples, completions, out, flow)
+
+
+def _key_value(text: str) -> tuple[str, object]:
+    import yaml
+
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise IsobitError(f"--option {text!r}: expected KEY=VALUE, such as digits=4")
+    return key, yaml.safe_load(value)
 
 
 @app.command()

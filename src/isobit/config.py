@@ -16,6 +16,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from isobit.errors import IsobitError
+from isobit.tasks.data import TaskSettings
+from isobit.tasks.task import RewardSpec
 
 Precision = str | dict[str, Any]
 
@@ -261,6 +263,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
     """Read a config of `isobit sft`; as `load_config`."""
     return _load(SftConfig, path, overrides)
+
+
+def task_settings(task: TaskConfig, seed: int) -> TaskSettings:
+    """The task section, as the tasks take it."""
+    return TaskSettings(**task.model_dump(), seed=seed)
+
+
+def reward_specs(rewards: RewardsConfig) -> list[RewardSpec]:
+    """The reward functions that a config names; none means the task's own."""
+    return [RewardSpec(r.function, r.weight, r.name) for r in rewards.functions]
 
 
 def dump_config(config: BaseModel) -> str:

@@ -102,6 +102,10 @@ class Transformer:
         rows = chunk if chunk is not None else max(16, _HEAD_ELEMENTS // self.config.vocab_size)
         return autograd.head_logprobs(hidden, self._working[use].head, targets, temperature, rows, self.ops)
 
+    def rollout_weights(self) -> list[Weight]:
+        """The linear layers as the rollout multiplies them."""
+        return [w for layer in self._working["rollout"].layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+
     def working_bytes(self, use: str) -> int:
         """Bytes of the working weights of one use."""
         working = self._working[use]

@@ -1,0 +1,91 @@
+"""Every metric that a run logs: its name, what it means, and whose definition it is. One place.
+
+`python -m isobit.metrics` prints docs/metrics.md. A name that is not here cannot be logged. Names that end in `*`
+stand for a family (one per reward function).
+"""
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+METRICS: dict[str, str] = {
+    "step": "rollout batches learned from, this one included",
+    "reward/mean": "mean reward of the scored completions",
+    "reward/std": "their standard deviation (over n - 1)",
+    "reward/function/*": "mean of one reward function, unweighted",
+    "accuracy/held_out": "greedy completions of the held-out split whose reward is at least 1, as a fraction",
+    "reward/held_out": "mean reward of the greedy completions of the held-out split",
+    "loss/policy": "clipped surrogate, aggregated as the objective says; mean over the step's optimizer steps",
+    "loss/kl": "estimate of KL(policy ‖ reference) per token; 0 without a reference",
+    "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's optimizer steps",
+    "learning_rate": "of this step",
+    "entropy": "mean entropy of the policy's distribution per completion token, in nats",
+    "clip_fraction": "completion tokens whose clipped surrogate is below the unclipped one",
+    "groups/zero_spread_fraction": "groups whose scored rewards are all equal, which teach nothing",
+    "groups/resampled": "groups dropped by dynamic sampling",
+    "groups/unscored": "completions that no reward could be given",
+    "length/mean": "tokens per completion, the end-of-sequence token included",
+    "length/truncated_fraction": "completions that ended at the length limit",
+    "mismatch/token_mult_prob_error": "mean over tokens of exp(|lr|) with lr = log learner - log rollout (NeMo RL)",
+    "mismatch/kl_k3": "mean of exp(lr) - lr - 1, estimating KL(rollout ‖ learner) (gen_kl_error, k3_kl)",
+    "mismatch/kl_k1": "mean of -lr: signed, so it shows a one-sided corruption (veRL)",
+    "mismatch/js_divergence": "estimate of the Jensen-Shannon divergence (NeMo RL)",
+    "mismatch/max_abs_logprob_diff": "largest |lr|",
+    "mismatch/differing_tokens": "tokens whose two log-probabilities differ in any bit",
+    "correction/mean_weight": "mean importance weight",
+    "correction/clipped_fraction": "tokens whose weight was truncated",
+    "correction/effective_sample_size": "1 / mean((w / mean w)²) of the truncated weights (veRL)",
+    "correction/effective_sample_size_untruncated": "the same of the untruncated weights, where heavy tails show",
+    "steps/skipped": "optimizer steps skipped because a loss or a gradient was not finite",
+    "quant/weight_flushed_fraction": "non-zero weights of quantized layers that became 0 in the rollout's copy",
+    "quant/weight_saturated_fraction": "weights clamped by their scale",
+    "quant/weight_relative_error": "norm of the rollout's weights minus the masters, relative to the masters",
+    "rollout/tokens": "tokens sampled",
+    "rollout/preemptions": "sequences that gave their pages back and were recomputed",
+    "prompts/consumed": "data cursor: prompts taken from the data since the run began",
+    "weights_version": "syncs of the working weights since the model was loaded",
+    "time/sync": "seconds: requantizing the working weights",
+    "time/rollout": "seconds: sampling",
+    "time/score": "seconds: reward functions",
+    "time/learn": "seconds: forward, backward, optimizer",
+    "time/step": "seconds: the whole step, evaluation and checkpoint excluded",
+    "throughput/rollout_tokens_per_s": "sampled tokens per second of sampling",
+    "throughput/learn_tokens_per_s": "prompt and completion tokens per second of learning",
+    "memory/peak_rss_mib": "largest resident memory of the process so far",
+    "memory/kv_cache_mib": "allocated for keys and values, scales included",
+    "memory/weights_mib": "masters and all working weights",
+}
+"""Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities in nats."""
+
+TIMINGS = ("time/*", "throughput/*", "memory/peak_rss_mib")
+"""What differs between a run and its exact repetition."""
+
+
+def check(metrics: Mapping[str, float]) -> None:
+    """Assert that every name is defined."""
+    unknown = [name for name in metrics if not any(fnmatchcase(name, known) for known in METRICS)]
+    assert not unknown, f"metrics without a definition: {unknown}"
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric may differ between a run and its exact repetition."""
+    return any(fnmatchcase(name, pattern) for pattern in TIMINGS)
+
+
+def plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """For JSON, which has no NaN: a value that is not finite becomes null."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def markdown() -> str:
+    """The text of docs/metrics.md."""
+    rows = [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in METRICS.items()]
+    head = "# Metrics\n\nGenerated by `python -m isobit.metrics`; one object a step in `metrics.jsonl`.\n"
+    units = (
+        "Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities in nats; null is not finite.\n"
+    )
+    return "\n".join([head, units, "| name | meaning |", "|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

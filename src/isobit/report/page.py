@@ -1,0 +1,2 @@
+def write_report(run_dirs, out):
+    return out

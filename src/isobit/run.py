@@ -1,0 +1,159 @@
+"""A run directory: what is written into it, how it is locked, and how a run is interrupted.
+
+`config.yaml`, `metrics.jsonl` (an object a step), `completions.jsonl` (an object a completion), `checkpoints/`. A
+resumed run cuts both JSONL files back to where its checkpoint was made, so that they end as if it had never stopped.
+Left out: what is in a checkpoint (`session.py`) and how it becomes atomic (`checkpoints.py`).
+"""
+
+import fcntl
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from isobit import checkpoints, metrics
+from isobit.errors import IsobitError
+
+CONFIG, METRICS, COMPLETIONS, CHECKPOINTS, REPORT = (
+    "config.yaml",
+    "metrics.jsonl",
+    "completions.jsonl",
+    "checkpoints",
+    "report.html",
+)
+_LOCK = ".lock"
+
+
+class Run:
+    """An open run directory, locked against a second process. Use as a context manager."""
+
+    def __init__(self, directory: Path, offsets: Mapping[str, int]) -> None:
+        self.directory = directory
+        self._lock = (directory / _LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise IsobitError(f"run directory {directory} is in use by another process") from None
+        self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
+
+    @staticmethod
+    def create(directory: Path, config_text: str) -> "Run":
+        """A new run; IsobitError if the directory exists and is not empty."""
+        refuse_existing(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (directory / CONFIG).write_text(config_text, encoding="utf-8")
+            return Run(directory, {METRICS: 0, COMPLETIONS: 0})
+        except OSError as error:
+            raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._lock.close()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / CHECKPOINTS
+
+    def offsets(self) -> dict[str, int]:
+        """How long the JSONL files are: part of a checkpoint's state."""
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def write_metrics(self, values: Mapping[str, float]) -> None:
+        metrics.check(values)
+        self._write(METRICS, [metrics.plain(values)])
+
+    def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._write(COMPLETIONS, rows)
+
+    def _write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        file = self._files[name]
+        for row in rows:
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+        file.flush()
+
+
+def refuse_existing(directory: Path) -> None:
+    """Raises IsobitError unless the directory is missing or empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise IsobitError(
+            f"run directory {directory} exists and is not empty; choose another (--out, or run.dir=...), "
+            f"or go on with it: isobit train --resume {directory}"
+        )
+
+
+def _open_at(path: Path, offset: int) -> IO[bytes]:
+    file = path.open("ab")
+    if file.tell() < offset:
+        file.close()
+        raise IsobitError(f"{path} is shorter than its checkpoint says ({offset} bytes): it was changed")
+    file.truncate(offset)
+    file.seek(offset)
+    return file
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; a half-written last line, of a run that was killed, is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise IsobitError(f"cannot read {path}: {error.strerror}") from None
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise IsobitError(f"{path}, line {number}: not valid JSON") from None
+
+
+def require_run(directory: Path) -> None:
+    """Raises IsobitError unless this looks like a run directory."""
+    if not (directory / CONFIG).is_file():
+        raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
+
+
+def newest_checkpoint(directory: Path) -> Path:
+    """The newest whole checkpoint of a run; damaged ones are named on stderr."""
+    require_run(directory)
+    path, warnings = checkpoints.newest(directory / CHECKPOINTS)
+    for warning in warnings:
+        print(f"isobit: {warning}", file=sys.stderr)
+    return path
+
+
+class Interruption:
+    """SIGINT and SIGTERM set a flag, which the training loop reads between steps; a second signal ends the process."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._previous[number] = signal.signal(number, self._handle)
+            except ValueError:  # not in the main thread: a program that embeds isobit keeps its own handlers
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.signal is None else 128 + self.signal
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+        print("isobit: finishing this step, then saving; once more to end at once", file=sys.stderr)

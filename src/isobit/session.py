@@ -1,0 +1,270 @@
+"""A training run that is open: everything that the loop of `train.py` works with, and the six verbs themselves.
+
+Opens models, data, reward workers and the run directory, in an order in which every mistake of the user's is found
+before anything is written. Its state (step, data cursor, groups left over, version of the weights, length of the
+files) is what a checkpoint holds beside weights and optimizer. Left out: the algorithm (`train.py`, `rl/`).
+"""
+
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from isobit import checkpoints
+from isobit import run as runs
+from isobit.config import Config, dump_config, load_config
+from isobit.engine import Completion
+from isobit.errors import IsobitError, RunFailed
+from isobit.evaluate import evaluate_greedy
+from isobit.progress import Display
+from isobit.report import write_report
+from isobit.rl import Group, Sample
+from isobit.rl.collect import StepBatch
+from isobit.run import Interruption, Run
+from isobit.setup import Parts, load_state, open_parts, save_checkpoint
+from isobit.statistics import batch_metrics, weight_metrics
+from isobit.tasks import Example
+
+
+@dataclass
+class State:
+    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups not learned from yet."""
+
+    step: int = 0
+    cursor: int = 0
+    pending: list[Group] = field(default_factory=list)
+
+
+class Session:
+    """Use as a context manager. Between the verbs of one step, times and counts gather in `_metrics`."""
+
+    def __init__(self, parts: Parts, run: Run, state: State, *, quiet: bool, recorded: Path | None = None) -> None:
+        self.config, self.parts, self.run, self.state = parts.config, parts, run, state
+        self.model, self.objective, self.quiet = parts.model, parts.objective, quiet
+        self.interruption = Interruption()
+        self.display = Display(self.config.steps, quiet, state.step)
+        self._recorded = _recorded_groups(recorded) if recorded is not None else None
+        self._examples: dict[int, Example] = {}
+        self._metrics: dict[str, float] = {}
+        self._began = 0.0
+        self._saved_step: int | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Session":
+        for resource_ in (self.run, self.parts.rewards, self.interruption, self.display):
+            self._stack.enter_context(resource_)
+        if self.state.step == 0:
+            self._evaluate_and_write(0)
+            self._save()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def unfinished(self) -> bool:
+        return self.state.step < self.config.steps and self.interruption.signal is None
+
+    def sync(self) -> None:
+        """Verb 1: the working weights become those of the masters."""
+        self._metrics, self._began = {}, time.perf_counter()
+        with self._timed("sync"):
+            self.model.sync()
+
+    def begin_batch(self) -> StepBatch:
+        """The step's batch, beginning with the groups that the last step left over."""
+        dynamic = self.objective.dynamic_sampling and self._recorded is None
+        rounds = self.config.algorithm.max_resamples if dynamic else 1
+        batch = StepBatch(self.config.prompts_per_step, dynamic, rounds)
+        batch.carry_over(self.state.pending)
+        return batch
+
+    def roll_out(self, count: int) -> list[Group]:
+        """Verb 2: one group of completions for each of the next `count` prompts."""
+        if self._recorded is not None:
+            return next(self._recorded, [])
+        first = self.state.cursor
+        ids = list(range(first, first + count))
+        examples = [self.parts.task.train.at(cursor) for cursor in ids]
+        with self._timed("rollout"):
+            groups = self.parts.engine.generate([e.prompt for e in examples], self.parts.sampling, ids)
+        self._count("rollout/preemptions", self.parts.engine.stats.preemptions)
+        self._count("rollout/tokens", sum(len(c.token_ids) for group in groups for c in group))
+        self.state.cursor += count
+        self._examples = dict(zip(ids, examples))
+        return [[_sample(completion) for completion in group] for group in groups]
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """Verb 3: the same groups with rewards."""
+        if self._recorded is not None:
+            return list(groups)
+        samples = [sample for group in groups for sample in group]
+        examples = [self._examples[sample.prompt_index] for sample in samples]
+        with self._timed("score"):
+            rewards = self.parts.rewards.score(
+                [e.prompt for e in examples], [s.completion for s in samples], [e.columns for e in examples]
+            )
+        for reward in rewards:
+            if reward.error is not None:
+                self.display.note(f"unscored: {reward.error}")
+        scored = iter(replace(s, reward=r.total, rewards=r.by_function) for s, r in zip(samples, rewards))
+        return [[next(scored) for _ in group] for group in groups]
+
+    def learn(self, samples: Sequence[Sample], advantages: Sequence[float]) -> dict[str, float]:
+        """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
+        with self._timed("learn"):
+            learned = self.parts.learner.learn(samples, advantages, self.state.step)
+        tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+        self._metrics["throughput/learn_tokens_per_s"] = tokens / max(self._metrics["time/learn"], 1e-9)
+        return learned
+
+    def record(self, batch: StepBatch, learned: dict[str, float]) -> None:
+        """Verb 6: metrics, completions, and, when they are due, an evaluation and a checkpoint."""
+        state, config = self.state, self.config
+        state.step += 1
+        state.pending = batch.surplus
+        if "time/rollout" in self._metrics:
+            speed = self._metrics["rollout/tokens"] / max(self._metrics["time/rollout"], 1e-9)
+            self._metrics["throughput/rollout_tokens_per_s"] = speed
+        measured = {
+            **batch_metrics(batch),
+            **learned,
+            **weight_metrics(self.model),
+            **self._metrics,
+            "prompts/consumed": float(state.cursor),
+            "weights_version": float(self.model.weights_version),
+            "time/step": time.perf_counter() - self._began,
+            **self.parts.memory_metrics(),
+            "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+        self.run.write_completions({"step": state.step, **s.to_json()} for group in batch.groups for s in group)
+        last = state.step == config.steps
+        self._evaluate_and_write(state.step, measured, last)
+        self.display.step(measured)
+        every = config.run.checkpoint_every
+        if last or (every and state.step % every == 0):
+            self._save()
+        self._stop_if_bad()
+
+    def finish(self) -> None:
+        """Save what is not saved, write the report, and say how to go on."""
+        if self._saved_step != self.state.step:
+            self._save()
+        if self.config.run.report:
+            path = write_report([self.run.directory], self.run.directory / runs.REPORT)
+            self.display.note(f"report: {path}")
+        if self.interruption.signal is not None:
+            again = f"isobit train --resume {self.run.directory}"
+            self.display.note(f"stopped after step {self.state.step}; go on with: {again}")
+
+    def _evaluate_and_write(self, step: int, measured: dict[str, float] | None = None, last: bool = False) -> None:
+        values = {"step": float(step), **(measured or {})}
+        every = self.config.evaluation.every
+        if every and (step % every == 0 or last):
+            self.model.sync()
+            examples = self.parts.held_out
+            result = evaluate_greedy(self.parts.evaluator, examples, self.parts.rewards, self.parts.sampling)
+            values |= {"accuracy/held_out": result.accuracy.value, "reward/held_out": result.mean_reward}
+            self.display.note(f"step {step}: held-out greedy accuracy {result.accuracy}")
+        if len(values) > 1:
+            self.run.write_metrics(values)
+
+    def _save(self) -> None:
+        counted = {
+            "step": self.state.step,
+            "cursor": self.state.cursor,
+            "pending": [[s.to_json() for s in group] for group in self.state.pending],
+            "bad_steps_in_a_row": self.parts.learner.bad_steps_in_a_row,
+            "weights_version": self.model.weights_version,
+            "offsets": self.run.offsets(),
+        }
+        save_checkpoint(self.run.checkpoints, self.parts, counted, self.config.run.keep_last)
+        self._saved_step = self.state.step
+
+    def _stop_if_bad(self) -> None:
+        bad = self.parts.learner.bad_steps_in_a_row
+        if bad >= self.config.optimizer.max_bad_steps:
+            saved = checkpoints.all_checkpoints(self.run.checkpoints)
+            raise RunFailed(
+                f"step {self.state.step}: {bad} optimizer steps in a row had a loss or gradient that is not finite; "
+                f"the last good checkpoint is {saved[-1] if saved else 'missing'}"
+            )
+
+    def _count(self, name: str, value: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + value
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._count(f"time/{name}", time.perf_counter() - began)
+
+
+def open_session(config: Config, *, quiet: bool) -> Session:
+    """A new run."""
+    runs.refuse_existing(Path(config.run.dir))
+    parts = open_parts(config, quiet=quiet)
+    return Session(parts, Run.create(Path(config.run.dir), dump_config(config)), State(), quiet=quiet)
+
+
+def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
+    """A run that goes on. One that was killed before its first checkpoint begins again."""
+    runs.require_run(run_dir)
+    for override in overrides:
+        if not override.startswith(("steps=", "run.")):
+            raise IsobitError(f"override {override!r}: a resumed run repeats its own config; only steps=N may change")
+    config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
+    if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
+        parts = open_parts(config, quiet=quiet)
+        return Session(parts, Run(run_dir, {runs.METRICS: 0, runs.COMPLETIONS: 0}), State(), quiet=quiet)
+    path = runs.newest_checkpoint(run_dir)
+    parts = open_parts(config, quiet=quiet, checkpoint=path)
+    counted = load_state(path, parts)
+    pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
+    state = State(counted["step"], counted["cursor"], pending)
+    if state.step > config.steps:
+        raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
+    session = Session(parts, Run(run_dir, counted["offsets"]), state, quiet=quiet)
+    session._saved_step = state.step
+    return session
+
+
+def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
+    """A new run that learns from the rollouts recorded in another."""
+    runs.require_run(recorded)
+    if not (recorded / runs.COMPLETIONS).is_file():
+        raise IsobitError(f"{recorded}: no {runs.COMPLETIONS} to learn from")
+    steps = sum(1 for row in runs.read_jsonl(recorded / runs.METRICS) if row["step"] > 0)
+    if steps == 0:
+        raise IsobitError(f"{recorded}: no step was recorded")
+    config = load_config(recorded / runs.CONFIG, [f"steps={steps}", *overrides, f"run.dir={out}"])
+    runs.refuse_existing(out)
+    parts = open_parts(config, quiet=quiet)
+    return Session(parts, Run.create(out, dump_config(config)), State(), quiet=quiet, recorded=recorded)
+
+
+def _recorded_groups(recorded: Path) -> Iterator[list[Group]]:
+    """The groups of one step after another."""
+    step, groups = 1, dict[int, list[Sample]]()
+    for row in runs.read_jsonl(recorded / runs.COMPLETIONS):
+        while row["step"] != step:
+            yield list(groups.values())
+            step, groups = step + 1, {}
+        sample = Sample.from_json(row)
+        groups.setdefault(sample.prompt_index, []).append(sample)
+    yield list(groups.values())
+
+
+def _sample(completion: Completion) -> Sample:
+    return Sample(
+        prompt_index=completion.prompt_id,
+        sample_index=completion.sample_index,
+        prompt_ids=tuple(completion.prompt_token_ids),
+        completion_ids=tuple(completion.token_ids),
+        rollout_logprobs=tuple(completion.logprobs),
+        completion=completion.text,
+        truncated=completion.finish_reason == "length",
+        weights_version=completion.weights_version,
+    )

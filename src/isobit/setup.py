@@ -1,0 +1,226 @@
+"""Opening what a config names: models, task, rewards, engine, optimizer; their checkpoint; and the memory plan.
+
+Everything here runs before a run directory is written, so that a user's mistake costs nothing.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from isobit import checkpoints
+from isobit.config import Config, reward_specs, task_settings
+from isobit.engine import Engine, Sampling
+from isobit.errors import IsobitError
+from isobit.model import Model
+from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
+from isobit.run import refuse_existing
+from isobit.sft import cached_model, optimizer_settings
+from isobit.tasks import Example, Task, load_task
+from isobit.tasks.rewards import RewardPool
+
+_MIB = 1024 * 1024
+_TRAINER = "trainer"
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a run consists of. `engine` rolls out, `evaluator` answers the held-out prompts; both share the weights."""
+
+    config: Config
+    model: Model
+    reference: Model | None
+    task: Task
+    held_out: list[Example]
+    rewards: RewardPool
+    engine: Engine
+    evaluator: Engine
+    sampling: Sampling
+    objective: Objective
+    optimizer: Optimizer
+    learner: Learner
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Allocated for keys and values, and for weights, in MiB."""
+        engines = {id(e): e.kv_bytes for e in (self.engine, self.evaluator)}
+        models = [self.model] if self.reference is None else [self.model, self.reference]
+        weights = sum(sum(model.memory().values()) for model in models)
+        return {"memory/kv_cache_mib": sum(engines.values()) / _MIB, "memory/weights_mib": weights / _MIB}
+
+
+def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None) -> Parts:
+    """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit."""
+    task = load_task(task_settings(config.task, config.seed))
+    if config.evaluation.every and not len(task.held_out):
+        raise IsobitError("evaluation.every: the held-out split is empty; set task.held_out_size or task.held_out_path")
+    rewards = RewardPool(
+        reward_specs(config.rewards) or task.rewards,
+        deadline_s=config.rewards.deadline_s,
+        num_workers=config.rewards.num_workers,
+        on_error=config.rewards.on_error,
+    )
+    rewards.start()
+    try:
+        return _open_models(config, task, rewards, quiet, checkpoint)
+    except BaseException:
+        rewards.close()
+        raise
+
+
+def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, checkpoint: Path | None) -> Parts:
+    base = (
+        Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
+    )
+    model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
+    objective = objective_of(config, model)
+    reference = None
+    if objective.kl_coefficient > 0:
+        precision = config.reference.precision or config.precision
+        reference = Model.load(base, precision, config.backend, config.consistency)
+    optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
+    learner = Learner(
+        model,
+        optimizer,
+        objective,
+        reference=reference,
+        micro_batch_tokens=config.optimizer.micro_batch_tokens,
+        seed=config.seed,
+    )
+    sampling = _sampling(config)
+    held_out = list(task.held_out.examples[: config.evaluation.samples]) if config.evaluation.every else []
+    engine = _engine(config, model, list(task.train.examples), config.prompts_per_step * sampling.n)
+    evaluator = _engine(config, model, held_out, len(held_out)) if held_out else engine
+    return Parts(
+        config, model, reference, task, held_out, rewards, engine, evaluator, sampling, objective, optimizer, learner
+    )
+
+
+def objective_of(config: Config, model: Model) -> Objective:
+    """The config's algorithm: the preset's parts, what is given over them, and `auto` resolved."""
+    algorithm = config.algorithm
+    given = {key: value for key, value in algorithm.model_dump().items() if value is not None}
+    known = {key: given[key] for key in given if key in Objective.__dataclass_fields__ and key != "correction"}
+    sampling = config.sampling
+    objective = replace(
+        OBJECTIVES[algorithm.preset],
+        **known,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+    )
+    return for_precision(objective, model.precision, algorithm.correction, algorithm.recompute_old_logprobs)
+
+
+def _sampling(config: Config) -> Sampling:
+    section = config.sampling
+    return Sampling(
+        n=section.group_size,
+        max_new_tokens=section.max_new_tokens,
+        temperature=section.temperature,
+        seed=config.seed,
+        stop=section.stop,
+        ignore_eos=section.ignore_eos,
+    )
+
+
+def _engine(config: Config, model: Model, examples: list[Example], sequences: int) -> Engine:
+    section = config.engine
+    prompts = [example.prompt for example in examples]
+    return Engine.sized_for(
+        model,
+        prompts,
+        sequences,
+        config.sampling.max_new_tokens,
+        kv_pages=section.kv_pages,
+        page_size=section.page_size,
+        max_batch_tokens=section.max_batch_tokens,
+        max_sequences=section.max_sequences,
+    )
+
+
+def save_checkpoint(directory: Path, parts: Parts, state: dict[str, Any], keep_last: int) -> Path:
+    """A Hugging Face directory of the masters, with optimizer and state beside it."""
+
+    def write(folder: Path) -> None:
+        parts.model.save(folder)
+        trainer = folder / _TRAINER
+        trainer.mkdir()
+        save_file(parts.optimizer.state(), trainer / "optimizer.safetensors")
+        (trainer / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+    return checkpoints.save(directory, state["step"], write, keep_last)
+
+
+def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
+    """Bring the optimizer and the version of the weights back; returns the state."""
+    trainer = checkpoint / _TRAINER
+    try:
+        tensors = load_file(trainer / "optimizer.safetensors")
+        state = json.loads((trainer / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise IsobitError(f"{trainer}: cannot be read: {error}") from None
+    parts.optimizer.load_state(tensors)
+    parts.learner.bad_steps_in_a_row = state["bad_steps_in_a_row"]
+    parts.model.transformer.weights_version = state["weights_version"]
+    return state
+
+
+def memory_plan(parts: Parts) -> str:
+    """What the run will hold, in MiB: a table in plain text. Activations are measured on a short sequence and
+    scaled."""
+    model, config = parts.model, parts.config
+    sizes = model.memory()
+    longest = parts.engine.longest_prompt + config.sampling.max_new_tokens
+    tokens = max(config.optimizer.micro_batch_tokens, longest)
+    rows = [
+        ("FP32 masters", sizes["masters"]),
+        ("gradients", sizes["masters"]),
+        ("AdamW moments", 2 * sizes["masters"]),
+        ("working weights, rollout", sizes["rollout"]),
+        ("working weights, learner", sizes["learner"]),
+        ("keys and values", sum({id(e): e.kv_bytes for e in (parts.engine, parts.evaluator)}.values())),
+        (f"saved activations of {tokens} tokens", int(saved_bytes_per_token(model) * tokens)),
+    ]
+    if parts.reference is not None:
+        rows.append(("reference", sum(parts.reference.memory().values())))
+    rows.append(("total", sum(size for _, size in rows)))
+    lines = [f"{label:<36} {size / _MIB:10.1f} MiB" for label, size in rows]
+    return "\n".join([*lines, f"longest sequence: {longest} tokens; cache: {parts.engine.pages.num_pages} pages"])
+
+
+def saved_bytes_per_token(model: Model, tokens: int = 64) -> float:
+    """Bytes that the learner's forward keeps for backward, per token; keys and values excluded."""
+    from isobit.kernels import Layout
+
+    seen: dict[int, int] = {}
+    own = {p.data_ptr() for p in model.named_parameters().values()}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            seen[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    length = min(tokens, model.config.max_positions)
+    ids = torch.zeros(length, dtype=torch.int64)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden = model.transformer.hidden(ids, Layout.packed([length]), use="learner")
+    del hidden
+    return sum(seen.values()) / length
+
+
+def dry_run_report(config: Config) -> str:
+    """Open everything that the run would open, and say what it is; writes nothing but the cached base model."""
+    refuse_existing(Path(config.run.dir))
+    parts = open_parts(config, quiet=False)
+    parts.rewards.close()
+    model = parts.model
+    heading = (
+        f"{model.config.family}, {sum(p.numel() for p in model.named_parameters().values()):,} parameters; "
+        f"task {parts.task.name}: {len(parts.task.train)} training and {len(parts.task.held_out)} held-out prompts\n"
+        f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
+        f"correction: {parts.objective.correction}\n{model.ops.why}; consistency: {config.consistency}"
+    )
+    return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory_plan(parts)])

@@ -1,0 +1,160 @@
+"""Supervised training on prompt/completion data, before RL: `isobit sft`, and the cached base model of a run.
+
+Cross-entropy on completion tokens, under the same model, precision and optimizer as RL. Left out: resuming; a
+supervised run here is short, and its result is cached by a hash of its config.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobit import __version__
+from isobit.config import ArchitectureConfig, OptimizerConfig, SftConfig, dump_config, load_sft_config, task_settings
+from isobit.engine import Engine, Sampling
+from isobit.errors import IsobitError, RunFailed
+from isobit.evaluate import Evaluation, evaluate_greedy
+from isobit.model import Model, ModelConfig, Rope, Tokenizer
+from isobit.progress import Display
+from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
+from isobit.run import refuse_existing
+from isobit.tasks import Example, Task, load_task
+from isobit.tasks.rewards import RewardPool
+
+
+@dataclass(frozen=True)
+class SupervisedSample:
+    """A prompt and the tokens to learn after it, the end of the sequence included."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+
+
+def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
+    """Train and write a model directory to `config.out`; returns it. Raises IsobitError for bad data or models."""
+    out = Path(config.out)
+    refuse_existing(out)
+    task = load_task(task_settings(config.task, config.seed))
+    model = _initial_model(config, task)
+    _train(model, config, task, quiet)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".sft-") as temporary:
+        model.save(Path(temporary) / "model")
+        if out.exists():
+            out.rmdir()
+        shutil.move(Path(temporary) / "model", out)
+    if not quiet:
+        print(f"base model in {out}", file=sys.stderr)
+        if task.held_out.examples and task.rewards:
+            print(f"held-out greedy accuracy  {_accuracy(model, task, config).accuracy}", file=sys.stderr)
+    return out
+
+
+def cached_model(path: str, *, quiet: bool = False) -> Path:
+    """The model of a config of `isobit sft`: from the cache if it was made before, else made now."""
+    config = load_sft_config(path)
+    identity = dump_config(config.model_copy(update={"out": ""})) + __version__
+    for file in (config.task.path, config.task.held_out_path):
+        if file is not None and Path(file).is_file():
+            identity += hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    place = cache_directory() / "sft" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    if not (place / "config.json").is_file():
+        if not quiet:
+            print(f"making the base model of {path}, once", file=sys.stderr)
+        supervised_run(config.model_copy(update={"out": str(place)}), quiet=quiet)
+    return place
+
+
+def cache_directory() -> Path:
+    """$ISOBIT_CACHE, or ~/.cache/isobit."""
+    return Path(os.environ.get("ISOBIT_CACHE") or Path.home() / ".cache" / "isobit")
+
+
+def optimizer_settings(config: OptimizerConfig, total_steps: int) -> OptimizerSettings:
+    """The optimizer section, as the optimizer takes it."""
+    known = OptimizerSettings.__dataclass_fields__
+    return OptimizerSettings(**{k: v for k, v in config.model_dump().items() if k in known}, total_steps=total_steps)
+
+
+def _initial_model(config: SftConfig, task: Task) -> Model:
+    if config.model.path is not None:
+        return Model.load(config.model.path, config.precision, config.backend, config.consistency)
+    assert config.model.init is not None
+    alphabet = config.model.init.vocabulary or task.alphabet
+    if alphabet is None:
+        raise IsobitError(f"model.init.vocabulary: task {task.name!r} has no alphabet of its own; give the characters")
+    tokenizer = Tokenizer.characters(alphabet)
+    architecture = _architecture(config.model.init, tokenizer)
+    return Model.init(architecture, tokenizer, config.precision, config.seed, config.backend, config.consistency)
+
+
+def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:
+    return ModelConfig(
+        family=init.family,
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=init.hidden_size,
+        intermediate_size=init.intermediate_size,
+        num_layers=init.num_layers,
+        num_heads=init.num_heads,
+        num_kv_heads=init.num_kv_heads or init.num_heads,
+        head_dim=init.head_dim or init.hidden_size // init.num_heads,
+        rope=Rope(init.rope_theta),
+        qkv_bias=init.family == "qwen2",
+        qk_norm=init.family == "qwen3",
+        tie_embeddings=init.tie_embeddings,
+        max_positions=init.max_positions,
+        eos_ids=tokenizer.eos_ids,
+    )
+
+
+def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
+    settings = optimizer_settings(config.optimizer, config.steps)
+    optimizer = Optimizer(model.named_parameters(), settings)
+    batches, bad_steps = _batches(model, config, task), 0
+    with Display(config.steps, quiet) as display:
+        for step in range(config.steps):
+            rate = learning_rate(step, settings)
+            metrics = supervised_update(model, optimizer, next(batches), rate, config.optimizer.micro_batch_tokens)
+            bad_steps = bad_steps + 1 if metrics["steps/skipped"] else 0
+            if bad_steps >= config.optimizer.max_bad_steps:
+                raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")
+            model.sync()
+            display.step(metrics)
+
+
+def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[SupervisedSample]]:
+    cursor = 0
+    while True:
+        examples = [task.train.at(cursor + i) for i in range(config.batch_size)]
+        yield [_sample(example, task, model, config) for example in examples]
+        cursor += config.batch_size
+
+
+def _sample(example: Example, task: Task, model: Model, config: SftConfig) -> SupervisedSample:
+    if task.gold is not None:
+        completion = task.gold(example.columns)
+    elif config.completion_column in example.columns:
+        completion = str(example.columns[config.completion_column])
+    else:
+        raise IsobitError(f"completion_column: the data has no column {config.completion_column!r} to learn from")
+    tokenizer, prompt = model.tokenizer, example.prompt
+    prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+    completion_ids = [*tokenizer.encode(completion, add_special=False), *tokenizer.eos_ids[:1]]
+    room = model.config.max_positions - len(prompt_ids)
+    if len(completion_ids) > room:
+        raise IsobitError(
+            f"a prompt of {len(prompt_ids)} tokens with a completion of {len(completion_ids)} exceeds the model's "
+            f"context of {model.config.max_positions}: {completion[:60]!r}"
+        )
+    return SupervisedSample(tuple(prompt_ids), tuple(completion_ids))
+
+
+def _accuracy(model: Model, task: Task, config: SftConfig) -> Evaluation:
+    examples = task.held_out.examples[: config.evaluation.samples]
+    engine = Engine.sized_for(model, [e.prompt for e in examples], len(examples), config.max_new_tokens)
+    with RewardPool(task.rewards) as pool:
+        return evaluate_greedy(engine, examples, pool, Sampling(max_new_tokens=config.max_new_tokens))

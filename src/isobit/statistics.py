@@ -1,0 +1,66 @@
+"""Metrics that describe a step: its rewards, lengths and groups, and the quantization of its weights."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from isobit.model import Model
+from isobit.precision import QTensor, statistics
+from isobit.rl import has_spread
+from isobit.rl.collect import StepBatch
+
+
+def batch_metrics(batch: StepBatch) -> dict[str, float]:
+    """Rewards, lengths and spread; of all that was scored in the step, so that dynamic sampling does not flatter
+    them."""
+    groups = batch.scored or batch.groups
+    samples = [sample for group in groups for sample in group]
+    rewards = [s.reward for s in samples if s.reward is not None]
+    lengths = [len(s.completion_ids) for s in samples]
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/std": _deviation(rewards),
+        "groups/zero_spread_fraction": _mean([float(not has_spread([s.reward for s in group])) for group in groups]),
+        "groups/resampled": float(batch.dropped),
+        "groups/unscored": float(len(samples) - len(rewards)),
+        "length/mean": _mean(lengths),
+        "length/truncated_fraction": _mean([float(s.truncated) for s in samples]),
+    }
+    for name in sorted({name for s in samples for name in s.rewards}):
+        values = [value for s in samples if (value := s.rewards.get(name)) is not None]
+        metrics[f"reward/function/{name}"] = _mean(values)
+    return metrics
+
+
+@torch.no_grad()
+def weight_metrics(model: Model) -> dict[str, float]:
+    """Quantization of the rollout's weights against the masters as they were at the last sync; empty without FP8."""
+    flushed = saturated = error = norm = 0.0
+    count = 0
+    for weight in model.transformer.rollout_weights():
+        if not isinstance(weight.working, QTensor):
+            continue
+        size = weight.working.data.numel()
+        stats = statistics(weight.master, weight.working)
+        square = float(weight.master.double().square().sum())
+        flushed, saturated, count = flushed + stats.flushed * size, saturated + stats.saturated * size, count + size
+        error, norm = error + stats.relative_error**2 * square, norm + square
+    if not count:
+        return {}
+    return {
+        "quant/weight_flushed_fraction": flushed / count,
+        "quant/weight_saturated_fraction": saturated / count,
+        "quant/weight_relative_error": math.sqrt(error / norm) if norm else 0.0,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))

@@ -1,0 +1,75 @@
+"""Reinforcement learning: the whole algorithm, one loop. Open this first.
+
+    sync            requantize the working weights from the FP32 masters
+    roll out        sample a group of completions for each prompt, and record their log-probabilities
+    score           run the reward functions
+    assign credit   turn the rewards of a group into advantages
+    learn           optimizer steps on the clipped surrogate
+    record          metrics, completions, checkpoint
+
+Under a unified precision the learner computes the rollout's log-probabilities bit for bit (tests/test_train.py), so
+they are the old log-probabilities of the surrogate. Left out: how each verb is done (`session.py`, `engine/`, `rl/`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobit.config import Config
+from isobit.rl.collect import StepBatch, assign_credit
+from isobit.run import read_jsonl
+from isobit.session import Session, open_replay, open_resumed, open_session
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where the run is, its metrics, one mapping per step, and the exit code: 0, or 130/143 if it was interrupted."""
+
+    run_dir: Path
+    metrics: Sequence[dict[str, float]]
+    exit_code: int
+
+
+def train(config: Config, *, quiet: bool = True) -> TrainResult:
+    """Train as the config says, in a new run directory.
+
+    Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run that had to stop.
+    """
+    with open_session(config, quiet=quiet) as session:
+        return _run(session)
+
+
+def resume(run_dir: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
+    """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
+    for bit (tests/test_resume.py). `overrides` may only change `steps`."""
+    with open_resumed(run_dir, overrides, quiet=quiet) as session:
+        return _run(session)
+
+
+def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
+    """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit for bit."""
+    with open_replay(recorded, out, overrides, quiet=quiet) as session:
+        return _run(session)
+
+
+def training_loop(session: Session) -> None:
+    """Until all steps are done, or someone interrupts."""
+    while session.unfinished:
+        session.sync()
+        batch = session.begin_batch()
+        while batch.missing:
+            groups = session.roll_out(batch.missing)
+            batch.add(session.score(groups))
+        samples, advantages = assign_credit(batch.groups, session.objective)
+        learned = session.learn(samples, advantages)
+        session.record(batch, learned)
+
+
+def _run(session: Session) -> TrainResult:
+    training_loop(session)
+    session.finish()
+    metrics = list(read_jsonl(session.run.directory / "metrics.jsonl"))
+    return TrainResult(session.run.directory, metrics, session.interruption.exit_code)
+
+
+__all__ = ["StepBatch", "TrainResult", "replay", "resume", "train", "training_loop"]
