@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.engine.batch import build
-from isobit.engine.pages import PagePool
-from isobit.engine.prompts import pages_needed
+from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.scheduler import Running, Scheduler, Stats
 
 
@@ -32,14 +31,13 @@ class Shadow:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.pool = PagePool(case.num_pages)
-        longest = max(length + most for length, most in zip(case.prompts, self._most()))
         self.scheduler = Scheduler(
             case.prompts,
+            self._most(),
             list(range(len(case.prompts))),
             self.pool,
             n=case.n,
             seed=5,
-            width=pages_needed(longest, 0, case.page_size) + 1,
             page_size=case.page_size,
             max_batch_tokens=case.max_batch_tokens,
             max_sequences=case.max_sequences,
@@ -174,6 +172,12 @@ def test_samples_that_find_no_row_wait_for_one() -> None:
     # two pages of the prompt are shared by all; those that waited compute its ninth token again, and their first
     assert stats.shared_pages == 49 * 2
     assert stats.prefill_tokens == 9 + 46 * 2
+
+
+def test_with_pages_for_all_nobody_waits() -> None:
+    sizes = {"num_pages": 20 * (2 + 2), "max_batch_tokens": 160, "max_sequences": 40}
+    stats = Shadow(case(prompts=[8] * 20, n=2, new_tokens=[5] * 40, **sizes)).run()
+    assert (stats.steps, stats.peak_pages, stats.preemptions) == (5, 80, 0)
 
 
 def test_release_gives_everything_back_in_any_state() -> None:

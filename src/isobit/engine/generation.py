@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.engine.batch import Batch, build
 from isobit.engine.pages import PagePool
-from isobit.engine.prompts import new_token_limits, pages_needed
+from isobit.engine.prompts import new_token_limits
 from isobit.engine.record import LENGTH, REASONS, STOP, Record
 from isobit.engine.sampler import LOGITS_AT_ONCE, draw
 from isobit.engine.scheduler import Plan, Scheduler
@@ -43,14 +43,13 @@ class Generation:
         lengths = [len(prompt) for prompt in prompts]
         config, n = model.config, sampling.n
         limits = new_token_limits(lengths, sampling, config.max_positions, pages.num_pages, page_size)
-        width = max((pages_needed(length, limit, page_size) for length, limit in zip(lengths, limits)), default=1)
         self.scheduler = Scheduler(
             lengths,
+            limits,
             prompt_ids,
             pages,
             n=n,
             seed=sampling.seed,
-            width=width,
             page_size=page_size,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
@@ -61,7 +60,7 @@ class Generation:
         self.stop = StopStrings(sampling.stop, model.tokenizer, config.vocab_size) if sampling.stop else None
         self.is_eos = np.zeros(config.vocab_size, np.bool_)
         if not sampling.ignore_eos:
-            self.is_eos[list(model.tokenizer.eos_ids)] = True
+            self.is_eos[[token for token in model.tokenizer.eos_ids if token < config.vocab_size]] = True
         self.num_tokens = 0
         self.num_completions = 0
 

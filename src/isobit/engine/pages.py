@@ -67,3 +67,8 @@ class PagePool:
         used = {page for page, count in enumerate(self.references) if count > 0}
         assert not free & used, f"pages are both free and used: {sorted(free & used)}"
         assert len(free) + len(used) == self.num_pages, "pages are neither free nor used"
+
+
+def pages_needed(length: int, new_tokens: int, page_size: int) -> int:
+    """Pages of one sequence; the last token sampled needs no key and value."""
+    return -(-(length + new_tokens - 1) // page_size)

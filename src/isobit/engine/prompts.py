@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from isobit.engine.pages import pages_needed
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.model.tokenizer import Tokenizer
@@ -72,8 +73,3 @@ def check_context(lengths: Sequence[int], max_positions: int) -> None:
                 f"prompt {index} has {length} tokens, but the model's context of {max_positions} takes at most "
                 f"{max_positions - 1}, to leave room for an answer"
             )
-
-
-def pages_needed(length: int, new_tokens: int, page_size: int) -> int:
-    """Pages of one sequence; the last token sampled needs no key and value."""
-    return -(-(length + new_tokens - 1) // page_size)

@@ -18,11 +18,11 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from isobit.engine.pages import PagePool
+from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.rows import DecodeRows
 
 HEADROOM_STEPS = 8
-"""A sequence is admitted if the running ones could then go on for about this many steps without a preemption."""
+"""A sequence is admitted if the running ones can then go on for about this many steps without a preemption."""
 
 
 @dataclass
@@ -40,10 +40,12 @@ class Stats:
 
 @dataclass(eq=False)
 class Group:
-    """A prompt and its samples. `prefix`: the prompt's full pages, kept for members that have yet to start."""
+    """A prompt and its samples, which need at most `most_pages` each. `prefix`: the prompt's full pages, kept for
+    members that have yet to start."""
 
     index: int
     prompt_length: int
+    most_pages: int
     unfinished: int
     prefix: list[int] = field(default_factory=list)
 
@@ -83,17 +85,18 @@ class Scheduler:
     def __init__(
         self,
         prompt_lengths: Sequence[int],
+        new_token_limits: Sequence[int],
         prompt_ids: Sequence[int],
         pages: PagePool,
         *,
         n: int,
         seed: int,
-        width: int,
         page_size: int,
         max_batch_tokens: int,
         max_sequences: int,
     ) -> None:
-        self.groups = [Group(i, length, n) for i, length in enumerate(prompt_lengths)]
+        most = [pages_needed(*lengths, page_size) for lengths in zip(prompt_lengths, new_token_limits)]
+        self.groups = [Group(i, length, most[i], n) for i, length in enumerate(prompt_lengths)]
         self.prompt_ids = list(prompt_ids)
         self.pages = pages
         self.n = n
@@ -102,8 +105,10 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens)
         self.generated = np.zeros(len(self.groups) * n, np.int64)
-        self.rows = DecodeRows(min(self.max_sequences, max(self.generated.size, 1)), width, page_size)
+        capacity = min(self.max_sequences, max(self.generated.size, 1))
+        self.rows = DecodeRows(capacity, max(most, default=1), page_size)
         self.running: dict[int, Running] = {}
+        self.may_need = 0  # pages that the running sequences can still ask for
         self.prefilling: list[Running] = []
         self.keeping: dict[int, Group] = {}  # groups that hold a prefix
         self.copies: list[tuple[int, int]] = []  # pages (from, to) to copy before the next step
@@ -143,9 +148,9 @@ class Scheduler:
         self.rows.advance(tokens[: plan.decode])
         # from the last row down: then the row that fills a gap is never one that is done
         for row in np.flatnonzero(done[: plan.decode])[::-1].tolist():
-            sequence = self.running.pop(int(self.rows.sequence[row]))
+            sequence = self.running[int(self.rows.sequence[row])]
             self.rows.remove(row)
-            self.pages.release(sequence.pages)
+            self._leave(sequence)
             self._finish(sequence.group)
         begin = plan.decode
         for chunk in plan.chunks:
@@ -162,11 +167,10 @@ class Scheduler:
 
     def release(self) -> None:
         """Give all pages back, whatever state the sequences are in: the call ends here."""
-        for sequence in self.running.values():
-            self.pages.release(sequence.pages)
+        for sequence in list(self.running.values()):
+            self._leave(sequence)
         for group in list(self.keeping.values()):
             self._drop_prefix(group)
-        self.running.clear()
         self.prefilling.clear()
         self.waiting.clear()
         self.copies.clear()
@@ -182,6 +186,7 @@ class Scheduler:
         for row, page in zip(full.tolist(), self.pages.allocate(full.size)):
             self.running[int(self.rows.sequence[row])].pages.append(page)
             self.rows.add_page(row, page)
+        self.may_need -= int(full.size)
 
     def _reclaim(self) -> None:
         """Take pages back: a prefix that no running sequence uses, else those of the youngest sequence."""
@@ -201,21 +206,30 @@ class Scheduler:
         del self.keeping[group.index]
 
     def _preempt(self, sequence: Running) -> None:
-        del self.running[sequence.index]
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         else:
             self.rows.remove(self.rows.row_of(sequence.index))
-        self.pages.release(sequence.pages)
+        self._leave(sequence)
         heappush(self.waiting, sequence.index)
         self.stats.preemptions += 1
 
     def _room(self, count: int) -> bool:
         """Whether another sequence that takes `count` pages may run."""
-        headroom = -(-len(self.running) * HEADROOM_STEPS // self.page_size)
+        soon = -(-len(self.running) * HEADROOM_STEPS // self.page_size)
+        headroom = min(soon, self.may_need)
         return len(self.running) < self.max_sequences and self.pages.num_free - count >= headroom
 
     # sequences
+
+    def _enter(self, sequence: Running) -> None:
+        self.running[sequence.index] = sequence
+        self.may_need += sequence.group.most_pages - len(sequence.pages)
+
+    def _leave(self, sequence: Running) -> None:
+        del self.running[sequence.index]
+        self.may_need -= sequence.group.most_pages - len(sequence.pages)
+        self.pages.release(sequence.pages)
 
     def _chunks(self, budget: int) -> Iterator[Chunk]:
         """Chunks of the prompts under way and, while the budget lasts, of newly admitted ones."""
@@ -254,7 +268,7 @@ class Scheduler:
         self.stats.shared_pages += len(group.prefix)
         pages = [*group.prefix, *self.pages.allocate(needed)]
         sequence = Running(index, group, pages, len(group.prefix) * self.page_size)
-        self.running[index] = sequence
+        self._enter(sequence)
         self.prefilling.append(sequence)
         return sequence
 
@@ -262,7 +276,6 @@ class Scheduler:
         """The sequence's tokens are all computed: let it decode, and with it the samples that forked from it."""
         sequence, group = chunk.sequence, chunk.sequence.group
         self.prefilling.remove(sequence)
-        del self.running[sequence.index]
         full = group.prompt_length // self.page_size
         if full and not group.prefix and group.unfinished > 1:
             group.prefix = sequence.pages[:full]
@@ -277,8 +290,8 @@ class Scheduler:
                 self._decode(self._fork(sequence, index), token)
             else:
                 heappush(self.waiting, index)
-        if sequence.index not in self.running:
-            self.pages.release(sequence.pages)
+        if done[0]:  # the sequence itself: its pages were needed until the others had forked
+            self._leave(sequence)
 
     def _fork(self, parent: Running, index: int) -> Running:
         """A sample of the same prompt: full pages shared, the partly filled one copied, since it is written to."""
@@ -289,10 +302,11 @@ class Scheduler:
         self.copies.extend(zip(partial, copied))
         self.stats.shared_pages += full
         self.stats.copied_pages += len(copied)
-        return Running(index, parent.group, [*shared, *copied], parent.computed)
+        child = Running(index, parent.group, [*shared, *copied], parent.computed)
+        self._enter(child)
+        return child
 
     def _decode(self, sequence: Running, token: int) -> None:
-        self.running[sequence.index] = sequence
         position = self.length(sequence.index) - 1
         self.rows.add(sequence.index, token, position, sequence.pages, self.key(sequence.index))
 
@@ -312,6 +326,8 @@ class Scheduler:
         assert prefilling.isdisjoint(decoding), "a sequence is prefilled and decodes"
         assert prefilling | set(decoding) == set(self.running), "a running sequence has no place"
         assert not set(self.waiting) & set(self.running), "a sequence runs and waits"
+        may_need = sum(sequence.group.most_pages - len(sequence.pages) for sequence in self.running.values())
+        assert self.may_need == may_need, f"running sequences may need {may_need} pages, not {self.may_need}"
         for sequence in self.prefilling:
             self._check_private(sequence, sequence.computed)
         for row, index in enumerate(decoding):
