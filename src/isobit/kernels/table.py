@@ -21,11 +21,11 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
         raise IsobitError(f"unknown consistency {consistency!r}: choose from {', '.join(CONSISTENCIES)}")
     if backend == "reference":
         return ReferenceOps(consistency, "reference backend: asked for")
-    from isobit.kernels import native
+    from isobit.kernels.native import NativeOps, available  # here: it may compile
 
-    works, reason = native.available()
+    works, reason = available()
     if works:
-        return native.NativeOps(consistency, f"native backend: {reason}")
+        return NativeOps(consistency, f"native backend: {reason}")
     if backend == "native":
         raise IsobitError(f"backend: native cannot be built: {reason}; use backend: auto or reference")
     return ReferenceOps(consistency, f"reference backend, because native cannot be built: {reason}")
