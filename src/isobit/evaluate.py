@@ -42,7 +42,7 @@ def evaluate_samples(
     groups = engine.generate([e.prompt for e in examples], sampling)
     repeated = [example for example in examples for _ in range(sampling.n)]
     rows = score_completions(repeated, [c.text for group in groups for c in group], pool).rows
-    correct = [sum(row["correct"] for row in rows[i : i + sampling.n]) for i in range(0, len(rows), sampling.n)]
+    correct = [sum(bool(row["correct"]) for row in rows[i : i + sampling.n]) for i in range(0, len(rows), sampling.n)]
     return {k: pass_at_k_estimate(correct, sampling.n, k) for k in ks}, rows
 
 
@@ -55,7 +55,7 @@ def score_completions(examples: Sequence[Example], completions: Sequence[str], p
     ]
     scored = [r.total for r in rewards if r.total is not None]
     mean = sum(scored) / len(scored) if scored else float("nan")
-    return Evaluation(proportion(sum(row["correct"] for row in rows), len(rows)), mean, rows=rows)
+    return Evaluation(proportion(sum(bool(row["correct"]) for row in rows), len(rows)), mean, rows=rows)
 
 
 def evaluate_command(

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from isobit.engine import Completion, Engine, Sampling
+from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
 from isobit.model import Model
 
@@ -27,7 +28,7 @@ def print_completions(
         raise IsobitError("no prompt: give --prompt, or lines on standard input")
     precision, backend, consistency = flow
     model = Model.load(path, precision=precision, backend=backend, consistency=consistency)
-    requests: list[object] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
+    requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     groups = Engine(model).generate(requests, sampling)
     for prompt, group in zip(prompts, groups):
         for completion in group:

@@ -139,7 +139,7 @@ class Session:
             **self.parts.memory_metrics(),
             "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        self.run.write_completions({"step": state.step, **s.to_json()} for group in batch.groups for s in group)
+        self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)
         last = state.step == config.steps
         self._evaluate_and_write(state.step, measured, last)
         self.display.step(measured)
@@ -147,6 +147,10 @@ class Session:
         if last or (every and state.step % every == 0):
             self._save()
         self._stop_if_bad()
+
+    def _row(self, sample: Sample) -> dict[str, object]:
+        prompt = self.model.tokenizer.decode(sample.prompt_ids)
+        return {"step": self.state.step, "prompt": prompt, **sample.to_json()}
 
     def finish(self) -> None:
         """Save what is not saved, write the report, and say how to go on."""

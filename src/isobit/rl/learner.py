@@ -94,7 +94,7 @@ class Learner:
             metrics |= _mismatch(list(zip(batch.old, rollout)))
         if self.reference is not None:
             batch.reference = self._logprobs(self.reference, samples)
-        if self.objective.correction == "token_tis" and sum(len(r) for r in rollout):
+        if self.objective.correction == "token_tis" and any(len(r) > 0 for r in rollout):
             correction = token_tis(torch.cat(batch.old), torch.cat(rollout), self.objective.tis_cap)
             metrics |= correction_metrics(correction)
             batch.weights = list(correction.weights.split([len(r) for r in rollout]))

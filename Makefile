@@ -1,0 +1,53 @@
+# Every target makes .venv with what it needs, and does nothing twice.
+#
+# TORCH is what pip installs before everything else. The default is the release that the tests run on; on a machine with
+# an NVIDIA GPU, `make TORCH=torch ...` takes the newest build with CUDA.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install quickstart test lint bench clean
+
+help:
+	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
+	@echo "make test         the whole test suite"
+	@echo "make lint         ruff and mypy"
+	@echo "make bench        the benchmarks; results under benchmarks/results"
+	@echo "make install      only the environment, in $(VENV)"
+	@echo "make clean        remove $(VENV), runs and caches"
+
+install: $(VENV)/.installed
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+quickstart: $(VENV)/.installed
+	rm -rf runs/quickstart
+	$(BIN)/isobit train configs/quickstart.yaml
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks --out benchmarks/results
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
