@@ -1,14 +1,12 @@
 """Engines whose pages are proven to be in order after every test."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+import torch
 
 from isobit.engine import Engine
 from isobit.model import Model
-
-from .helpers import STORIES
 
 
 @pytest.fixture
@@ -25,8 +23,7 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
         assert engine.pages.num_free == engine.pages.num_pages
 
 
-@pytest.fixture
-def stories() -> Path:
-    if not STORIES.is_dir():
-        pytest.skip(f"needs the stories260K checkpoint in {STORIES}")
-    return STORIES
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    """One, here: these tensors are so small that a second thread costs more than it brings."""
+    torch.set_num_threads(1)

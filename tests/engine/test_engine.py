@@ -100,6 +100,26 @@ def test_engine_sizes_are_checked(name: str, value: object) -> None:
         Engine(tiny(), **{name: value})  # type: ignore[arg-type]
 
 
+def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, sampling = [[5] * 30, [6] * 7, "12+3="], Sampling(n=4, max_new_tokens=20, ignore_eos=True)
+    engine = Engine.sized_for(tiny("fp8"), prompts, 12, 20)
+    # 30 + 20 - 1 tokens are 4 pages, for 12 sequences and a prompt beside them
+    assert (engine.pages.num_pages, engine.longest_prompt) == (13 * 4, 30)
+    engine.generate(prompts, sampling)
+    assert (engine.stats.steps, engine.stats.preemptions) == (20, 0)
+    assert Engine.sized_for(tiny(), prompts, 12, 20, max_sequences=3).pages.num_pages == 4 * 4
+    assert Engine.sized_for(tiny(), prompts, 12, 20, kv_pages=9).pages.num_pages == 9
+    # memory is the limit, but never below one sequence
+    monkeypatch.setattr("isobit.engine.engine._CACHE_BYTES", 10 * engine.kv_bytes // 52)
+    assert Engine.sized_for(tiny("fp8"), prompts, 12, 20).pages.num_pages == 10
+    monkeypatch.setattr("isobit.engine.engine._CACHE_BYTES", 1)
+    assert Engine.sized_for(tiny("fp8"), prompts, 12, 20).pages.num_pages == 4
+    with pytest.raises(IsobitError, match="prompt 1 has 200 tokens"):
+        Engine.sized_for(tiny(), [[5], [5] * 200], 1, 5)
+    with pytest.raises(IsobitError, match="needs 4 pages of 16 tokens with 20 new ones, but the engine has 3"):
+        Engine.sized_for(tiny(), prompts, 12, 20, kv_pages=3)
+
+
 def test_the_longest_prompts_that_fit_are_answered(make_engine: MakeEngine) -> None:
     groups = make_engine(tiny(), kv_pages=6).generate([[5] * 95], Sampling(max_new_tokens=20, seed=1))
     assert (len(groups[0][0].token_ids), groups[0][0].finish_reason) == (1, "length")

@@ -129,10 +129,13 @@ def test_stop_strings_are_found_at_the_token_that_completes_them(data: st.DataOb
     """Against the definition, which decodes everything after every token."""
     tokenizer = TOKENIZERS[name]
     pieces = data.draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3))
-    ids = tokenizer.encode("".join(pieces), add_special=False)[:60]
+    written = "".join(pieces)
+    if name == "characters":
+        written = "".join(symbol for symbol in written.lower() if symbol in ALPHABET)
+    ids = tokenizer.encode(written, add_special=False)[:60]
     noise = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=6))
     ids = ids[: len(ids) // 2] + noise + ids[len(ids) // 2 :]
-    prompt = tokenizer.encode("Hi", add_special=False)
+    prompt = tokenizer.encode("hi", add_special=False)
     text = tokenizer.decode_completion(prompt, ids)
     if not text:
         return

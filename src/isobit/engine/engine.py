@@ -1,7 +1,9 @@
 """`Engine`: samples completions from a model, many at a time, over one paged cache of keys and values.
 
 It shares the model's working weights, and its results do not depend on the order of the work: not on the batch, the
-order of admission, chunks, preemption, shared pages or the page size (tests/engine/test_engine.py compares the bits).
+order of admission, chunks, preemption, shared pages or the page size. tests/engine/test_invariance.py compares the
+bits, and test_consistency.py compares them with the learner's.
+
 Left out: serving (requests that arrive while others run) and streaming.
 """
 
@@ -10,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from isobit.engine.generation import Generation
-from isobit.engine.pages import PagePool
-from isobit.engine.prompts import Prompt, check_context, check_ids, encode, new_token_limits, pages_needed
+from isobit.engine.pages import PagePool, pages_needed
+from isobit.engine.prompts import Prompt, check_context, check_ids, encode, new_token_limits
 from isobit.engine.scheduler import Stats
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
@@ -51,7 +53,7 @@ class Engine:
         self.pages = PagePool(kv_pages)
         self.stores = [self._allocate(layer) for layer in range(model.config.num_layers)]
         self.stats = Stats()
-        self.longest_prompt = 0
+        self.longest_prompt = 0  # tokens, of the prompts that it was sized for
         self._generation: Generation | None = None
 
     @staticmethod

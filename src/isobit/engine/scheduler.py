@@ -6,7 +6,7 @@ room becomes a sequence that shares the full pages of the prompt and gets a copy
 pages run out, the youngest sequence gives its pages back; it is computed again later (prompt and generated tokens), and
 goes on where it was. A sequence is a number: group * n + sample index. A smaller number is older.
 
-Tokens and log-probabilities do not depend on any of these decisions: tests/engine/test_engine.py compares the bits.
+Tokens and log-probabilities do not depend on any of these decisions: tests/engine/test_invariance.py compares the bits.
 
 Left out: the arithmetic, sampling and stopping (`engine.py`), and priorities other than first come, first served.
 """
