@@ -118,7 +118,7 @@ class _Linear(Function):
         saved = QTensor(first, scale[0], ctx.spec) if scale else first
         dx = _dgrad(dy, weight, ops) if ctx.needs_input_grad[0] else None
         dw = _wgrad(dy, saved, weight, ops) if ctx.needs_input_grad[1] else None
-        db = dy.float().sum(0) if ctx.needs_input_grad[2] else None
+        db = dy.double().sum(0).float() if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None
 
 

@@ -18,22 +18,29 @@ from isobit.errors import IsobitError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; IsobitError if it is missing or malformed."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise IsobitError(f"{path.parent}: {path.name} is missing; expected a Hugging Face model directory") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise IsobitError(f"{path}: cannot be read: {error}") from None
+        values = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise IsobitError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from None
     if not isinstance(values, dict):
         raise IsobitError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values
+
+
+def read_text(path: Path) -> str:
+    """A text file; IsobitError if it is missing or not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise IsobitError(f"{path.parent}: {path.name} is missing; expected a Hugging Face model directory") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"{path}: cannot be read: {error}") from None
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
@@ -75,8 +82,19 @@ def _as_float(tensor: Tensor, name: str, path: Path) -> Tensor:
     return tensor
 
 
-def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 5 << 30) -> None:
-    """Write `tensors` as one safetensors file, or as shards of at most `shard_bytes` with an index."""
+def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `tensors` as one safetensors file, or as shards of at most `shard_bytes` with an index.
+
+    Weights that the directory already holds are replaced, whichever of the two forms they have.
+    """
+    written = _write_files(directory, tensors, shard_bytes)
+    for pattern in (WEIGHTS, INDEX, "model-?????-of-?????.safetensors"):
+        for path in directory.glob(pattern):
+            if path.name not in written:
+                path.unlink()
+
+
+def _write_files(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> set[str]:
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -88,7 +106,7 @@ def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: i
         size += nbytes
     if len(shards) == 1:
         save_file(shards[0], directory / WEIGHTS, metadata={"format": "pt"})
-        return
+        return {WEIGHTS}
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -96,6 +114,7 @@ def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: i
         weight_map |= dict.fromkeys(shard, name)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return {INDEX, *weight_map.values()}
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from isobit.errors import IsobitError
 from isobit.model.rope import Rope
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # what transformers takes where config.json has none
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,17 @@ class ModelConfig:
     pad_id: int | None = None
 
     def __post_init__(self) -> None:
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            if getattr(self, key) < 1:
+                raise IsobitError(f"config.json: {key} must be at least 1, got {getattr(self, key)}")
         if self.num_heads % self.num_kv_heads:
             raise IsobitError(
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
             )
-        if self.head_dim % 2:
+        if self.head_dim < 2 or self.head_dim % 2:
             raise IsobitError(f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}")
+        given = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
+        assert given in _variants(self.family), f"a {self.family} of transformers has no such biases and norms: {given}"
 
     @property
     def qkv_size(self) -> int:
@@ -96,6 +102,8 @@ def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         num_heads = int(values["num_attention_heads"])
         hidden = int(values["hidden_size"])
+        if num_heads < 1:
+            raise IsobitError(f"{where}: num_attention_heads must be at least 1, got {num_heads}")
         kv_heads = values.get("num_key_value_heads")
         bias = bool(values.get("attention_bias", False))
         config = ModelConfig(
@@ -114,10 +122,10 @@ def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
             mlp_bias=bool(values.get("mlp_bias", False)) if family == "llama" else False,
             qk_norm=family == "qwen3",
             tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-            max_positions=int(values.get("max_position_embeddings", 2048)),
-            bos_id=values.get("bos_token_id"),
+            max_positions=int(values.get("max_position_embeddings") or _MAX_POSITIONS[family]),
+            bos_id=_first(token_ids(values.get("bos_token_id"))),
             eos_ids=token_ids(values.get("eos_token_id")),
-            pad_id=values.get("pad_token_id"),
+            pad_id=_first(token_ids(values.get("pad_token_id"))),
         )
     except KeyError as missing:
         raise IsobitError(f"{where}: key {missing} is missing") from None
@@ -127,18 +135,42 @@ def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Token ids from a config value: one id, a list of them, or nothing."""
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+    """Token ids from a config value: one id, a list of them, or nothing. Raises ValueError for anything else."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"{token!r} is not a token id")
+    return tuple(ids)
+
+
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _variants(family: str) -> list[tuple[bool, bool, bool, bool]]:
+    """The (qkv_bias, o_bias, mlp_bias, qk_norm) that a config.json of the family can express."""
+    if family == "qwen2":
+        return [(True, False, False, False)]
+    if family == "qwen3":
+        return [(bias, bias, False, True) for bias in (False, True)]
+    return [(bias, bias, mlp, False) for bias in (False, True) for mlp in (False, True)]
 
 
 def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
         raise IsobitError(f"{where}: unsupported hidden_act {activation!r}: supported is silu")
-    layers = values.get("layer_types") or []
-    if values.get("use_sliding_window") or any(layer != "full_attention" for layer in layers):
+    if _slides(values):
         raise IsobitError(f"{where}: sliding-window attention is not supported: every layer must see all positions")
     if values.get("quantization_config"):
         raise IsobitError(f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one")
+
+
+def _slides(values: Mapping[str, Any]) -> bool:
+    """Whether any layer has a sliding window: by `layer_types`, else by the older keys of Qwen."""
+    layers = values.get("layer_types")
+    if layers:
+        return any(layer != "full_attention" for layer in layers)
+    if not values.get("use_sliding_window") or values.get("sliding_window") is None:
+        return False
+    return int(values.get("max_window_layers", 0)) < int(values.get("num_hidden_layers", 1))

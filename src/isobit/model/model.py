@@ -14,10 +14,10 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import names
-from isobit.model.checkpoint import read_json, read_weights, write_json, write_weights
+from isobit.model.checkpoint import SHARD_BYTES, read_json, read_weights, write_json, write_weights
 from isobit.model.config import ModelConfig
 from isobit.model.tokenizer import Tokenizer
-from isobit.model.transformer import Transformer, parameter_shapes
+from isobit.model.transformer import USES, Transformer, parameter_shapes
 from isobit.precision import Precision, precision_from
 
 _PASS_TOKENS = 8192  # rows of one forward of `logprobs`
@@ -33,8 +33,13 @@ class Model:
                 f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
                 f"{config.vocab_size - 1}"
             )
+        if outside := [token for token in tokenizer.eos_ids if not 0 <= token < config.vocab_size]:
+            raise IsobitError(
+                f"end-of-sequence id {outside[0]} is not in the model's vocabulary of {config.vocab_size}"
+            )
         self.transformer = transformer
         self.tokenizer = tokenizer
+        self.generation: dict[str, object] = {}  # of generation_config.json: kept for `save`
         self.config = config
         self.precision = transformer.precision
         self.ops = transformer.ops
@@ -57,7 +62,10 @@ class Model:
         config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
         tokenizer = Tokenizer.load(directory)
         masters = names.fuse(read_weights(directory), config, str(directory))
-        return Model(Transformer(config, flow, ops, masters), tokenizer)
+        model = Model(Transformer(config, flow, ops, masters), tokenizer)
+        if (directory / "generation_config.json").is_file():
+            model.generation = read_json(directory / "generation_config.json")
+        return model
 
     @staticmethod
     def init(
@@ -90,6 +98,10 @@ class Model:
         """Requantize the working weights from the masters."""
         self.transformer.sync()
 
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The FP32 masters, in a fixed order."""
+        return list(self.transformer.parameters.values())
+
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The FP32 masters by name, in a fixed order."""
         return self.transformer.parameters
@@ -101,8 +113,12 @@ class Model:
         """For each sequence of n tokens, a float32 tensor [n - 1]: entry t is log p(token t+1 | tokens up to t).
 
         The probabilities are of softmax(logits / temperature). Raises IsobitError for a token outside the vocabulary
-        and for a sequence longer than the model's context.
+        for a sequence longer than the model's context, for a temperature that is not above 0 and for another `use`.
         """
+        if use not in USES:
+            raise IsobitError(f"use: expected one of {', '.join(USES)}, got {use!r}")
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise IsobitError(f"temperature: log-probabilities need one above 0, got {temperature}")
         for index, sequence in enumerate(sequences):
             self._check(index, sequence)
         results: list[Tensor] = []
@@ -114,8 +130,11 @@ class Model:
             batch.append(sequence)
         return results + self._packed_logprobs(batch, temperature, use) if batch else results
 
-    def save(self, directory: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write config, weights (of the masters) and tokenizer; `transformers` loads the directory as it is."""
+    def save(self, directory: str | Path, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the directory as it is.
+
+        Weights above `shard_bytes` are written in several files.
+        """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         config = self.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
@@ -126,16 +145,16 @@ class Model:
             "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
             "pad_token_id": self.config.pad_id,
         }
-        write_json(directory / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+        given = {key: value for key, value in generation.items() if value is not None}
+        write_json(directory / "generation_config.json", self.generation | given)
         tensors = names.split(self.named_parameters(), self.config)
-        write_weights(directory, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+        write_weights(directory, {name: tensor.to(dtype) for name, tensor in tensors.items()}, shard_bytes)
         self.tokenizer.save(directory)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of masters and of the working weights of each use; a unified flow holds the latter once."""
+        """Bytes of masters, of the rollout's working weights, and of those that the learner has besides."""
         masters = sum(p.numel() * p.element_size() for p in self.named_parameters().values())
-        rollout = self.transformer.working_bytes("rollout")
-        learner = 0 if self.precision.unified else self.transformer.working_bytes("learner")
+        rollout, learner = self.transformer.working_bytes()
         return {"masters": masters, "rollout": rollout, "learner": learner}
 
     def _check(self, index: int, sequence: Sequence[int]) -> None:

@@ -26,8 +26,11 @@ _INSIDE = {
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
-def fuse(tensors: Mapping[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
-    """Masters by name, from Hugging Face tensors. Raises IsobitError for missing, unexpected or misshapen ones."""
+def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
+    """Masters by name, from Hugging Face tensors. Raises IsobitError for missing, unexpected or misshapen ones.
+
+    Takes the tensors out of `tensors` as it goes, so that weights are not held twice.
+    """
     parts = dict(_parts(config))
     expected = {name for names in parts.values() for name, _ in names}
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
@@ -41,7 +44,7 @@ def fuse(tensors: Mapping[str, Tensor], config: ModelConfig, where: str) -> dict
             raise IsobitError(
                 f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, but config.json asks for {shape}"
             )
-    return {master: torch.cat([tensors[name] for name, _ in names]) for master, names in parts.items()}
+    return {master: torch.cat([tensors.pop(name) for name, _ in names]) for master, names in parts.items()}
 
 
 def split(masters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ from isobit.errors import IsobitError
 KINDS = ("default", "linear", "llama3", "yarn")
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 
 
@@ -34,7 +34,7 @@ class Rope:
     def from_hf(values: Mapping[str, Any], where: str) -> "Rope":
         """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5."""
         given = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-        theta = float(given.pop("rope_theta", values.get("rope_theta", 10000.0)))
+        theta = float(given.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
         kind = given.pop("rope_type", given.pop("type", "default")) or "default"
         given.pop("type", None)
         if kind not in KINDS:
@@ -42,12 +42,18 @@ class Rope:
         partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
         if partial != 1.0:
             raise IsobitError(f"{where}: partial rotary embedding is not supported (factor {partial})")
-        if kind in ("llama3", "yarn"):
-            given.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
+        given = {key: value for key, value in given.items() if value is not None}
+        if kind in ("llama3", "yarn") and "max_position_embeddings" in values:
+            given.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+        if kind == "yarn" and "factor" not in given and "original_max_position_embeddings" in given:
+            given["factor"] = values["max_position_embeddings"] / given["original_max_position_embeddings"]
         for key in _NEEDED.get(kind, ()):
             if key not in given:
                 raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
-        return Rope(theta, kind, tuple(sorted((k, v) for k, v in given.items() if v is not None)))
+        for key, value in given.items():
+            if not isinstance(value, (int, float)):
+                raise IsobitError(f"{where}: rope scaling {kind}: {key} must be a number, got {value!r}")
+        return Rope(theta, kind, tuple(sorted(given.items())) if kind != "default" else ())
 
     def to_hf(self) -> dict[str, Any]:
         values: dict[str, Any] = {"rope_theta": self.theta}

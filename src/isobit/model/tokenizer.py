@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from isobit.errors import IsobitError
-from isobit.model.checkpoint import read_json, write_json
+from isobit.model.checkpoint import read_json, read_text, write_json
 from isobit.model.config import token_ids
 
 _SPECIALS = ("<pad>", "<s>", "</s>")
+_TOKEN_SETTINGS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class Tokenizer:
@@ -55,7 +59,7 @@ class Tokenizer:
         """One token per character of `alphabet`, after <pad>, <s> and </s>; nothing is added to a text."""
         symbols = sorted(set(alphabet))
         vocabulary = {symbol: i for i, symbol in enumerate([*_SPECIALS, *symbols])}
-        fast = FastTokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+        fast = FastTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # which is none: see `encode`
         fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         fast.decoder = decoders.Fuse()
         fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
@@ -64,7 +68,6 @@ class Tokenizer:
             "pad_token": "<pad>",
             "bos_token": "<s>",
             "eos_token": "</s>",
-            "unk_token": "<pad>",
             "clean_up_tokenization_spaces": False,
         }
         return Tokenizer(fast, settings, [vocabulary["</s>"]], None)
@@ -75,8 +78,14 @@ class Tokenizer:
         return max(self.fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids; with `add_special`, the post-processor adds what it adds (such as a start token)."""
-        return self.fast.encode(text, add_special_tokens=add_special).ids
+        """Token ids; with `add_special`, the post-processor adds what it adds (such as a start token).
+
+        Raises IsobitError for text that the vocabulary cannot write.
+        """
+        try:
+            return self.fast.encode(text, add_special_tokens=add_special).ids
+        except Exception as error:  # tokenizers raises plain Exception
+            raise IsobitError(f"the tokenizer cannot encode {text[:80]!r}: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -95,11 +104,12 @@ class Tokenizer:
         """The conversation, with the start of the assistant's turn, as the model's template writes it."""
         if self._compiled is None:
             raise IsobitError("the prompts are chat messages, but the model has no chat template; give text prompts")
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        tokens = {name: _token_text(self.settings.get(name)) for name in names}
+        tokens = {name: _token_text(self.settings.get(name)) for name in _TOKEN_SETTINGS if self.settings.get(name)}
         try:
-            return self._compiled.render(messages=list(messages), add_generation_prompt=True, **tokens)
-        except jinja2.TemplateError as error:
+            return self._compiled.render(
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise IsobitError(f"the model's chat template refused a conversation: {error}") from None
 
     @cached_property
@@ -107,9 +117,9 @@ class Tokenizer:
         if self.chat_template is None:
             return None
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
@@ -122,12 +132,33 @@ class Tokenizer:
         directory = Path(directory)
         self.fast.save(str(directory / "tokenizer.json"))
         write_json(directory / "tokenizer_config.json", self.settings)
-        if self.chat_template is not None and "chat_template" not in self.settings:
+        if self.chat_template is not None and self.chat_template != self.settings.get("chat_template"):
             (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}`, with which some templates mark the assistant's text: rendered as is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter that chat templates expect: unlike jinja2's own, it does not escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _token_text(token: Any) -> str:
@@ -140,7 +171,10 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 def _eos_ids(directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        ids = token_ids(_optional_json(directory / name).get("eos_token_id"))
+        try:
+            ids = token_ids(_optional_json(directory / name).get("eos_token_id"))
+        except ValueError as error:
+            raise IsobitError(f"{directory / name}: eos_token_id: {error}") from None
         if ids:
             return ids
     token = fast.token_to_id(_token_text(settings.get("eos_token")))
@@ -150,9 +184,9 @@ def _eos_ids(directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]) 
 def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates: the default one
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default") or next(iter(named.values()), None)
     return template if isinstance(template, str) else None

@@ -19,11 +19,22 @@ from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
 from isobit.precision import Flow, Precision, QTensor
 
+USES = ("rollout", "learner")
 _HEAD_ELEMENTS = 1 << 22  # logits held at a time by head_logprobs
 
 
 @dataclass(frozen=True, eq=False)
+class _Outside:
+    """Working weights outside the layers. A tied head is the embedding's storage."""
+
+    embed: Vector
+    final_norm: Vector
+    head: Weight
+
+
+@dataclass(frozen=True, eq=False)
 class _Layer:
+    flow: Flow
     input_norm: Vector
     qkv: Weight
     q_norm: Vector | None
@@ -38,10 +49,19 @@ class _Layer:
 class _Working:
     """All working weights of one use."""
 
-    embed: Vector
+    outside: _Outside
     layers: tuple[_Layer, ...]
-    final_norm: Vector
-    head: Weight
+
+    def operands(self) -> dict[int, Operand]:
+        """Every working tensor, by identity."""
+        found: list[Operand | None] = []
+        for part in (self.outside, *self.layers):
+            for value in vars(part).values():
+                if isinstance(value, (Weight, Vector)):
+                    found.append(value.working)
+                if isinstance(value, Weight):
+                    found.append(value.bias)
+        return {id(operand): operand for operand in found if operand is not None}
 
 
 class Transformer:
@@ -63,11 +83,8 @@ class Transformer:
     @torch.no_grad()
     def sync(self) -> None:
         """Make working weights of the masters; both uses change at once, and the version with them."""
-        rollout = self._make_working("rollout")
-        self._working = {
-            "rollout": rollout,
-            "learner": rollout if self.precision.unified else self._make_working("learner"),
-        }
+        made: dict[tuple[int | None, Flow], _Layer | _Outside] = {}  # so that what has one flow has one storage
+        self._working = {use: self._make_working(use, made) for use in USES}
         self.weights_version += 1
 
     def hidden(
@@ -78,44 +95,38 @@ class Transformer:
         `stores` hold the keys and values of earlier rows and receive the new ones, one per layer; without them the rows
         are whole packed sequences, and temporary stores serve.
         """
-        working, config, eps = self._working[use], self.config, self.config.rms_eps
-        tables = self._rope_tables(layout)
-        x, residual = autograd.embedding(tokens, working.embed), None
+        working, eps, ops = self._working[use], self.config.rms_eps, self.ops
+        tables, outside = self._rope_tables(layout), working.outside
+        x, residual = autograd.embedding(tokens, outside.embed), None
         for index, layer in enumerate(working.layers):
-            normed, residual = autograd.rms_norm(x, residual, layer.input_norm, eps, self.ops)
-            store = stores[index] if stores is not None else self._temporary_store(layout, index, use)
+            normed, residual = autograd.rms_norm(x, residual, layer.input_norm, eps, ops)
+            store = stores[index] if stores is not None else self._temporary_store(layout, layer.flow)
             x = self._attend(normed, layer, tables, store, layout)
-            normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, self.ops)
-            gate_up = autograd.linear(normed, layer.gate_up, self.ops)
-            x = autograd.linear(autograd.silu_mul(gate_up, self.ops), layer.down, self.ops)
-        assert config.num_layers == len(working.layers)
-        return autograd.rms_norm(x, residual, working.final_norm, eps, self.ops)[0]
+            normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
+            gate_up = autograd.linear(normed, layer.gate_up, ops)
+            x = autograd.linear(autograd.silu_mul(gate_up, ops), layer.down, ops)
+        return autograd.rms_norm(x, residual, outside.final_norm, eps, ops)[0]
 
     def logits(self, hidden: Tensor, use: str = "learner") -> Tensor:
         """Logits [T, vocabulary] float32, without gradient."""
-        return self.ops.product(hidden, self._working[use].head.working, None, torch.float32)
+        return self.ops.product(hidden, self._working[use].outside.head.working, None, torch.float32)
 
     def head_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, use: str = "learner", chunk: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
         rows = chunk if chunk is not None else max(16, _HEAD_ELEMENTS // self.config.vocab_size)
-        return autograd.head_logprobs(hidden, self._working[use].head, targets, temperature, rows, self.ops)
+        return autograd.head_logprobs(hidden, self._working[use].outside.head, targets, temperature, rows, self.ops)
 
     def rollout_weights(self) -> list[Weight]:
         """The linear layers as the rollout multiplies them."""
         return [w for layer in self._working["rollout"].layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
 
-    def working_bytes(self, use: str) -> int:
-        """Bytes of the working weights of one use."""
-        working = self._working[use]
-        vectors = [working.embed, working.final_norm]
-        weights = [] if self.config.tie_embeddings else [working.head]
-        for layer in working.layers:
-            vectors += [v for v in (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm) if v is not None]
-            weights += [layer.qkv, layer.o, layer.gate_up, layer.down]
-        operands = [*(w.working for w in weights), *(w.bias for w in weights), *(v.working for v in vectors)]
-        return sum(_nbytes(operand) for operand in operands)
+    def working_bytes(self) -> tuple[int, int]:
+        """Bytes of the rollout's working weights, and of those of the learner that are not the rollout's."""
+        rollout, learner = (self._working[use].operands() for use in USES)
+        own = [operand for key, operand in learner.items() if key not in rollout]
+        return sum(map(_nbytes, rollout.values())), sum(map(_nbytes, own))
 
     def _attend(
         self, normed: Tensor, layer: _Layer, tables: tuple[Tensor, Tensor], store: KVStore, layout: Layout
@@ -140,28 +151,30 @@ class Transformer:
             self._tables = self.config.rope.tables(size, self.config.head_dim)
         return self._tables
 
-    def _temporary_store(self, layout: Layout, layer: int, use: str) -> KVStore:
-        flow = self.precision.flow(use, layer, self.config.num_layers)
+    def _temporary_store(self, layout: Layout, flow: Flow) -> KVStore:
         slots, config = layout.num_slots_needed, self.config
         return KVStore.allocate(slots, config.num_kv_heads, config.head_dim, flow.kv, flow.compute)
 
-    def _make_working(self, use: str) -> _Working:
-        config, outside = self.config, self.precision.flow(use)
-        embed = self._vector("embed", outside)
-        layers = tuple(self._make_layer(index, use) for index in range(config.num_layers))
-        name = "embed" if config.tie_embeddings else "head"
-        working = (
-            embed.working
-            if config.tie_embeddings
-            else self.parameters[name].detach().to(outside.compute.dtype, copy=True)
-        )
-        head = Weight("head", self.parameters[name], working, None, None)
-        return _Working(embed, layers, self._vector("final_norm", outside), head)
+    def _make_working(self, use: str, made: "dict[tuple[int | None, Flow], _Layer | _Outside]") -> _Working:
+        parts: list[_Layer | _Outside] = []
+        for index in (None, *range(self.config.num_layers)):
+            flow = self.precision.flow(use, index, self.config.num_layers)
+            if (index, flow) not in made:
+                made[index, flow] = self._make_outside(flow) if index is None else self._make_layer(index, flow)
+            parts.append(made[index, flow])
+        outside, *layers = parts
+        assert isinstance(outside, _Outside)
+        return _Working(outside, tuple(layer for layer in layers if isinstance(layer, _Layer)))
 
-    def _make_layer(self, index: int, use: str) -> _Layer:
+    def _make_outside(self, flow: Flow) -> _Outside:
+        embed = self._vector("embed", flow)
+        head = embed if self.config.tie_embeddings else self._vector("head", flow)
+        return _Outside(embed, self._vector("final_norm", flow), Weight("head", head.master, head.working, None, None))
+
+    def _make_layer(self, index: int, flow: Flow) -> _Layer:
         config, prefix = self.config, f"layers.{index}."
-        flow = self.precision.flow(use, index, config.num_layers)
         dgrad, wgrad = self.precision.backward(index, config.num_layers)
+        gradient = self.precision.gradient if flow.activation is not None else None
 
         def weight(name: str) -> Weight:
             master, bias = self.parameters[prefix + name], self.parameters.get(f"{prefix}{name}_bias")
@@ -170,11 +183,11 @@ class Transformer:
                 if flow.weight is not None
                 else master.detach().to(flow.compute.dtype, copy=True)
             )
-            rounded = None if bias is None else bias.detach().to(flow.compute.dtype)
-            gradient = self.precision.gradient if flow.activation is not None else None
+            rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
             return Weight(prefix + name, master, working, bias, rounded, flow.activation, gradient, dgrad, wgrad)
 
         return _Layer(
+            flow=flow,
             input_norm=self._vector(prefix + "input_norm", flow),
             qkv=weight("qkv"),
             q_norm=self._vector(prefix + "q_norm", flow) if config.qk_norm else None,
@@ -216,7 +229,5 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _nbytes(operand: Operand | None) -> int:
-    if operand is None:
-        return 0
+def _nbytes(operand: Operand) -> int:
     return operand.nbytes if isinstance(operand, QTensor) else operand.numel() * operand.element_size()

@@ -1,0 +1,132 @@
+"""Tiny models of `transformers` with random weights, as directories: the oracle, and what isobit loads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.kernels import Layout, get_ops
+from isobit.model import Model, ModelConfig, Tokenizer
+
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-=.,!?"
+VOCABULARY = 61
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-5,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}}),
+    "llama-llama3": ("Llama", {"rope_parameters": _LLAMA3}),
+    "llama-yarn": ("Llama", {"rope_parameters": _YARN, "head_dim": 32}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 20}),
+    "qwen3-biases": ("Qwen3", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+}
+"""Name to class prefix in transformers, and what differs from `_SIZES`."""
+
+
+def oracle(family: str, **changes: Any) -> Any:
+    """The `transformers` model, in float32, with weights and biases large enough to matter."""
+    prefix, own = FAMILIES[family]
+    config = getattr(transformers, f"{prefix}Config")(**(_SIZES | own | changes))
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.25 * noise)
+    return model
+
+
+def directory(path: Path, family: str, **changes: Any) -> tuple[Any, Path]:
+    """(the oracle, the directory that it and a tokenizer were saved in)."""
+    model = oracle(family, **changes)
+    model.save_pretrained(path)
+    Tokenizer.characters(ALPHABET).save(path)
+    return model, path
+
+
+def require(backend: str) -> None:
+    if backend == "native":
+        try:
+            get_ops("native")
+        except IsobitError as error:
+            pytest.skip(f"no native backend here: {error}")
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 40, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def logits(model: Model, sequence: list[int], use: str = "learner") -> Tensor:
+    hidden = model.transformer.hidden(torch.tensor(sequence), Layout.packed([len(sequence)]), use=use)
+    return model.transformer.logits(hidden, use)
+
+
+@torch.no_grad()
+def oracle_logits(model: Any, sequence: list[int]) -> Tensor:
+    return model(torch.tensor([sequence])).logits[0].float()
+
+
+def config(family: str = "llama", **changes: Any) -> ModelConfig:
+    """Sizes that are not multiples of 128, and one block that is ragged."""
+    values: dict[str, Any] = {
+        "family": family,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 144,
+        "intermediate_size": 208,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 36,
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family == "qwen3",
+        "max_positions": 128,
+        "eos_ids": (2,),
+    }
+    return ModelConfig(**(values | changes))
+
+
+def random_model(precision: Any = "fp8", backend: str = "reference", family: str = "llama", **changes: Any) -> Model:
+    """Random weights of some size, so that the distributions are not flat; biases and norms too."""
+    require(backend)
+    model = Model.init(config(family, **changes), Tokenizer.characters(ALPHABET), precision, 3, backend)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+            else:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.sync()
+    return model

@@ -1,0 +1,93 @@
+"""config.json: what is read, what is written, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from isobit.errors import IsobitError
+from isobit.model import ModelConfig
+
+from .helpers import FAMILIES, oracle
+
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def test_defaults_of_a_short_config() -> None:
+    config = ModelConfig.from_hf(_LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.max_positions) == (4, 6, 2048)
+    assert not config.tie_embeddings
+    assert (config.eos_ids, config.bos_id) == ((), None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_through_transformers(family: str, tmp_path: Path) -> None:
+    """transformers 5's own config.json, and ours read by transformers, are one architecture."""
+    theirs = oracle(family).config
+    theirs.save_pretrained(tmp_path)
+    config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    again = transformers.AutoConfig.from_pretrained(tmp_path)
+    for key in ("num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "attention_bias", "mlp_bias"):
+        assert getattr(again, key, None) == getattr(theirs, key, None), key
+    mine, wanted = dict(again.rope_parameters), dict(theirs.rope_parameters)
+    assert {key: mine[key] for key in wanted} == wanted
+
+
+def test_qwen_biases_and_norms() -> None:
+    qwen2 = ModelConfig.from_hf(_LLAMA | {"model_type": "qwen2"})
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    qwen3 = ModelConfig.from_hf(_LLAMA | {"model_type": "qwen3"})
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {"use_sliding_window": False, "sliding_window": 4096},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+        {"use_sliding_window": True, "layer_types": ["full_attention"] * 2},
+    ],
+)
+def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
+    assert ModelConfig.from_hf(_LLAMA | {"model_type": "qwen2"} | unused).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "unsupported architecture 'gpt2': supported are llama, qwen2, qwen3"),
+        ({"model_type": None, "architectures": ["Mamba"]}, "unsupported architecture 'Mamba'"),
+        ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu': supported is silu"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "already quantized"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
+        ({"head_dim": 7}, "even head_dim, got 7"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_layers must be at least 1"),
+        ({"vocab_size": "many"}, "wrong type"),
+        ({"hidden_size": None}, "wrong type"),
+        ({"eos_token_id": "two"}, "'two' is not a token id"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "unsupported rope scaling 'longrope'"),
+    ],
+)
+def test_refused(changes: dict, message: str) -> None:
+    with pytest.raises(IsobitError, match=message) as caught:
+        ModelConfig.from_hf(_LLAMA | changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(IsobitError, match="here.json: key 'vocab_size' is missing"):
+        ModelConfig.from_hf({k: v for k, v in _LLAMA.items() if k != "vocab_size"}, "here.json")

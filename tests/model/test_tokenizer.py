@@ -1,0 +1,194 @@
+"""Encoding, decoding, special tokens and chat templates; `transformers` is the oracle."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from isobit.errors import IsobitError
+from isobit.model import Tokenizer
+
+from .helpers import ALPHABET
+
+_CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Is 1 < 2 & 'a' \"b\"?"},
+    {"role": "assistant", "content": "Yes é."},
+    {"role": "user", "content": "Why?"},
+]
+_TEMPLATES = {
+    "chatml": (
+        "{%- for message in messages %}\n    {{- '<|im_start|>' + message.role + '\\n' + message.content }}\n"
+        "{%- endfor %}\n{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "blocks": (
+        "{{ bos_token }}{% for message in messages %}\n  {% if loop.first %}\n[first]{% continue %}\n  {% endif %}\n"
+        "{{ message.content | trim }}{{ eos_token }}\n{% endfor %}"
+    ),
+    "tojson": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "tools": (
+        "{% if tools is not none %}TOOLS{% endif %}{% if pad_token is defined %}PAD{% endif %}{{ messages | length }}"
+    ),
+    "generation": (
+        "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}|{% endfor %}"
+    ),
+    "date": "{{ strftime_now('%Y') }} {{ messages[0]['content'] }}",
+}
+
+
+@pytest.fixture
+def characters(tmp_path: Path) -> tuple[Tokenizer, Path]:
+    tokenizer = Tokenizer.characters(ALPHABET)
+    tokenizer.save(tmp_path)
+    return tokenizer, tmp_path
+
+
+def test_characters_round_trip() -> None:
+    tokenizer = Tokenizer.characters("0123456789+= \n")
+    assert tokenizer.vocab_size == 3 + 14
+    ids = tokenizer.encode("12+34= 46\n")
+    assert len(ids) == 10
+    assert min(ids) >= 3
+    assert tokenizer.decode([*ids, *tokenizer.eos_ids]) == "12+34= 46\n"
+    assert tokenizer.fast.token_to_id("<pad>") == 0
+
+
+def test_characters_outside_the_alphabet_are_refused() -> None:
+    with pytest.raises(IsobitError, match=r"the tokenizer cannot encode '12\*3'"):
+        Tokenizer.characters("0123456789").encode("12*3")
+
+
+def test_characters_load_in_transformers(characters: tuple[Tokenizer, Path]) -> None:
+    tokenizer, path = characters
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    text = "the 3 cats, 14+2=16?"
+    assert theirs(text)["input_ids"] == tokenizer.encode(text)
+    assert theirs.decode(tokenizer.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id) == (2, 1, 0)
+    again = Tokenizer.load(path)
+    assert again.encode(text) == tokenizer.encode(text)
+    assert again.eos_ids == tokenizer.eos_ids == (2,)
+    assert again.vocab_size == tokenizer.vocab_size
+
+
+def test_stories_encode_and_decode_as_transformers(stories: Path) -> None:
+    tokenizer, theirs = Tokenizer.load(stories), transformers.AutoTokenizer.from_pretrained(stories)
+    text = 'Once upon a time, there was a little girl named Lily. She said: "Hello – ü!"\nThe end.'
+    ids = tokenizer.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    assert ids[0] == 1
+    assert tokenizer.encode(text, add_special=False) == ids[1:]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, 2]) == theirs.decode([*ids, 2], skip_special_tokens=True)
+    assert tokenizer.eos_ids == (2,)
+
+
+def test_stories_completion_keeps_its_leading_space(stories: Path) -> None:
+    tokenizer = Tokenizer.load(stories)
+    whole = tokenizer.encode("Once upon a time")
+    prompt = tokenizer.encode("Once")
+    assert whole[: len(prompt)] == prompt
+    assert tokenizer.decode_completion(prompt, whole[len(prompt) :]) == " upon a time"
+
+
+def test_eos_ids_from_each_place(characters: tuple[Tokenizer, Path]) -> None:
+    _, path = characters
+    assert Tokenizer.load(path).eos_ids == (2,)  # tokenizer_config.json
+    (path / "config.json").write_text('{"eos_token_id": 5}')
+    assert Tokenizer.load(path).eos_ids == (5,)
+    (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert Tokenizer.load(path).eos_ids == (7, 9)
+    (path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(IsobitError, match=r"generation_config.json: eos_token_id: '</s>' is not a token id"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("name", _TEMPLATES)
+@pytest.mark.parametrize("place", ["file", "config", "named"])
+def test_chat_templates_render_as_in_transformers(characters: tuple[Tokenizer, Path], name: str, place: str) -> None:
+    _, path = characters
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    if place == "file":
+        (path / "chat_template.jinja").write_text(_TEMPLATES[name])
+    elif place == "config":
+        settings["chat_template"] = _TEMPLATES[name]
+    else:
+        named = {"rag": "never", "default": _TEMPLATES[name]}
+        settings["chat_template"] = [{"name": k, "template": v} for k, v in named.items()]
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    wanted = theirs.apply_chat_template(_CHAT, tokenize=False, add_generation_prompt=True)
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.render_chat(_CHAT) == wanted
+    out = path / "again"
+    out.mkdir()
+    tokenizer.save(out)
+    assert Tokenizer.load(out).render_chat(_CHAT) == wanted
+
+
+def test_a_changed_template_is_the_one_that_is_saved(characters: tuple[Tokenizer, Path]) -> None:
+    _, path = characters
+    settings = json.loads((path / "tokenizer_config.json").read_text()) | {"chat_template": "old"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "chat_template.jinja").write_text("new")
+    out = path / "again"
+    out.mkdir()
+    Tokenizer.load(path).save(out)
+    assert Tokenizer.load(out).render_chat(_CHAT) == "new"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the model has no chat template; give text prompts"),
+        ("{{ raise_exception('roles must alternate') }}", "refused a conversation: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refused a conversation"),
+        ("{{ messages[9].content.x }}", "refused a conversation"),
+        ("{% for %}", "cannot be parsed"),
+        ("{{ messages.append(1) }}", "refused a conversation"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refused a conversation.*unsafe"),
+    ],
+)
+def test_refused_chats(template: str | None, message: str) -> None:
+    tokenizer = Tokenizer.characters(ALPHABET)
+    tokenizer.chat_template = template
+    with pytest.raises(IsobitError, match=message):
+        tokenizer.render_chat(_CHAT)
+
+
+def test_chat_tokens_are_those_of_the_rendered_text(characters: tuple[Tokenizer, Path]) -> None:
+    tokenizer, _ = characters
+    tokenizer.chat_template = "<s>{{ messages[0].content }}</s>"
+    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}]) == [1, *tokenizer.encode("hi"), 2]
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"version": "1.0"}'])
+def test_missing_or_damaged_tokenizer(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(IsobitError, match=re.escape(str(tmp_path)) + ".*tokenizer") as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_template_file(characters: tuple[Tokenizer, Path]) -> None:
+    _, path = characters
+    (path / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    with pytest.raises(IsobitError, match=r"chat_template.jinja: cannot be read"):
+        Tokenizer.load(path)
+
+
+def test_truncation_and_padding_of_a_saved_tokenizer_are_off(tmp_path: Path) -> None:
+    fast = FastTokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    fast.decoder = decoders.Fuse()
+    fast.enable_truncation(3)
+    fast.enable_padding(length=8)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("abababab") == [0, 1] * 4
+    assert Tokenizer.load(tmp_path).eos_ids == ()
