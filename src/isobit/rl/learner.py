@@ -4,12 +4,16 @@ Old log-probabilities are the rollout's own under a unified precision, where the
 mismatch metrics of the first optimizer step prove it in every batch), and recomputed before any update otherwise.
 Between optimizer steps the working weights are requantized; after the last one that is the training loop's `sync`.
 
-A step whose loss or gradient is not finite changes nothing and is counted. Left out: rewards and rollouts.
+The gradient is that of the whole optimizer batch, however it is split into micro-batches: up to the rounding of sums,
+and, where WGrad runs in FP8, up to its scales, which blocks of 128 tokens share (tests/rl/test_learner.py).
+
+A step whose loss or gradient is not finite changes neither weights nor optimizer; it is counted, and left out of the
+other metrics, which are NaN if no step was taken. Left out: rewards and rollouts.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -39,7 +43,7 @@ class _Batch:
 
 @dataclass(eq=False)
 class _Totals:
-    """Sums over the tokens of one or more optimizer steps."""
+    """Sums over the tokens of one or more optimizer steps, and the norm of each step's gradient."""
 
     loss: float = 0.0
     kl: float = 0.0
@@ -48,11 +52,17 @@ class _Totals:
     tokens: int = 0
     norms: list[float] = field(default_factory=list)
     skipped: int = 0
-    steps: int = 0
+
+    def add(self, other: "_Totals") -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 class Learner:
-    """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one."""
+    """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
+
+    `bad_steps_in_a_row` counts skipped optimizer steps since the last good one; a resumed run sets it again.
+    """
 
     def __init__(
         self,
@@ -71,20 +81,32 @@ class Learner:
         self.bad_steps_in_a_row = 0
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[float], step: int) -> dict[str, float]:
-        """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate. Returns metrics."""
+        """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate. Returns metrics.
+
+        The working weights must be those that sampled. Mismatch is measured with them: over all samples where old
+        log-probabilities are recomputed, else over those of the first optimizer step.
+        """
         objective, metrics = self.objective, dict[str, float]()
-        batch = self._prepare(samples, advantages, metrics)
         totals, rate = _Totals(), learning_rate(step, self.optimizer.settings)
+        try:
+            batch = self._prepare(samples, advantages, metrics)
+        except NonFiniteError:
+            self._count_bad(totals)
+            return metrics | _learning_metrics(totals, rate)
         first: list[tuple[int, Tensor]] | None = None if objective.recompute_old else []
         for epoch in range(objective.epochs):
             for part in minibatches(len(samples), objective.updates_per_batch, self.seed, step, epoch):
-                if totals.steps:
+                if totals.norms:  # the weights have changed
                     self.model.sync()
                     first = None
                 self._update(batch, part, rate, totals, first)
                 if first is not None:
                     metrics |= _mismatch([(logprobs, batch.rollout[index]) for index, logprobs in first])
         return metrics | _learning_metrics(totals, rate)
+
+    def _count_bad(self, totals: _Totals) -> None:
+        totals.skipped += 1
+        self.bad_steps_in_a_row += 1
 
     def _prepare(self, samples: Sequence[Sample], advantages: Sequence[float], metrics: dict[str, float]) -> _Batch:
         rollout = [torch.tensor(s.rollout_logprobs, dtype=torch.float32) for s in samples]
@@ -114,25 +136,25 @@ class Learner:
     ) -> None:
         """One optimizer step over the samples `part`; keeps the policy's log-probabilities in `first`, if given."""
         lengths = [len(batch.samples[i].completion_ids) for i in part]
+        if not any(lengths):
+            return  # nothing to learn from is no reason to decay the weights
         weights = token_weights(lengths, self.objective.loss_aggregation, self.objective.max_new_tokens)
         self.optimizer.zero_grad()
-        loss = 0.0
+        own = _Totals()
         try:
             for span in micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens):
                 chosen = [part[i] for i in span]
-                loss += self._accumulate(batch, chosen, [weights[i] for i in span], totals, first)
+                self._accumulate(batch, chosen, [weights[i] for i in span], own, first)
             norm = self.optimizer.gradient_norm()
         except NonFiniteError:
             norm = float("inf")
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
+        if math.isfinite(own.loss) and math.isfinite(own.kl) and math.isfinite(norm):
             self.optimizer.step(rate, norm)
-            totals.norms.append(norm)
-            totals.loss += loss
-            totals.steps += 1
+            own.norms.append(norm)
+            totals.add(own)
+            self.bad_steps_in_a_row = 0
         else:
-            totals.skipped += 1
-        self.bad_steps_in_a_row = 0 if finite else self.bad_steps_in_a_row + 1
+            self._count_bad(totals)
         self.optimizer.zero_grad()
 
     def _accumulate(
@@ -142,13 +164,13 @@ class Learner:
         weights: list[float],
         totals: _Totals,
         first: list[tuple[int, Tensor]] | None,
-    ) -> float:
+    ) -> None:
         """Forward and backward of one micro-batch: its part of the loss of the whole optimizer batch."""
         objective = self.objective
         samples = [batch.samples[i] for i in chosen]
         packed = pack(samples)
         if not packed.num_targets:
-            return 0.0
+            return
         logprobs, entropy = forward(self.model, packed, objective.temperature)
         token_weight = torch.tensor(weights)[packed.sequence]
         surrogate = policy_loss(
@@ -166,12 +188,12 @@ class Learner:
             total = total + objective.kl_coefficient * (kl * token_weight).sum()
             totals.kl += float(kl.detach().double().sum())
         total.backward()
+        totals.loss += float(loss.detach())
         totals.entropy += float(entropy.double().sum())
         totals.clipped += int(surrogate.clipped.sum())
         totals.tokens += packed.num_targets
         if first is not None:
             first += zip(chosen, logprobs.detach().split([len(s.completion_ids) for s in samples]))
-        return float(loss.detach()) if torch.isfinite(total) else float("nan")
 
 
 def forward(model: Model, packed: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -193,7 +215,10 @@ def supervised_update(
     loss = 0.0
     try:
         for span in micro_batches(samples, micro_batch_tokens):
-            logprobs, _ = forward(model, pack([samples[i] for i in span]), 1.0)
+            packed = pack([samples[i] for i in span])
+            if not packed.num_targets:
+                continue
+            logprobs, _ = forward(model, packed, 1.0)
             part = -logprobs.sum() / count
             part.backward()
             loss += float(part.detach())
@@ -208,19 +233,21 @@ def supervised_update(
 
 
 def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    if not pairs:
-        return mismatch_metrics(torch.empty(0), torch.empty(0))
-    return mismatch_metrics(torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs]))
+    """Nothing if no token was compared: that is not agreement."""
+    measured = [pair for pair in pairs if pair[0].numel()]
+    if not measured:
+        return {}
+    return mismatch_metrics(torch.cat([pair[0] for pair in measured]), torch.cat([pair[1] for pair in measured]))
 
 
 def _learning_metrics(totals: _Totals, rate: float) -> dict[str, float]:
-    tokens = max(totals.tokens, 1)
+    tokens, steps = totals.tokens or math.nan, len(totals.norms) or math.nan
     return {
-        "loss/policy": totals.loss / max(totals.steps, 1),
+        "loss/policy": totals.loss / steps,
         "loss/kl": totals.kl / tokens,
         "entropy": totals.entropy / tokens,
         "clip_fraction": totals.clipped / tokens,
-        "grad_norm": sum(totals.norms) / len(totals.norms) if totals.norms else float("nan"),
+        "grad_norm": sum(totals.norms) / steps,
         "learning_rate": rate,
         "steps/skipped": float(totals.skipped),
     }

@@ -36,7 +36,8 @@ def policy_loss(
     """The clipped surrogate -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A), all tensors [tokens].
 
     Schulman et al. 2017, arXiv 1707.06347, eq. 7; with clip_high > clip_low DAPO's clip-higher. `weights` (importance
-    weights of the rollout, no gradient) multiply the clipped loss.
+    weights of the rollout, no gradient) multiply the clipped loss. The log of the ratio is bounded to ±20 before exp;
+    beyond, a token has no gradient.
     """
     ratio = torch.exp((policy_logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
     unclipped = ratio * advantages
@@ -50,14 +51,18 @@ def policy_loss(
 def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(policy ‖ reference) per token, from tokens of the policy (Schulman 2020, "Approximating KL").
 
-    With d = log reference - log policy: k1 = -d, k2 = d²/2, k3 = e^d - d - 1.
+    With d = log reference - log policy: k1 = -d, k2 = d²/2, k3 = e^d - d - 1 (constant above d = 20, where e^d would
+    drown the batch). As a term of the loss the gradients by log policy are 1, -d and 1 - e^d: that of k2 estimates the
+    gradient of KL(policy ‖ reference), that of k3 the gradient of KL(reference ‖ policy), and that of k1 is 0 in the
+    mean: k1 is for measuring.
     """
-    difference = (reference_logprobs - policy_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    difference = reference_logprobs - policy_logprobs
     if estimator == "k1":
         return -difference
     if estimator == "k2":
         return 0.5 * difference * difference
     assert estimator == "k3"
+    difference = difference.clamp(max=_LOG_RATIO_LIMIT)
     return torch.exp(difference) - difference - 1.0
 
 
@@ -65,11 +70,12 @@ def token_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int)
     """The weight of each sequence's tokens in the loss of a whole optimizer batch; `lengths` are of its completions.
 
     token_mean: 1 / all tokens (DAPO). sequence_mean: the mean over a sequence, then over sequences (GRPO).
-    constant: 1 / (sequences · max_new_tokens) (Dr. GRPO). Empty completions weigh nothing.
+    constant: 1 / (sequences · max_new_tokens) (Dr. GRPO). An empty completion has no tokens, but counts as a
+    sequence.
     """
     assert aggregation in AGGREGATIONS
     if aggregation == "token_mean":
         return [1.0 / max(sum(lengths), 1)] * len(lengths)
     if aggregation == "constant":
-        return [1.0 / (len(lengths) * max_new_tokens)] * len(lengths)
+        return [1.0 / (max(len(lengths), 1) * max_new_tokens)] * len(lengths)
     return [1.0 / (len(lengths) * max(length, 1)) for length in lengths]

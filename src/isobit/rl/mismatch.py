@@ -1,7 +1,7 @@
 """The distance between rollout and learner for the same weights and tokens, as the field measures it.
 
 lr = log π_learner - log π_rollout of the sampled token; means are over all completion tokens. Formulas: NeMo RL's and
-veRL's, see docs/metrics.md.
+veRL's, see docs/metrics.md. Left out: their metrics per sequence (perplexities).
 """
 
 import torch
@@ -11,16 +11,19 @@ _LOG_RATIO_LIMIT = 20.0  # veRL's safety bound
 
 
 def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, float]:
-    """All mismatch metrics of float32 log-probabilities [tokens]; with no tokens, those of perfect agreement."""
+    """All mismatch metrics of float32 log-probabilities [tokens], at least one token."""
     assert policy_logprobs.dtype == rollout_logprobs.dtype == torch.float32
-    if not policy_logprobs.numel():
-        policy_logprobs = rollout_logprobs = torch.zeros(1)
+    assert policy_logprobs.shape == rollout_logprobs.shape
+    assert policy_logprobs.numel() > 0
     learner, rollout = policy_logprobs.double(), rollout_logprobs.double()
     ratio = (learner - rollout).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     return {
         "mismatch/token_mult_prob_error": float(torch.exp(ratio.abs()).mean()),
         "mismatch/kl_k3": float((torch.exp(ratio) - ratio - 1).mean()),
+        "mismatch/kl_k3_reverse": float((torch.exp(-ratio) + ratio - 1).mean()),
         "mismatch/kl_k1": float(-ratio.mean()),
+        "mismatch/importance_ratio": float(torch.exp(ratio).mean()),
+        "mismatch/chi2": float(torch.exp(2 * ratio).mean() - 1),
         "mismatch/js_divergence": float(_jensen_shannon(learner, rollout).mean()),
         "mismatch/max_abs_logprob_diff": float((learner - rollout).abs().max()),
         "mismatch/differing_tokens": float(differing(policy_logprobs, rollout_logprobs)),

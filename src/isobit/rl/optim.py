@@ -13,6 +13,8 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -30,8 +32,11 @@ class OptimizerSettings:
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:
-    """The rate of step 0, 1, ...: linear warmup, then constant, linear or cosine decay to `final_fraction` of the
-    peak."""
+    """The rate of step 0, 1, ...: linear warmup, then constant, linear or cosine decay.
+
+    Warmup reaches the peak in its last step; the decay begins at the peak and would reach `final_fraction` of it at
+    step `total_steps`, one after the last.
+    """
     peak, warmup = settings.learning_rate, settings.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -59,7 +64,7 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def gradient_norm(self) -> float:
-        """The global L2 norm, before clipping; inf or nan if any gradient is."""
+        """The global L2 norm, before clipping; inf if any gradient is not finite."""
         squares = [float(p.grad.double().square().sum()) for p in self.parameters.values() if p.grad is not None]
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
@@ -87,10 +92,11 @@ class Optimizer:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state`, bit for bit. Raises IsobitError if the tensors are not of these parameters."""
         for name, parameter in self.parameters.items():
-            given = {k: tensors[f"{name}.{k}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{k}" in tensors}
+            given = {k: tensors[f"{name}.{k}"] for k in ("step", *_MOMENTS) if f"{name}.{k}" in tensors}
             if not given:
+                self._adam.state.pop(parameter, None)
                 continue
-            if len(given) != 3 or given["exp_avg"].shape != parameter.shape:
+            if len(given) != 3 or any(given[key].shape != parameter.shape for key in _MOMENTS):
                 raise IsobitError(f"optimizer state of {name} does not fit the model")
             self._adam.state[parameter] = {key: value.clone() for key, value in given.items()}
         unknown = {key.rpartition(".")[0] for key in tensors} - set(self.parameters)

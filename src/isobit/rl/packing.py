@@ -78,11 +78,11 @@ def micro_batches(samples: Sequence[Trainable], budget: int) -> Iterator[range]:
 def minibatches(count: int, updates: int, seed: int, step: int, epoch: int) -> list[list[int]]:
     """Split `count` samples into `updates` parts of nearly equal size.
 
-    One part keeps the order; several are shuffled by (seed, step, epoch) with Philox, so that a resumed run repeats
-    them.
+    One part keeps the order; several are shuffled by (seed, step, epoch), so that a resumed run repeats them. The
+    order is that of raw Philox numbers, which numpy keeps over its versions, unlike its `permutation`.
     """
     if updates == 1:
         return [list(range(count))]
     key = np.random.SeedSequence([seed, step, epoch]).generate_state(2, np.uint64)
-    order = np.random.Generator(np.random.Philox(key=key)).permutation(count)
+    order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
     return [part.tolist() for part in np.array_split(order, updates) if part.size > 0]

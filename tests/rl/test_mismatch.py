@@ -1,0 +1,75 @@
+"""Mismatch metrics against their formulas, and the comparison of bits."""
+
+import math
+
+import pytest
+import torch
+
+from isobit import metrics
+from isobit.rl.mismatch import differing, mismatch_metrics
+
+
+def test_perfect_agreement() -> None:
+    logprobs = torch.tensor([-0.1, -5.0, 0.0])
+    values = mismatch_metrics(logprobs, logprobs.clone())
+    ones = {"mismatch/token_mult_prob_error", "mismatch/importance_ratio"}
+    assert values == {name: 1.0 if name in ones else 0.0 for name in values}
+
+
+def test_every_formula_on_two_tokens() -> None:
+    learner, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.75])
+    up, down = 0.5, -0.25  # log learner - log rollout
+
+    def jensen_shannon(a: float, b: float) -> float:
+        m = math.log((math.exp(a) + math.exp(b)) / 2)
+        return ((math.exp(a - m) - (a - m) - 1) + (math.exp(b - m) - (b - m) - 1)) / 2
+
+    expected = {
+        "token_mult_prob_error": (math.exp(0.5) + math.exp(0.25)) / 2,
+        "kl_k3": (math.exp(up) - up - 1 + math.exp(down) - down - 1) / 2,
+        "kl_k3_reverse": (math.exp(-up) + up - 1 + math.exp(-down) + down - 1) / 2,
+        "kl_k1": -(up + down) / 2,
+        "importance_ratio": (math.exp(up) + math.exp(down)) / 2,
+        "chi2": (math.exp(2 * up) + math.exp(2 * down)) / 2 - 1,
+        "js_divergence": (jensen_shannon(-1.0, -1.5) + jensen_shannon(-2.0, -1.75)) / 2,
+        "max_abs_logprob_diff": 0.5,
+        "differing_tokens": 2,
+    }
+    values = mismatch_metrics(learner, rollout)
+    assert values == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()}, rel=1e-12)
+    metrics.check(values)
+
+
+def test_k1_shows_the_direction_of_a_corruption() -> None:
+    rollout = torch.linspace(-3, -1, 7)
+    assert mismatch_metrics(rollout - 0.1, rollout)["mismatch/kl_k1"] == pytest.approx(0.1, rel=1e-5)
+    assert mismatch_metrics(rollout + 0.1, rollout)["mismatch/kl_k1"] == pytest.approx(-0.1, rel=1e-5)
+
+
+def test_one_unit_in_the_last_place_is_a_difference() -> None:
+    rollout = torch.tensor([-1.0, -2.0, -3.0])
+    learner = rollout.clone()
+    learner[1] = torch.nextafter(learner[1], torch.tensor(0.0))
+    values = mismatch_metrics(learner, rollout)
+    assert values["mismatch/differing_tokens"] == 1
+    assert 0 < values["mismatch/max_abs_logprob_diff"] < 3e-7
+    assert torch.allclose(learner, rollout)  # a tolerance would call them equal
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    nan = torch.tensor([math.nan])
+    assert differing(nan, nan.clone()) == 0
+    assert differing(torch.tensor([0.0]), torch.tensor([-0.0])) == 1
+    assert differing(torch.arange(6.0)[::2], torch.tensor([0.0, 2.0, 4.0])) == 0
+
+
+def test_far_logprobs_stay_finite() -> None:
+    values = mismatch_metrics(torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4]))
+    assert all(math.isfinite(value) for value in values.values())
+    assert values["mismatch/max_abs_logprob_diff"] == 1e4
+
+
+def test_nothing_compared_is_refused() -> None:
+    """It must not pass for agreement."""
+    with pytest.raises(AssertionError):
+        mismatch_metrics(torch.empty(0), torch.empty(0))

@@ -1,0 +1,48 @@
+"""The named objectives, and what `auto` becomes under each precision."""
+
+import pytest
+
+from isobit.config import AlgorithmConfig
+from isobit.precision import PRESETS
+from isobit.rl import OBJECTIVES, Objective, for_precision
+from isobit.rl.advantages import KINDS
+from isobit.rl.loss import AGGREGATIONS, KL_ESTIMATORS
+
+
+def test_presets_are_the_papers() -> None:
+    parts = {name: (o.advantage, o.loss_aggregation, o.clip_low, o.clip_high) for name, o in OBJECTIVES.items()}
+    assert parts == {
+        "grpo": ("grpo", "sequence_mean", 0.2, 0.2),
+        "dr_grpo": ("dr_grpo", "constant", 0.2, 0.2),
+        "rloo": ("rloo", "token_mean", 0.2, 0.2),
+        "dapo": ("grpo", "token_mean", 0.2, 0.28),
+    }
+    assert [name for name, objective in OBJECTIVES.items() if objective.dynamic_sampling] == ["dapo"]
+    for objective in OBJECTIVES.values():
+        assert objective.advantage in KINDS
+        assert objective.loss_aggregation in AGGREGATIONS
+        assert objective.kl_estimator in KL_ESTIMATORS
+
+
+def test_the_config_has_the_same_fields_and_defaults() -> None:
+    given = AlgorithmConfig().model_dump()
+    shared = {key: value for key, value in given.items() if key in Objective.__dataclass_fields__ and value is not None}
+    assert {"kl_coefficient", "kl_estimator", "tis_cap", "updates_per_batch", "epochs"} <= shared.keys()
+    defaults = {key: getattr(Objective(), key) for key in shared if key != "correction"}
+    assert defaults == {key: value for key, value in shared.items() if key != "correction"}
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_auto_recomputes_and_corrects_only_where_the_flows_differ(name: str) -> None:
+    resolved = for_precision(Objective(), PRESETS[name], "auto", "auto")
+    two_flows = name == "fp8-rollout"
+    assert (resolved.recompute_old, resolved.correction) == (two_flows, "token_tis" if two_flows else "none")
+
+
+def test_explicit_choices_win() -> None:
+    split, unified = PRESETS["fp8-rollout"], PRESETS["fp8"]
+    assert not for_precision(Objective(), split, "auto", "never").recompute_old
+    assert for_precision(Objective(), split, "auto", "never").correction == "none"  # the ratio is policy/rollout
+    assert for_precision(Objective(), split, "none", "auto").correction == "none"
+    assert for_precision(Objective(), unified, "auto", "always").recompute_old
+    assert for_precision(Objective(), unified, "token_tis", "always").correction == "token_tis"
