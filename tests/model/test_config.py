@@ -89,5 +89,5 @@ def test_refused(changes: dict, message: str) -> None:
 
 
 def test_a_missing_key_is_named() -> None:
-    with pytest.raises(IsobitError, match="here.json: key 'vocab_size' is missing"):
+    with pytest.raises(IsobitError, match=r"here.json: key 'vocab_size' is missing"):
         ModelConfig.from_hf({k: v for k, v in _LLAMA.items() if k != "vocab_size"}, "here.json")

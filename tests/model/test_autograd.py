@@ -1,0 +1,270 @@
+"""Operators with gradients: against float64 autograd over the operands that were really multiplied."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.kernels import KVStore, Layout, Ops, get_ops
+from isobit.model import autograd
+from isobit.model.autograd import Vector, Weight
+from isobit.precision import BF16, E4M3, FP32, PRESETS, QTensor, QuantSpec, quantize
+
+from .helpers import require
+
+_ROWS, _IN, _OUT = 150, 300, 260
+_BLOCKS, _ROW_BLOCKS = QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "1x128")
+_BF16_ROUNDING = 2.0**-8
+
+
+@pytest.fixture(params=["reference", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    require(request.param)
+    return get_ops(request.param)
+
+
+def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _weight(dgrad: str = "fp8", wgrad: str = "fp8", **changes: object) -> Weight:
+    master = torch.nn.Parameter(_random(_OUT, _IN, seed=1, dtype=torch.float32) * 0.1)
+    bias = torch.nn.Parameter(_random(_OUT, seed=2, dtype=torch.float32))
+    working, rounded = quantize(master.detach(), _BLOCKS), bias.detach().bfloat16()
+    weight = Weight("w", master, working, bias, rounded, _ROW_BLOCKS, _ROW_BLOCKS, dgrad, wgrad)
+    return replace(weight, **changes)
+
+
+def _plain_weight(dtype: torch.dtype) -> Weight:
+    weight = _weight()
+    working, bias = weight.master.detach().to(dtype), weight.bias_master.detach().to(dtype)
+    return Weight("w", weight.master, working, weight.bias_master, bias)
+
+
+def _run(weight: Weight, x: Tensor, dy: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, dx, dW, db)."""
+    x = x.clone().requires_grad_()
+    y = autograd.linear(x, weight, ops)
+    y.backward(dy)
+    return y.detach(), x.grad, weight.master.grad, weight.bias_master.grad
+
+
+def _close(given: Tensor, wanted: Tensor, relative: float) -> None:
+    """Rounded once: within half a unit of each element, plus what float64 sums in another order may differ."""
+    error = (given.double() - wanted.double()).abs()
+    assert bool((error <= relative * wanted.abs() + 1e-9 * wanted.abs().max()).all()), error.max()
+
+
+@pytest.mark.parametrize("dgrad", ["fp8", "bf16"])
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_fp8_linear(ops: Ops, dgrad: str, wgrad: str) -> None:
+    weight, x, dy = _weight(dgrad, wgrad), _random(_ROWS, _IN, seed=3), _random(_ROWS, _OUT, seed=4) * 1e-4
+    y, dx, dw, db = _run(weight, x, dy, ops)
+    values, w = quantize(x, _ROW_BLOCKS).dequantize().double(), weight.working.dequantize().double()
+    _close(y, values @ w.T + weight.bias.double(), _BF16_ROUNDING)
+    along_outputs = quantize(dy, _ROW_BLOCKS).dequantize().double() if dgrad == "fp8" else dy.double()
+    _close(dx, along_outputs @ w, _BF16_ROUNDING)
+    # with power-of-two scales the saved activation is the same along the tokens, or rounded to BF16
+    along_tokens = quantize(dy, QuantSpec(E4M3, "128x1")).dequantize().double() if wgrad == "fp8" else dy.double()
+    _close(dw, along_tokens.T @ values, 2.0**-23)
+    assert dw.dtype == db.dtype == torch.float32
+    _close(db, dy.double().sum(0), 2.0**-23)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain_linear(ops: Ops, dtype: torch.dtype) -> None:
+    weight, relative = _plain_weight(dtype), _BF16_ROUNDING if dtype is torch.bfloat16 else 2.0**-23
+    x, dy = _random(_ROWS, _IN, seed=3, dtype=dtype), _random(_ROWS, _OUT, seed=4, dtype=dtype)
+    y, dx, dw, db = _run(weight, x, dy, ops)
+    w = weight.working.double()
+    assert y.dtype == dx.dtype == dtype
+    _close(y, x.double() @ w.T + weight.bias.double(), relative)
+    _close(dx, dy.double() @ w, relative)
+    _close(dw, dy.double().T @ x.double(), 2.0**-23)
+    _close(db, dy.double().sum(0), 2.0**-23)
+
+
+@pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
+def test_requantizing_the_saved_activation_is_exact_with_power_of_two_scales_only(scale: str) -> None:
+    """FP32 scales are the negative control: there, one copy for both directions adds an error."""
+    saved = quantize(_random(_ROWS, _IN, seed=3), QuantSpec(E4M3, "1x128", scale))
+    again = quantize(saved.dequantize(), QuantSpec(E4M3, "128x1", scale)).dequantize()
+    assert torch.equal(again, saved.dequantize()) == (scale == "ue8m0")
+
+
+def _saved_bytes(run: Callable[[], Tensor], own: list[Tensor]) -> int:
+    """Bytes of the tensors that a forward keeps for backward, weights aside."""
+    seen: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        run()
+    return sum(size for pointer, size in seen.items() if pointer not in {t.data_ptr() for t in own})
+
+
+@pytest.mark.parametrize("columns", [64, 300, 1024])
+def test_fp8_linear_saves_about_half_of_bf16(columns: int) -> None:
+    ops, x = get_ops("reference"), _random(_ROWS, columns).requires_grad_()
+    master = torch.nn.Parameter(torch.randn(_OUT, columns))
+    fp8 = Weight("w", master, quantize(master.detach(), _BLOCKS), None, None, _ROW_BLOCKS, _ROW_BLOCKS, "fp8", "fp8")
+    bf16 = Weight("w", master, master.detach().bfloat16(), None, None)
+    small, large = (_saved_bytes(lambda w=w: autograd.linear(x, w, ops), [master]) for w in (fp8, bf16))
+    assert large == 2 * _ROWS * columns
+    assert small == _ROWS * (columns + 4 * -(-columns // 128))
+    assert small <= 0.55 * large
+
+
+def test_rms_norm_and_residual(ops: Ops) -> None:
+    weight = Vector(torch.nn.Parameter(_random(_IN, dtype=torch.float32)), _random(_IN, dtype=torch.float32))
+    x, residual = (_random(_ROWS, _IN, seed=s, dtype=torch.float32).requires_grad_() for s in (1, 2))
+    dy, ds = (_random(_ROWS, _IN, seed=s, dtype=torch.float32) for s in (3, 4))
+    normed, summed = autograd.rms_norm(x, residual, weight, 1e-5, ops)
+    torch.autograd.backward((normed, summed), (dy, ds))
+    total = (x.detach() + residual.detach()).double().requires_grad_()
+    scale = weight.working.double().requires_grad_()
+    wanted = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * scale
+    torch.autograd.backward((wanted, total), (dy.double(), ds.double()))
+    torch.testing.assert_close(normed.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), total.grad, rtol=1e-5, atol=1e-5)
+    assert torch.equal(x.grad, residual.grad)
+    torch.testing.assert_close(weight.master.grad.double(), scale.grad, rtol=1e-5, atol=1e-4)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """Causal grouped-query attention over packed sequences, in the inputs' type."""
+    groups, outputs = q.shape[1] // k.shape[1], []
+    for rows in torch.arange(q.shape[0]).split(lengths):
+        keys, values = (t[rows].repeat_interleave(groups, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
+        mask = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(mask, -torch.inf).softmax(-1), values))
+    return torch.cat(outputs)
+
+
+def test_attention_is_straight_through_the_quantized_keys_and_values(ops: Ops) -> None:
+    lengths, dim, kv = [19, 1, 33], 24, QuantSpec(E4M3, "row")
+    layout = Layout.packed(lengths, 16)
+    total = sum(lengths)
+    q = _random(total, 4, dim, seed=1, dtype=torch.float32).requires_grad_()
+    k, v = (_random(total, 2, dim, seed=s, dtype=torch.float32).requires_grad_() for s in (2, 3))
+    store = KVStore.allocate(layout.num_slots_needed, 2, dim, kv, FP32)
+    out = autograd.attention(q, k, v, store, layout, dim**-0.5, ops)
+    dout = _random(total, 4, dim, seed=4, dtype=torch.float32)
+    out.backward(dout)
+    read_k, read_v = store.gather(layout.slots)
+    assert not torch.equal(read_k, k)
+    exact = [t.detach().double().requires_grad_() for t in (q, read_k, read_v)]
+    wanted = _attended(*exact, lengths, dim**-0.5)
+    wanted.backward(dout.double())
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-6)
+    for given, oracle in zip((q, k, v), exact):
+        torch.testing.assert_close(given.grad.double(), oracle.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_rotary_backward_rotates_back(ops: Ops) -> None:
+    x = _random(9, 3, 8, dtype=torch.float32).requires_grad_()
+    angles = torch.rand(20, 4) * 6
+    tables, positions = (angles.cos(), angles.sin()), torch.tensor([0, 1, 2, 3, 0, 1, 17, 18, 19])
+    dy = _random(9, 3, 8, seed=5, dtype=torch.float32)
+    y = autograd.rotary(x, tables, positions, ops)
+    y.backward(dy)
+    exact = x.detach().double().requires_grad_()
+    cos, sin = (t[positions].double().repeat(1, 2).unsqueeze(1) for t in tables)
+    first, second = exact.chunk(2, -1)
+    wanted = exact * cos + torch.cat((-second, first), -1) * sin
+    wanted.backward(dy.double())
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_silu_mul_and_embedding(ops: Ops) -> None:
+    gate_up = _random(7, 26, dtype=torch.float32).requires_grad_()
+    dh = _random(7, 13, seed=1, dtype=torch.float32)
+    autograd.silu_mul(gate_up, ops).backward(dh)
+    exact = gate_up.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    (torch.nn.functional.silu(gate) * up).backward(dh.double())
+    torch.testing.assert_close(gate_up.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+    master = torch.nn.Parameter(_random(11, 5, dtype=torch.float32))
+    table, tokens = Vector(master, master.detach().bfloat16()), torch.tensor([3, 0, 3, 10, 3])
+    rows = autograd.embedding(tokens, table)
+    assert torch.equal(rows, table.working[tokens])
+    gradient = torch.arange(25.0).view(5, 5).bfloat16()
+    rows.backward(gradient)
+    wanted = torch.zeros(11, 5).index_add(0, tokens, gradient.float())
+    assert torch.equal(master.grad, wanted)
+
+
+class _Spy:
+    """Ops that note how many rows a product to float32 has."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops, self.rows = ops, []
+
+    def product(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+        result = self._ops.product(a, b, bias, out)
+        self.rows += [result.shape[0]] if result.shape[1] == 97 else []
+        return result
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)
+
+
+def _head(hidden: Tensor, dtype: torch.dtype, chunk: int, ops: Ops, gradient: Tensor | None) -> tuple:
+    master = torch.nn.Parameter(_random(97, hidden.shape[1], seed=7, dtype=torch.float32) * 0.3)
+    head = Weight("head", master, master.detach().to(dtype), None, None)
+    targets = torch.arange(hidden.shape[0]) * 5 % 97
+    hidden = hidden.clone().requires_grad_(gradient is not None)
+    with torch.set_grad_enabled(gradient is not None):
+        logprobs, entropy = autograd.head_logprobs(hidden, head, targets, 0.7, chunk, ops)
+    if gradient is not None:
+        logprobs.backward(gradient)
+    return logprobs.detach(), entropy, hidden.grad, master.grad, head.working, targets
+
+
+def test_head_logprobs_against_autograd_and_in_chunks(ops: Ops) -> None:
+    hidden = _random(29, 40, dtype=torch.float32)
+    gradient = _random(29, seed=8, dtype=torch.float32)
+    spy = _Spy(ops)
+    logprobs, entropy, dhidden, dweight, weight, targets = _head(hidden, torch.float32, 8, spy, gradient)
+    assert max(spy.rows) == 8
+    assert not entropy.requires_grad
+    exact, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    distribution = ((exact @ exact_weight.T) / 0.7).log_softmax(-1)
+    distribution[torch.arange(29), targets].backward(gradient.double())
+    torch.testing.assert_close(logprobs.double(), distribution[torch.arange(29), targets], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dhidden.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dweight.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_head_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
+    hidden = _random(29, 40)
+    whole = _head(hidden, torch.bfloat16, 100, ops, None)
+    for chunk in (1, 7, 29):
+        for part, wanted in zip(_head(hidden, torch.bfloat16, chunk, ops, None)[:2], whole):
+            assert torch.equal(part, wanted)
+
+
+def test_a_weight_can_be_without_gradient(ops: Ops) -> None:
+    """For a frozen reference: nothing is computed for masters that do not ask for it."""
+    weight = _weight()
+    weight.master.requires_grad_(False)
+    x = _random(4, _IN).requires_grad_()
+    autograd.linear(x, weight, ops).sum().backward()
+    assert weight.master.grad is None
+    assert x.grad is not None
+
+
+def test_presets_have_the_specs_that_this_module_is_written_for() -> None:
+    for preset in PRESETS.values():
+        for flow in (preset.rollout, preset.learner):
+            assert flow.compute in (BF16, FP32)
+            assert flow.activation is None or flow.activation.granularity == "1x128"
+    assert isinstance(quantize(torch.ones(2, 2), _BLOCKS).transpose(), QTensor)
