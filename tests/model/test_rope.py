@@ -20,6 +20,7 @@ SCALINGS = {
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
     "yarn-attention": {"factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": 1.5},
     "yarn-mscale": {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.2},
+    "yarn-clamped": {"factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 100.0},
     "yarn-betas": {
         "factor": 16.0,
         "original_max_position_embeddings": 2048,

@@ -2,7 +2,7 @@
 
 With gradients disabled a function is a direct call of the operator. With gradients enabled the same forward operator
 runs inside a `torch.autograd.Function` whose backward is written out; so recording a graph cannot change a bit of the
-forward (`tests/model/test_autograd.py`). Weights enter twice: the *working* weight that is multiplied, and the FP32
+forward (`tests/model/test_transformer.py`). Weights enter twice: the *working* weight that is multiplied, and the FP32
 *master* that receives the gradient, straight through the quantization.
 
 Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary.
