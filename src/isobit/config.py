@@ -67,6 +67,7 @@ class RewardsConfig(_Section):
     deadline_s: float = Field(30.0, gt=0, description="seconds for one call; a worker that takes longer is killed")
     num_workers: int = Field(1, ge=1, le=64)
     on_error: Literal["stop", "skip"] = Field("stop", description="what a failing reward function does to the run")
+    environment: tuple[str, ...] = Field((), description="variables that functions get besides PATH and the like")
 
 
 class SamplingConfig(_Section):

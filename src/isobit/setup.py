@@ -62,9 +62,10 @@ def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None) -
         deadline_s=config.rewards.deadline_s,
         num_workers=config.rewards.num_workers,
         on_error=config.rewards.on_error,
+        environment=config.rewards.environment,
     )
-    rewards.start()
     try:
+        rewards.check_columns(task.train.examples[0].columns)
         return _open_models(config, task, rewards, quiet, checkpoint)
     except BaseException:
         rewards.close()

@@ -1,66 +1,172 @@
-"""Arithmetic: additions, subtractions and multiplications of numbers with d digits, made here, seeded.
+"""Arithmetic: additions, subtractions and multiplications, made here, such as "123+456=" with the answer "579".
 
-A prompt is `123+456=`, the gold completion `579`. Training and held-out problems are disjoint. Left out: division.
+A problem is a number p in [0, operators * span^2) that names an operator and two operands. Problems come in an order
+that a seed decides; the first ones are held out, and neither they nor their mirror (456+123 for 123+456) are ever
+trained on. Completions are compared as text: digits and nothing else.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, overload
 
 from isobit.errors import IsobitError
-from isobit.tasks.data import Dataset, Example, TaskSettings
-from isobit.tasks.task import RewardSpec, Task, read_options, refuse_file
+from isobit.tasks.data import (
+    SPLIT_STREAM,
+    Dataset,
+    Example,
+    TaskSettings,
+    check_template,
+    completion_text,
+    random_words,
+)
+from isobit.tasks.task import (
+    RewardSpec,
+    Task,
+    alphabet_of,
+    check_option,
+    held_out_size,
+    parse_options,
+    refuse_file_settings,
+)
 
-_DEFAULTS: dict[str, Any] = {"digits": 3, "operators": "+", "train_size": 20000}
-_HELD_OUT = 512
+REWARD = RewardSpec("isobit.tasks.arithmetic:reward", name="correct")
+DEFAULT_TRAIN_SIZE = 20_000
+DEFAULT_HELD_OUT_SIZE = 512
+
+
+@dataclass(frozen=True)
+class ArithmeticOptions:
+    """Operands have `min_digits` (default: `digits`) to `digits` digits; `operators` are from + - *.
+
+    `reverse` writes the digits of the answer from the lowest to the highest, which small models learn faster.
+    `train_size`: default 20,000, or all there are. `seed` decides the problems and the split.
+    """
+
+    digits: int = 3
+    min_digits: int | None = None
+    operators: str = "+"
+    reverse: bool = False
+    train_size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_option("digits", self.digits, 1, 8)
+        if self.min_digits is not None:
+            check_option("min_digits", self.min_digits, 1, self.digits)
+        if not self.operators or set(self.operators) - set("+-*") or len(set(self.operators)) < len(self.operators):
+            raise IsobitError(f"task.options.operators: expected some of + - *, each once, got {self.operators!r}")
+        if self.train_size is not None:
+            check_option("train_size", self.train_size, 1, 2_000_000)
+        check_option("seed", self.seed, 0, 2**63 - 1)
+
+    @property
+    def low(self) -> int:
+        """The smallest operand; one digit includes 0."""
+        digits = self.digits if self.min_digits is None else self.min_digits
+        return 0 if digits == 1 else 10 ** (digits - 1)
+
+    @property
+    def span(self) -> int:
+        """How many operands there are."""
+        return 10**self.digits - self.low
+
+
+class Problems(Sequence[Example]):
+    """Problem numbers as examples, made when they are asked for: a number takes 8 bytes, an example 600."""
+
+    def __init__(self, numbers: Sequence[int], options: ArithmeticOptions, template: str | None) -> None:
+        self._numbers, self._options, self._template = numbers, options, template
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, i: int) -> Example: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Example]: ...
+    def __getitem__(self, i: int | slice) -> Example | Sequence[Example]:
+        if isinstance(i, slice):
+            return Problems(self._numbers[i], self._options, self._template)
+        operator, left, right = operands(self._numbers[i], self._options)
+        question = f"{left}{operator}{right}="
+        prompt = question if self._template is None else self._template.replace("{prompt}", question)
+        answer = gold_answer(operator, left, right, self._options.reverse)
+        return Example(i % len(self), prompt, {"answer": answer})
 
 
 def load(settings: TaskSettings) -> Task:
-    """Options: digits (1 to 9), operators (some of +-*), train_size. Raises IsobitError for others."""
-    refuse_file(settings)
-    options = read_options(settings, _DEFAULTS)
-    digits, operators = options["digits"], options["operators"]
-    if not 1 <= digits <= 9:
-        raise IsobitError(f"task.options.digits: expected 1 to 9, got {digits}")
-    if not operators or set(operators) - set("+-*"):
-        raise IsobitError(f"task.options.operators: expected some of +-*, got {operators!r}")
-    held_out = _HELD_OUT if settings.held_out_size is None else settings.held_out_size
-    count = held_out + options["train_size"]
-    possible = (10**digits - 10 ** (digits - 1)) ** 2 * len(operators)
-    if options["train_size"] < 1 or count > possible:
-        raise IsobitError(f"task.options.train_size: expected 1 to {possible - held_out}, got {options['train_size']}")
-    examples = _problems(count, digits, operators, settings.seed)
+    """The task of the given options. The answer is the gold completion."""
+    refuse_file_settings(settings)
+    options = parse_options(settings.name, ArithmeticOptions, settings.options)
+    template = settings.prompt_template
+    check_template(template)
+    held_out, train = problem_numbers(options, held_out_size(settings, DEFAULT_HELD_OUT_SIZE))
+    text = (template or "").replace("{prompt}", "")
     return Task(
-        name="arithmetic",
-        train=Dataset(examples[held_out:], settings.seed),
-        held_out=Dataset(examples[:held_out], settings.seed),
-        rewards=(RewardSpec("isobit.tasks.arithmetic:reward", name="correct"),),
+        "arithmetic",
+        Dataset(Problems(train, options, template), settings.seed),
+        Dataset(Problems(held_out, options, template), settings.seed),
+        (REWARD,),
         gold=lambda columns: str(columns["answer"]),
-        alphabet="0123456789=-" + operators,
+        alphabet=alphabet_of("0123456789=-" + options.operators + text),
     )
 
 
-def reward(prompts: list[str], completions: list[str], answer: list[int], **columns: Any) -> list[float]:
-    """1 where the completion is the answer and nothing else, else 0."""
-    return [float(completion == str(right)) for completion, right in zip(completions, answer)]
-
-
-def _problems(count: int, digits: int, operators: str, seed: int) -> list[Example]:
-    """`count` distinct problems."""
-    generator = np.random.Generator(np.random.Philox(key=seed))
-    low, high = 10 ** (digits - 1), 10**digits
-    seen: dict[tuple[int, int, int], None] = {}
-    while len(seen) < count:
-        drawn = zip(
-            generator.integers(low, high, count).tolist(),
-            generator.integers(low, high, count).tolist(),
-            generator.integers(0, len(operators), count).tolist(),
+def problem_numbers(options: ArithmeticOptions, held_out_size: int) -> tuple[list[int], list[int]]:
+    """(held out, train): distinct problems, and no mirror of a held-out one in train."""
+    size = len(options.operators) * options.span**2
+    wanted = DEFAULT_TRAIN_SIZE if options.train_size is None else options.train_size
+    order = _distinct(size, options.seed)
+    held_out = list(islice(order, held_out_size))
+    barred = set(held_out) | {mirror(number, options) for number in held_out}
+    train = list(islice((number for number in order if number not in barred), wanted))
+    if len(held_out) < held_out_size or not train or (options.train_size is not None and len(train) < wanted):
+        raise IsobitError(
+            f"task {options.digits} digits, operators {options.operators!r}: there are {size} problems, too few for "
+            f"{held_out_size} held out and {options.train_size or 'some'} to train on"
         )
-        seen |= dict.fromkeys(drawn)
-    return [_example(left, right, operators[symbol]) for left, right, symbol in list(seen)[:count]]
+    return held_out, train
 
 
-def _example(left: int, right: int, operator: str) -> Example:
-    results: Mapping[str, int] = {"+": left + right, "-": left - right, "*": left * right}
-    return Example(f"{left}{operator}{right}=", {"answer": results[operator]})
+def operands(number: int, options: ArithmeticOptions) -> tuple[str, int, int]:
+    """(operator, left, right) of a problem number."""
+    rest, right = divmod(number, options.span)
+    operator, left = divmod(rest, options.span)
+    return options.operators[operator], left + options.low, right + options.low
+
+
+def mirror(number: int, options: ArithmeticOptions) -> int:
+    """The problem with the two operands exchanged."""
+    rest, right = divmod(number, options.span)
+    operator, left = divmod(rest, options.span)
+    return (operator * options.span + right) * options.span + left
+
+
+def gold_answer(operator: str, left: int, right: int, reverse: bool = False) -> str:
+    """The right completion: a decimal number; `reverse`: its digits from the lowest on, a sign stays first."""
+    value = left + right if operator == "+" else left - right if operator == "-" else left * right
+    digits = str(abs(value))
+    return ("-" if value < 0 else "") + (digits[::-1] if reverse else digits)
+
+
+def reward(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
+    """1.0 where the completion, outer white space aside, is the answer and nothing else, else 0.0."""
+    return [float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def _distinct(size: int, seed: int) -> Iterator[int]:
+    """The numbers below `size`, each once, in the order in which Philox words (modulo size) first name them.
+
+    Ends early when a million words in a row name nothing new, which only happens when nearly all have been given.
+    """
+    seen: set[int] = set()
+    count = 1 << 12
+    start = 0
+    while len(seen) < size and start < 64 * size + (1 << 20):
+        for word in random_words(seed, SPLIT_STREAM, start + count)[start:].tolist():
+            number = word % size
+            if number not in seen:
+                seen.add(number)
+                yield number
+        start, count = start + count, start + count

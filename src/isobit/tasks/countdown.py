@@ -1,145 +1,256 @@
-"""Countdown: reach a target from given numbers with + - * /, each number used exactly once. Made here, seeded,
-solvable.
+"""Countdown: reach a target from given numbers with + - * / and parentheses.
 
-A completion is an expression, or ends with one after the last `=`-free line or `answer:`; it is parsed by a small
-recursive parser over exact fractions, never evaluated as code.
+Problems are made by combining the numbers at random, so that each has a solution, which is kept as the gold
+completion; every intermediate result of it is a positive integer. A completion is one expression. It is parsed by a
+recursive descent over at most 256 characters, evaluated in exact fractions, never by `eval`:
+
+    sum = product (("+" | "-") product)*      product = atom (("*" | "/") atom)*      atom = integer | "(" sum ")"
 """
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from isobit.errors import IsobitError
-from isobit.tasks.data import Dataset, Example, TaskSettings
-from isobit.tasks.task import RewardSpec, Task, read_options, refuse_file
+from isobit.tasks.data import (
+    SPLIT_STREAM,
+    Dataset,
+    Example,
+    TaskSettings,
+    check_template,
+    completion_text,
+    random_words,
+)
+from isobit.tasks.task import (
+    RewardSpec,
+    Task,
+    alphabet_of,
+    check_option,
+    held_out_size,
+    parse_options,
+    refuse_file_settings,
+)
 
-_DEFAULTS: dict[str, Any] = {"numbers": 3, "largest": 20, "train_size": 5000}
-_HELD_OUT = 256
-_LONGEST = 200  # characters of an expression that are parsed
-_TOKEN = re.compile(r"\s*(\d+|[-+*/()])")
+REWARD = RewardSpec("isobit.tasks.countdown:reward", name="correct")
+DEFAULT_HELD_OUT_SIZE = 256
+MAX_CHARACTERS = 256
+MAX_DEPTH = 32  # open parentheses
+MAX_DIGITS = 9  # of one number
+MAX_MISSES = 100_000  # draws in a row that give no new problem
+
+_TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
+_SIGNS = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-"})
+
+
+class ExpressionError(ValueError):
+    """Text that is not an expression of this grammar, is over its limits, or divides by zero."""
+
+
+@dataclass(frozen=True)
+class CountdownOptions:
+    """`min_numbers` to `max_numbers` numbers of 1 to `max_number`, target 1 to `max_target`.
+
+    `use_all`: the expression must use every number exactly once, else each at most once. `seed` decides the problems
+    and the split.
+    """
+
+    min_numbers: int = 3
+    max_numbers: int = 4
+    max_number: int = 50
+    max_target: int = 100
+    use_all: bool = True
+    train_size: int = 5_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_option("max_numbers", self.max_numbers, 2, 8)
+        check_option("min_numbers", self.min_numbers, 2, self.max_numbers)
+        check_option("max_number", self.max_number, 2, 10_000)
+        check_option("max_target", self.max_target, 2, 1_000_000)
+        check_option("train_size", self.train_size, 1, 1_000_000)
+        check_option("seed", self.seed, 0, 2**63 - 1)
 
 
 def load(settings: TaskSettings) -> Task:
-    """Options: numbers (2 to 6), largest (of the numbers), train_size."""
-    refuse_file(settings)
-    options = read_options(settings, _DEFAULTS)
-    if not 2 <= options["numbers"] <= 6:
-        raise IsobitError(f"task.options.numbers: expected 2 to 6, got {options['numbers']}")
-    if not 3 <= options["largest"] <= 999 or options["train_size"] < 1:
-        raise IsobitError("task.options: expected largest from 3 to 999, and train_size of at least 1")
-    held_out = _HELD_OUT if settings.held_out_size is None else settings.held_out_size
-    examples = _problems(held_out + options["train_size"], options["numbers"], options["largest"], settings.seed)
+    """The task of the given options; a prompt is such as "3 5 7 -> 26: ", or a template with {numbers} and {target}."""
+    refuse_file_settings(settings)
+    options = parse_options(settings.name, CountdownOptions, settings.options)
+    template = settings.prompt_template or "{prompt}"
+    check_template(template, ("prompt", "numbers", "target"))
+    held = held_out_size(settings, DEFAULT_HELD_OUT_SIZE)
+    examples = [
+        _example(i if i < held else i - held, problem, options.use_all, template)
+        for i, problem in enumerate(problems(options, held + options.train_size))
+    ]
     return Task(
-        name="countdown",
-        train=Dataset(examples[held_out:], settings.seed),
-        held_out=Dataset(examples[:held_out], settings.seed),
-        rewards=(RewardSpec("isobit.tasks.countdown:reward", name="correct"),),
+        "countdown",
+        Dataset(examples[held:], settings.seed),
+        Dataset(examples[:held], settings.seed),
+        (REWARD,),
         gold=lambda columns: str(columns["solution"]),
-        alphabet="0123456789+-*/() ->:",
+        alphabet=alphabet_of("0123456789+-*/() >:" + re.sub(r"\{(prompt|numbers|target)\}", "", template)),
     )
 
 
+def problems(options: CountdownOptions, count: int) -> list[tuple[list[int], int, str]]:
+    """`count` problems (numbers, target, solution), no two with the same numbers and target."""
+    draws = _draws(options.seed)
+    found: dict[tuple[tuple[int, ...], int], tuple[list[int], int, str]] = {}
+    misses = 0
+    while len(found) < count:
+        misses += 1
+        if misses > MAX_MISSES:
+            raise IsobitError(
+                f"task countdown: these options give only about {len(found)} problems, {count} are asked for "
+                "(train_size + held_out_size); raise max_number or max_target"
+            )
+        span = options.max_numbers - options.min_numbers + 1
+        numbers = [1 + next(draws) % options.max_number for _ in range(options.min_numbers + next(draws) % span)]
+        target, solution = _combine(numbers, draws)
+        key = (tuple(sorted(numbers)), target)
+        if target <= options.max_target and target not in numbers and key not in found:
+            found[key] = (numbers, target, solution)
+            misses = 0
+    return list(found.values())
+
+
 def reward(
-    prompts: list[str], completions: list[str], numbers: list[list[int]], target: list[int], **columns: Any
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    numbers: Sequence[Sequence[int]],
+    target: Sequence[int],
+    **columns: Any,
 ) -> list[float]:
-    """1 for an expression over exactly the given numbers that equals the target, else 0."""
-    return [float(_solves(c, n, t)) for c, n, t in zip(completions, numbers, target)]
+    """1.0 where the completion is an expression of the numbers that equals the target, else 0.0.
+
+    Each number is used exactly once, or at most once where a column `use_all` is false.
+    """
+    use_all = columns.get("use_all", [True] * len(completions))
+    return [
+        float(solves(completion_text(completion), *problem))
+        for completion, *problem in zip(completions, numbers, target, use_all, strict=True)
+    ]
 
 
-def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an arithmetic expression and the numbers in it; None if it is not one, or divides by zero."""
-    if len(expression) > _LONGEST:
-        return None
-    tokens, position = [], 0
-    while expression[position:].strip():
-        match = _TOKEN.match(expression, position)
-        if match is None or len(match.group(1)) > 9:
-            return None
-        tokens.append(match.group(1))
-        position = match.end()
-    parser = _Parser(tokens)
+def solves(text: str, numbers: Sequence[int], target: int, use_all: bool = True) -> bool:
+    """Whether the text is an expression that uses the numbers as it must and equals the target."""
     try:
-        value = parser.sum()
-    except (ValueError, ZeroDivisionError):
-        return None
-    return (value, parser.numbers) if parser.position == len(tokens) else None
+        value, used = evaluate(text)
+    except ExpressionError:
+        return False
+    given, taken = Counter(numbers), Counter(used)
+    return value == target and (taken == given if use_all else taken <= given)
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """(exact value, the integers in it from left to right) of an expression. Raises ExpressionError."""
+    text = text.strip()
+    if len(text) > MAX_CHARACTERS:
+        raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
+    parser = _Parser(_tokens(text.translate(_SIGNS)))
+    value = parser.sum(0)
+    if parser.position != len(parser.tokens):
+        raise ExpressionError(f"unexpected {parser.tokens[parser.position]!r}")
+    return value, parser.used
 
 
 class _Parser:
-    """Recursive descent: sum = product {(+|-) product}; product = atom {(*|/) atom}; atom = number | ( sum )."""
+    """One pass over the tokens; each method consumes what its grammar rule describes."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self.tokens, self.position, self.numbers = tokens, 0, list[int]()
+        self.tokens = tokens
+        self.position = 0
+        self.used: list[int] = []
 
-    def sum(self) -> Fraction:
-        value = self.product()
-        while self.peek() in ("+", "-"):
-            value = value + self.product() if self.next() == "+" else value - self.product()
+    def next_is(self, choices: str) -> bool:
+        return self.position < len(self.tokens) and self.tokens[self.position] in choices
+
+    def take(self) -> str:
+        if self.position == len(self.tokens):
+            raise ExpressionError("ends too early")
+        self.position += 1
+        return self.tokens[self.position - 1]
+
+    def sum(self, depth: int) -> Fraction:
+        value = self.product(depth)
+        while self.next_is("+-"):
+            value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
         return value
 
-    def product(self) -> Fraction:
-        value = self.atom()
-        while self.peek() in ("*", "/"):
-            value = value * self.atom() if self.next() == "*" else value / self.atom()
+    def product(self, depth: int) -> Fraction:
+        value = self.atom(depth)
+        while self.next_is("*/"):
+            if self.take() == "*":
+                value *= self.atom(depth)
+                continue
+            divisor = self.atom(depth)
+            if divisor == 0:
+                raise ExpressionError("division by zero")
+            value /= divisor
         return value
 
-    def atom(self) -> Fraction:
-        token = self.next()
+    def atom(self, depth: int) -> Fraction:
+        token = self.take()
         if token == "(":
-            value = self.sum()
-            if self.next() != ")":
-                raise ValueError("unbalanced parenthesis")
+            if depth == MAX_DEPTH:
+                raise ExpressionError(f"more than {MAX_DEPTH} open parentheses")
+            value = self.sum(depth + 1)
+            if self.take() != ")":
+                raise ExpressionError("expected )")
             return value
-        self.numbers.append(int(token))
+        if not token.isdigit():
+            raise ExpressionError(f"unexpected {token!r}")
+        if len(token) > MAX_DIGITS:
+            raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
+        self.used.append(int(token))
         return Fraction(int(token))
 
-    def peek(self) -> str:
-        return self.tokens[self.position] if self.position < len(self.tokens) else ""
 
-    def next(self) -> str:
-        token = self.peek()
-        self.position += 1
-        return token
-
-
-def _solves(completion: str, numbers: list[int], target: int) -> bool:
-    lines = completion.strip().splitlines()
-    text = lines[-1].rpartition(":")[2].partition("=")[0] if lines else ""
-    result = evaluate(text)
-    return result is not None and result[0] == target and sorted(result[1]) == sorted(numbers)
+def _example(index: int, problem: tuple[list[int], int, str], use_all: bool, template: str) -> Example:
+    numbers, target, solution = problem
+    listed = " ".join(map(str, numbers))
+    prompt = template.replace("{prompt}", f"{listed} -> {target}: ")
+    prompt = prompt.replace("{numbers}", listed).replace("{target}", str(target))
+    columns = {"numbers": numbers, "target": target, "solution": solution, "use_all": use_all}
+    return Example(index, prompt, columns)
 
 
-def _problems(count: int, numbers: int, largest: int, seed: int) -> list[Example]:
-    generator = np.random.Generator(np.random.Philox(key=seed))
-    seen: dict[str, Example] = {}
-    for _ in range(200 * count + 1000):
-        if len(seen) == count:
-            return list(seen.values())
-        example = _problem([int(n) for n in generator.integers(1, largest + 1, numbers)], generator)
-        if example is not None:
-            seen.setdefault(str(example.prompt), example)
-    raise IsobitError(f"task countdown: fewer than {count} different problems; raise numbers or largest")
+def _tokens(text: str) -> list[str]:
+    tokens = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ExpressionError(f"unexpected {text[position]!r}")
+        tokens.append(match[1] or match[2])
+        position = match.end()
+    return tokens
 
 
-def _problem(numbers: list[int], generator: np.random.Generator) -> Example | None:
-    """Join the numbers by random operations, each giving a positive whole number; None if that fails."""
-    value, solution = numbers[0], str(numbers[0])
-    for number in numbers[1:]:
-        operator = "+-*/"[int(generator.integers(4))]
-        results: Mapping[str, Fraction] = {
-            "+": Fraction(value + number),
-            "-": Fraction(value - number),
-            "*": Fraction(value * number),
-            "/": Fraction(value, number),
-        }
-        result = results[operator]
-        if result.denominator != 1 or not 0 < result <= 10_000:
-            return None
-        value, solution = int(result), f"({solution}{operator}{number})"
-    order = generator.permutation(len(numbers))
-    shown = [numbers[int(i)] for i in order]
-    columns = {"numbers": shown, "target": value, "solution": solution}
-    return Example(f"{' '.join(map(str, shown))} -> {value}: ", columns)
+def _combine(numbers: list[int], draws: Iterator[int]) -> tuple[int, str]:
+    """Combine all the numbers, two at a time, by random operators that keep the results positive integers."""
+    items = [(value, str(value)) for value in numbers]
+    while True:
+        (a, left), (b, right) = (items.pop(next(draws) % len(items)) for _ in range(2))
+        results = [(a + b, "+"), (a * b, "*")]
+        if a > b:
+            results.append((a - b, "-"))
+        if a % b == 0:
+            results.append((a // b, "/"))
+        value, operator = results[next(draws) % len(results)]
+        text = f"{left}{operator}{right}"
+        if not items:
+            return value, text
+        items.append((value, f"({text})"))
+
+
+def _draws(seed: int) -> Iterator[int]:
+    """Philox words without end. Modulo a small bound their bias is below 2^-40."""
+    size = 1 << 14
+    start = 0
+    while True:
+        yield from random_words(seed, SPLIT_STREAM, start + size)[start:].tolist()
+        start, size = start + size, start + size

@@ -1,63 +1,71 @@
-"""Grade-school maths in GSM8K's form (Cobbe et al. 2021, arXiv 2110.14168): a question, and an answer after `####`."""
+"""GSM8K-style word problems (Cobbe et al. 2021, arXiv 2110.14168), scored by their final number.
+
+Files have `question` and `answer`. The final number of a text is the first number after its last `####`, else its last
+number. Numbers compare by value: 1,000 = 1000 = 1000.0 = $1,000 = 1000% = "1000.". A minus sign belongs to the number
+that it touches unless it follows a term: `= -3` is minus three, `16-3` and `16 - 3` end in three. Left out: fractions,
+exponents, number words.
+"""
 
 import re
-from dataclasses import replace
+from collections import deque
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.tasks.data import Dataset, TaskSettings, read_examples, split_held_out
+from isobit.tasks.data import TaskSettings, completion_text
+from isobit.tasks.files import read_splits
 from isobit.tasks.task import RewardSpec, Task
 
-_NUMBER = re.compile(r"(?:(?<![\w.,)])[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-_HELD_OUT = 256
+TEXT_TEMPLATE = "Question: {prompt}\nEnd your answer with #### and the number.\nAnswer:"
+REWARD = RewardSpec("isobit.tasks.gsm8k:reward", name="correct")
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]}%])(?P<minus>-))?"
+    r"(?:\$\s?(?P<minus_after_currency>-)?)?"
+    r"(?P<value>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
 
 
 def load(settings: TaskSettings) -> Task:
-    """A JSONL file with `question` and `answer`, or the columns that the settings name."""
-    if settings.path is None:
-        raise IsobitError("task.path: task gsm8k needs a JSONL file with question and answer")
-    path = settings.path
-    settings = replace(settings, prompt_column=settings.prompt_column or "question")
-    examples = read_examples(path, settings)
-    if "answer" not in examples[0].columns:
-        raise IsobitError(f"{path}: no column 'answer'; name it with task.answer_column")
-    if settings.held_out_path is not None:
-        train = Dataset(examples, settings.seed)
-        held_out = Dataset(read_examples(settings.held_out_path, settings), settings.seed)
-    else:
-        size = min(_HELD_OUT, len(examples) // 10) if settings.held_out_size is None else settings.held_out_size
-        train, held_out = split_held_out(examples, size, settings.seed, path)
-    return Task(
-        name="gsm8k",
-        train=train,
-        held_out=held_out,
-        rewards=(RewardSpec("isobit.tasks.gsm8k:reward", name="correct"),),
-        gold=lambda columns: str(columns["answer"]),
-    )
+    """A JSONL file with `question` and `answer`, or the columns that the settings name. The answer is gold text too."""
+    train, held_out = read_splits(settings, settings.prompt_column or "question", TEXT_TEMPLATE)
+    if "answer" not in train.examples[0].columns:
+        raise IsobitError(f"{settings.path}: no column 'answer'; name it with task.answer_column")
+    for example in [*train.examples, *held_out.examples]:
+        if final_number(str(example.columns["answer"])) is None:
+            raise IsobitError(f"{settings.path}: row {example.index + 1}: the answer has no number in it")
+    return Task("gsm8k", train, held_out, (REWARD,), gold=lambda columns: str(columns["answer"]))
 
 
-def reward(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the completion's number equals the answer's, else 0."""
-    return [float(_equal(_text(c), str(a))) for c, a in zip(completions, answer)]
+def reward(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
+    """1.0 where the final number of the completion equals that of the answer, else 0.0.
+
+    Raises ValueError for an answer without a number.
+    """
+    return [float(final_number(completion_text(c)) == _gold(a)) for c, a in zip(completions, answer, strict=True)]
 
 
 def final_number(text: str) -> Decimal | None:
-    """The first number after the last `####`, else the last number of the text; 1,000 = 1000 = 1000.0 = $1,000."""
-    _, marker, tail = text.rpartition("####")
-    found = _NUMBER.findall(tail)
-    if not found:
-        return None
-    chosen = found[0] if marker else found[-1]
-    sign = "-" if chosen.startswith("-") else ""
-    return Decimal(sign + re.sub(r"[^\d.]", "", chosen))
+    """The first number after the last `####`, else the last number of the text; None if it has none."""
+    text = text.replace("\N{MINUS SIGN}", "-")
+    _, mark, tail = text.rpartition("####")
+    marked = _NUMBER.search(tail) if mark else None
+    if marked is not None:
+        return _value(marked)
+    numbers = deque(_NUMBER.finditer(text), maxlen=1)
+    return _value(numbers[0]) if numbers else None
 
 
-def _equal(completion: str, answer: str) -> bool:
-    expected, given = final_number(answer), final_number(completion)
-    return expected is not None and given is not None and given == expected
+def _gold(answer: Any) -> Decimal:
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return Decimal(str(answer))
+    number = final_number(answer) if isinstance(answer, str) else None
+    if number is None:
+        raise ValueError(f"the answer column has no number: {answer!r:.60}")
+    return number
 
 
-def _text(completion: Any) -> str:
-    """The text of a completion; conversational ones are lists of messages."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+def _value(match: re.Match[str]) -> Decimal:
+    value = Decimal(match["value"].replace(",", ""))
+    return -value if bool(match["minus"]) != bool(match["minus_after_currency"]) else value

@@ -1,260 +1,288 @@
-"""Reward functions in worker processes, with a deadline for every call.
+"""Scoring: reward functions over completions, in worker processes, with every failure traced to its sample.
 
-A function that raises, hangs, dies, or returns a wrong length or NaN costs its own samples their score, and nothing
-else: the call is halved until the guilty samples stand alone. They are unscored, None and never 0. What that does to
-a run is `on_error`: `stop` raises `RunFailed` with the function and the sample, `skip` goes on. Results do not depend
-on the number of workers. Left out: isolation from the network and the file system; the functions are the user's own.
+A batch is cut into chunks of `chunk_size` samples, the same for any number of workers; one call is one function on
+one chunk, under the deadline. A reward is a number or None (unscored, never 0). The total of a sample is the sum of
+weight times reward over the functions, and None as soon as one function of non-zero weight gave None. (TRL leaves a
+None out of its sum; here a sample is scored by all functions or not at all.)
+
+A call that raises, hangs, kills its process or returns a wrong length is repeated on its parts until the guilty
+samples are known: on single samples where that is cheap, by bisection where it costs a deadline or a process, of
+which a batch spends at most MAX_DEATHS. What follows is `on_error`: `stop` raises RunFailed with function and sample,
+`skip` leaves the sample unscored. Left out: isolation from files and network; the functions are the user's own.
 """
 
-import contextlib
 import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import isobit
 from isobit.errors import IsobitError, RunFailed
-from isobit.tasks.data import Prompt
+from isobit.tasks.data import Prompt, did_you_mean
+from isobit.tasks.functions import check_reference
+from isobit.tasks.process import Death, Reply, WorkerProcess, exchange
 from isobit.tasks.task import RewardSpec
 
-_START_S = 60.0  # a worker may import large libraries
-_ISOLATED_HANGS = 4  # after so many hanging samples, the rest of a hanging call is given up
+MAX_DEATHS = 16
+EXCERPT_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
 class Reward:
-    """The score of one sample: the weighted sum, None if a function gave none; each function's value; what went
-    wrong."""
+    """The rewards of one sample: the weighted sum, each function's own, and what went wrong (None: nothing)."""
 
     total: float | None
-    by_function: Mapping[str, float | None] = field(default_factory=dict)
+    by_function: dict[str, float | None]
     error: str | None = None
 
 
-class _Failure(Exception):
-    """A call that gave no usable values, in one line."""
+@dataclass(frozen=True)
+class _Failure:
+    """Why a call gave no rewards; `deadly` if it cost its process, `malformed` if it returned the wrong thing."""
 
-    def __init__(self, message: str, hung: bool = False) -> None:
-        super().__init__(message)
-        self.hung = hung
-
-
-class _Worker:
-    """One process with one function; started on first use and again after it was killed."""
-
-    def __init__(self, spec: RewardSpec, deadline_s: float) -> None:
-        self.spec, self.deadline_s = spec, deadline_s
-        self.process: subprocess.Popen[bytes] | None = None
-        self._buffer = b""
-
-    def start(self) -> None:
-        """Raises IsobitError, in one line, if the function cannot be loaded."""
-        to_worker, requests = os.pipe()
-        answers, from_worker = os.pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
-        path = os.pathsep.join(filter(None, [str(Path(isobit.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "isobit.tasks.worker", self.spec.function, str(to_worker), str(from_worker)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=(to_worker, from_worker),
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        os.close(to_worker)
-        os.close(from_worker)
-        self._requests, self._answers, self._buffer = requests, answers, b""
-        try:
-            answer = self._receive(_START_S)
-        except _Failure as failure:
-            self.close()
-            raise IsobitError(f"reward function {self.spec.function}: {failure}") from None
-        if "error" in answer:
-            self.close()
-            raise IsobitError(f"reward function {self.spec.function}: {answer['error']}")
-
-    def send(self, request: Mapping[str, Any]) -> None:
-        if self.process is None:
-            self.start()
-        self._sent = time.monotonic()
-        data = memoryview(json.dumps(request).encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed by `receive`
-            while data:
-                data = data[os.write(self._requests, data) :]
-
-    def receive(self) -> list[float | None]:
-        """The values of the last request. Raises _Failure; a worker that hung or died is gone."""
-        try:
-            answer = self._receive(self.deadline_s - (time.monotonic() - self._sent))
-        except _Failure:
-            self.close()
-            raise
-        if "error" in answer:
-            raise _Failure(answer["error"])
-        return answer["values"]
-
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        end = time.monotonic() + timeout_s
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._answers], [], [], max(end - time.monotonic(), 0))
-            if not ready:
-                raise _Failure(f"gave no answer within {self.deadline_s:g} s and was killed", hung=True)
-            data = os.read(self._answers, 1 << 20)
-            if not data:
-                raise _Failure(f"its process ended{self._last_words()}")
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return f", saying: {lines[-1][:200]}" if lines else ""
-
-    def close(self) -> None:
-        """Kill the process and everything that it started."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process = None
-        os.close(self._requests)
-        os.close(self._answers)
-        self._log.close()
+    text: str
+    deadly: bool = False
+    malformed: bool = False
 
 
 class RewardPool:
-    """All reward functions of a run. Use as a context manager, or `close` it."""
+    """Reward functions in worker processes, which live from `start` (or the first `score`) to `close`."""
 
     def __init__(
-        self, specs: Sequence[RewardSpec], *, deadline_s: float = 30.0, num_workers: int = 1, on_error: str = "stop"
+        self,
+        specs: Sequence[RewardSpec],
+        *,
+        deadline_s: float = 30.0,
+        num_workers: int = 1,
+        on_error: str = "stop",
+        chunk_size: int = 64,
+        log_dir: Path | None = None,
+        environment: Sequence[str] = (),
     ) -> None:
-        labels = [spec.label for spec in specs]
-        if not specs:
-            raise IsobitError("no reward function: give rewards.functions, or use a task that has one of its own")
-        if len(set(labels)) < len(labels):
-            raise IsobitError(
-                f"two reward functions are called {labels[0]!r}; tell them apart with rewards.functions.name"
-            )
-        self.specs = list(specs)
-        self.on_error = on_error
-        self._workers = {spec: [_Worker(spec, deadline_s) for _ in range(num_workers)] for spec in self.specs}
+        """Raises IsobitError for functions that are not there or not told apart.
+
+        `deadline_s` is for one call. `log_dir` keeps what the functions print, as reward-worker-<i>.log; otherwise it
+        is dropped, but for the last line before a failure. `environment` names variables that the functions get
+        besides the usual ones (PATH, HOME and the like).
+        """
+        _check_specs(specs)
+        assert on_error in ("stop", "skip")
+        self.specs = tuple(specs)
+        self._deadline_s = deadline_s
+        self._num_workers = num_workers
+        self._stop = on_error == "stop"
+        self._chunk_size = chunk_size
+        self._log_dir = log_dir
+        self._environment = tuple(environment)
+        self._workers: list[WorkerProcess] = []
+        self._required: list[tuple[str, ...]] = []
+        self._wants_tokens = False
 
     def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def start(self) -> None:
-        """Load every function now, so that a mistake in one is found before a run starts."""
-        for workers in self._workers.values():
-            workers[0].start()
+        """Start the workers and import the functions. Raises IsobitError, in one line, if one cannot be used."""
+        if self._workers:
+            return
+        references = [spec.function for spec in self.specs]
+        try:
+            for i in range(self._num_workers):
+                log = self._log(i)
+                self._workers.append(WorkerProcess(references, log, self._environment))
+            loaded = [worker.loaded() for worker in self._workers]
+        except BaseException:
+            self.close()
+            raise
+        self._required = [tuple(signature["required"]) for signature in loaded[0]]
+        self._wants_tokens = any("completion_ids" in signature["names"] for signature in loaded[0])
 
-    def close(self) -> None:
-        for workers in self._workers.values():
-            for worker in workers:
-                worker.close()
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise IsobitError if a function cannot do without a column that the data does not have."""
+        self.start()
+        known = list(columns)
+        for spec, required in zip(self.specs, self._required):
+            for name in required:
+                if name not in known:
+                    hint = did_you_mean(name, known) if known else "the data has none but the prompt"
+                    raise IsobitError(f"reward function {spec.function}: the data has no column {name!r}; {hint}")
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Reward]:
-        """Score completions; `columns[i]` is the row that completion i belongs to.
+        """Score each completion; `columns[i]` is the row that it belongs to, with the same columns in every row.
 
-        Raises RunFailed, under `on_error: stop`, naming the function and the sample.
+        Functions get columns as lists, and the completion of a chat prompt as TRL gives it, [{"role": "assistant",
+        "content": text}]. Raises RunFailed for the first failure under `stop`.
         """
-        values: list[dict[str, float | None]] = [{} for _ in completions]
-        errors: list[str | None] = [None] * len(completions)
-        for spec, workers in self._workers.items():
-            batch = _Batch(prompts, completions, columns)
-            for index, (value, error) in enumerate(_call(workers, batch)):
-                values[index][spec.label] = value
-                if error is not None:
-                    message = (
-                        f"reward function {spec.function}, sample {index} (prompt {_excerpt(prompts[index])}): {error}"
-                    )
-                    if self.on_error == "stop":
-                        raise RunFailed(message)
-                    errors[index] = message
-        return [Reward(self._total(v), v, e) for v, e in zip(values, errors)]
-
-    def _total(self, values: Mapping[str, float | None]) -> float | None:
-        total = 0.0
-        for spec in self.specs:
-            value = values[spec.label]
-            if value is None:
-                if spec.weight == 0:
-                    continue
-                return None
-            total += spec.weight * value
-        return total
-
-
-_Outcome = tuple[float | None, str | None]
-
-
-@dataclass(frozen=True)
-class _Batch:
-    prompts: Sequence[Prompt]
-    completions: Sequence[str]
-    columns: Sequence[Mapping[str, Any]]
-
-    def part(self, start: int, stop: int) -> "_Batch":
-        return _Batch(self.prompts[start:stop], self.completions[start:stop], self.columns[start:stop])
-
-    def request(self) -> dict[str, Any]:
-        """TRL's arguments: columns as lists; a completion of a chat prompt as a list of one message."""
-        completions = [
+        assert len(prompts) == len(completions) == len(columns)
+        if not prompts:
+            return []
+        self.check_columns(columns[0])
+        arguments: dict[str, list[Any]] = {name: [row[name] for row in columns] for name in columns[0]}
+        arguments["prompts"] = list(prompts)
+        arguments["completions"] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(self.prompts, self.completions)
+            for prompt, text in zip(prompts, completions)
         ]
-        names = self.columns[0].keys() if self.columns else ()
-        columns = {name: [row[name] for row in self.columns] for name in names}
-        return {"prompts": list(self.prompts), "completions": completions, "columns": columns}
+        if self._wants_tokens and completion_ids is not None:
+            arguments["completion_ids"] = [list(ids) for ids in completion_ids]
+        scoring = _Scoring(self.specs, self._workers, self._deadline_s, self._stop, arguments)
+        scoring.run(self._chunk_size)
+        return [self._reward(scoring, i) for i in range(len(prompts))]
+
+    def close(self) -> None:
+        """Kill the workers and everything that they started. May be called again."""
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+    def _log(self, worker: int) -> Path | None:
+        if self._log_dir is None:
+            return None
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        return self._log_dir / f"reward-worker-{worker}.log"
+
+    def _reward(self, scoring: "_Scoring", sample: int) -> Reward:
+        by_function = {spec.label: values[sample] for spec, values in zip(self.specs, scoring.values)}
+        problems = [problems[sample] for problems in scoring.problems if sample in problems]
+        total: float | None = 0.0
+        for spec in self.specs:
+            value = by_function[spec.label]
+            if spec.weight != 0:
+                total = None if total is None or value is None else total + spec.weight * value
+        return Reward(total, by_function, problems[0] if problems else None)
 
 
-def _call(workers: list[_Worker], batch: _Batch) -> list[_Outcome]:
-    """Every worker gets an equal share; a share that fails is searched for the samples that make it fail."""
-    count = len(batch.completions)
-    bounds = [count * i // len(workers) for i in range(len(workers) + 1)]
-    shares = [(w, batch.part(a, b)) for w, a, b in zip(workers, bounds, bounds[1:]) if b > a]
-    for worker, share in shares:
-        worker.send(share.request())
-    outcomes: list[_Outcome] = []
-    for worker, share in shares:
+class _Scoring:
+    """One batch on its way: values and problems (messages) of each function by sample, and the processes spent."""
+
+    def __init__(
+        self,
+        functions: Sequence[RewardSpec],
+        workers: Sequence[WorkerProcess],
+        deadline_s: float,
+        stop: bool,
+        arguments: Mapping[str, Sequence[Any]],
+    ) -> None:
+        self.functions, self.workers, self.deadline_s, self.stop = functions, workers, deadline_s, stop
+        self.arguments = arguments
+        self.values: list[dict[int, float | None]] = [{} for _ in functions]
+        self.problems: list[dict[int, str]] = [{} for _ in functions]
+        self.deaths = 0
+
+    def run(self, chunk_size: int) -> None:
+        """Score everything. Raises RunFailed at the first problem, in the order of samples, if that is to stop."""
+        count = len(self.arguments["prompts"])
+        chunks = [range(start, min(start + chunk_size, count)) for start in range(0, count, chunk_size)]
+        calls = [(function, chunk) for chunk in chunks for function in range(len(self.functions))]
+        bodies = {chunk: self.body(chunk) for chunk in chunks}
+        replies = self.exchange([_request(function, bodies[chunk]) for function, chunk in calls], self.workers)
+        for (function, chunk), reply in zip(calls, replies):
+            self.settle(function, chunk, reply)
+
+    def settle(self, function: int, part: range, reply: Reply) -> None:
+        """Record the values of a call, or find the samples of the part that made it fail."""
+        failure = _failure(reply)
+        if failure is None:
+            assert isinstance(reply, dict)
+            self.values[function].update(zip(part, reply["values"]))
+            for i, text in reply["wrong"].items():
+                self.record(function, part[int(i)], text)
+        elif len(part) == 1:
+            self.record(function, part[0], failure.text)
+        else:
+            before = len(self.problems[function])
+            for smaller in _parts(part, failure.deadly):
+                self.examine(function, smaller)
+            if len(self.problems[function]) == before:
+                self.unreproduced(function, part, failure)
+
+    def examine(self, function: int, part: range) -> None:
+        """Call the function on a part of a chunk that failed, if there are still processes to spend on it."""
+        if self.deaths >= MAX_DEATHS:
+            for i in part:
+                self.record(function, i, f"not examined: {MAX_DEATHS} processes died or hung in this batch already")
+            return
+        reply = self.exchange([_request(function, self.body(part))], self.workers[:1])[0]
+        self.deaths += isinstance(reply, Death)
+        self.settle(function, part, reply)
+
+    def record(self, function: int, sample: int, text: str) -> None:
+        """Sample and function have a problem. Raises RunFailed with it if that is to stop."""
+        excerpt = _excerpt(self.arguments["prompts"][sample])
+        message = f"reward function {self.functions[function].function}, sample {sample} (prompt {excerpt}): {text}"
+        if self.stop:
+            raise RunFailed(message)
+        self.values[function][sample] = None
+        self.problems[function][sample] = message
+
+    def unreproduced(self, function: int, part: range, failure: _Failure) -> None:
+        """A call failed on a part, but on none of its samples alone: their values count, unless it cannot count."""
+        hint = "; raise rewards.deadline_s if the function is slow" if failure.deadly else ""
+        message = (
+            f"reward function {self.functions[function].function}, samples {part[0]} to {part[-1]} together, though "
+            f"none of them alone: {failure.text}{hint}"
+        )
+        if self.stop:
+            raise RunFailed(message)
+        if failure.malformed:
+            self.values[function].update(dict.fromkeys(part, None))
+            self.problems[function].update(dict.fromkeys(part, message))
+
+    def body(self, part: range) -> str:
+        """The part's arguments, as the end of a request."""
+        arguments = {name: values[part.start : part.stop] for name, values in self.arguments.items()}
+        return f'"count":{len(part)},"arguments":{json.dumps(arguments)}}}\n'
+
+    def exchange(self, requests: Sequence[bytes], workers: Sequence[WorkerProcess]) -> list[Reply]:
+        """Replies to the requests. Raises RunFailed if a worker that died cannot be replaced."""
         try:
-            outcomes += [(value, None) for value in worker.receive()]
-        except _Failure as failure:
-            outcomes += _search(worker, share, failure, [_ISOLATED_HANGS])
-    return outcomes
+            return exchange(workers, requests, self.deadline_s)
+        except IsobitError as error:
+            raise RunFailed(str(error)) from None
 
 
-def _search(worker: _Worker, batch: _Batch, failure: _Failure, hangs_left: list[int]) -> list[_Outcome]:
-    """Halve a call that failed, until the samples that fail stand alone."""
-    count = len(batch.completions)
-    hangs_left[0] -= failure.hung and count == 1
-    if count == 1 or (failure.hung and hangs_left[0] <= 0):
-        return [(None, str(failure))] * count
-    outcomes: list[_Outcome] = []
-    for part in (batch.part(0, count // 2), batch.part(count // 2, count)):
-        try:
-            worker.send(part.request())
-            outcomes += [(value, None) for value in worker.receive()]
-        except _Failure as again:
-            outcomes += _search(worker, part, again, hangs_left)
-    return outcomes
+def _request(function: int, body: str) -> bytes:
+    return f'{{"function":{function},{body}'.encode()
+
+
+def _failure(reply: Reply) -> _Failure | None:
+    if isinstance(reply, Death):
+        return _Failure(reply.text, deadly=True)
+    if "malformed" in reply:
+        return _Failure(reply["malformed"], malformed=True)
+    return _Failure(reply["raised"]) if "raised" in reply else None
+
+
+def _parts(part: range, halves: bool) -> list[range]:
+    if not halves:
+        return [range(i, i + 1) for i in part]
+    middle = part.start + len(part) // 2
+    return [range(part.start, middle), range(middle, part.stop)]
 
 
 def _excerpt(prompt: Prompt) -> str:
-    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return repr(text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "...")
+
+
+def _check_specs(functions: Sequence[RewardSpec]) -> None:
+    if not functions:
+        raise IsobitError("no reward function: give rewards.functions, or use a task that has one of its own")
+    for spec in functions:
+        check_reference(spec.function)
+        if not math.isfinite(spec.weight):
+            raise IsobitError(f"reward function {spec.function}: its weight must be finite, got {spec.weight}")
+    labels = [spec.label for spec in functions]
+    twice = [label for label in labels if labels.count(label) > 1]
+    if twice:
+        raise IsobitError(f"two reward functions are called {twice[0]!r}; tell them apart by rewards.functions.name")

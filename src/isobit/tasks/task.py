@@ -1,17 +1,19 @@
-"""`Task`: examples to train on and to hold out, how they are scored, and what a supervised warm start learns from."""
+"""`Task`: examples to train on and to hold out, how they are scored, and what a supervised warm start learns from.
+
+Options of a task are a frozen dataclass of that task, whose fields are the only options there are.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from isobit.errors import IsobitError
-from isobit.tasks.data import Dataset, TaskSettings
+from isobit.tasks.data import Dataset, TaskSettings, did_you_mean
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A reward function by name (`path/to/file.py:function` or `package.module:function`) and its weight in the sum."""
+    """One reward function: `path/to/file.py:function` or `package.module:function`, its weight and its name."""
 
     function: str
     weight: float = 1.0
@@ -19,13 +21,17 @@ class RewardSpec:
 
     @property
     def label(self) -> str:
-        return self.name or self.function.rpartition(":")[2]
+        """The name in metrics: the given one, else the function's."""
+        return self.name if self.name is not None else self.function.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
 class Task:
-    """`rewards` are the task's own, used where the user names none. `gold`: a right completion of an example's columns,
-    for supervised training, or None. `alphabet`: the characters that prompts and completions consist of, if few."""
+    """A loaded task. `rewards` are its own, used where the user names none (a user's file has none).
+
+    `gold`: the right completion of an example's columns, which supervised training learns, or None. `alphabet`: every
+    character of prompts and right completions, for a character tokenizer, or None where the text is open.
+    """
 
     name: str
     train: Dataset
@@ -35,23 +41,43 @@ class Task:
     alphabet: str | None = None
 
 
-def read_options(settings: TaskSettings, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A built-in task's options over their defaults. Raises IsobitError for an unknown one or a wrong type."""
-    values = dict(defaults)
-    for key, value in settings.options.items():
-        if key not in defaults:
-            close = get_close_matches(key, list(defaults), 1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise IsobitError(f"task.options.{key}: {settings.name} has no such option{hint}: {', '.join(defaults)}")
-        wanted = type(defaults[key])
-        if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
-            raise IsobitError(f"task.options.{key}: expected {wanted.__name__}, got {value!r}")
-        values[key] = value
-    return values
+_Options = TypeVar("_Options")
 
 
-def refuse_file(settings: TaskSettings) -> None:
-    """Built-in tasks make their own data: a path would be ignored, so it is refused."""
-    for key in ("path", "held_out_path", "prompt_column", "answer_column", "prompt_template"):
-        if getattr(settings, key) is not None:
-            raise IsobitError(f"task.{key}: task {settings.name!r} makes its own data; use task.name: file for a file")
+def parse_options(task: str, schema: type[_Options], options: Mapping[str, Any]) -> _Options:
+    """Options of a built-in task, as its frozen dataclass. Raises IsobitError for a wrong name, type or value."""
+    known = {option.name: option.type for option in fields(schema)}  # type: ignore[arg-type]
+    for name, value in options.items():
+        if name not in known:
+            raise IsobitError(f"task.options: {task} has no option {name!r}; {did_you_mean(name, list(known))}")
+        kind: Any = known[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            wanted = getattr(kind, "__name__", str(kind)).replace(" | None", "")
+            raise IsobitError(f"task.options.{name}: expected {wanted}, got {value!r}")
+    return schema(**options)
+
+
+def check_option(name: str, value: int, low: int, high: int) -> None:
+    """Raise IsobitError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise IsobitError(f"task.options.{name}: must be from {low} to {high}, got {value}")
+
+
+def alphabet_of(characters: str) -> str:
+    """Each character once, in the order in which they first come."""
+    return "".join(dict.fromkeys(characters))
+
+
+def refuse_file_settings(settings: TaskSettings) -> None:
+    """A task that makes its own data has no use for the settings of a file: raise IsobitError if one is given."""
+    for name in ("path", "held_out_path", "prompt_column", "answer_column"):
+        if getattr(settings, name) is not None:
+            raise IsobitError(f"task.{name}: task {settings.name} makes its own data; for a file use task.name: file")
+
+
+def held_out_size(settings: TaskSettings, default: int) -> int:
+    """The size of the held-out split. Raises IsobitError when negative."""
+    size = default if settings.held_out_size is None else settings.held_out_size
+    if size < 0:
+        raise IsobitError(f"task.held_out_size must be at least 0, got {size}")
+    return size
