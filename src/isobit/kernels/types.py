@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from isobit.kernels.codes import decode
 from isobit.precision import Format, QTensor, QuantSpec
 
 Operand = Tensor | QTensor
@@ -102,14 +103,16 @@ class KVStore:
         picked = data[slots]
         if scale is None or self.kv is None:
             return picked.float()
-        return picked.view(self.kv.format.dtype).float() * scale[slots].unsqueeze(-1)
+        return decode(picked, self.kv.format.dtype, torch.float32) * scale[slots].unsqueeze(-1)
 
 
 class Ops(Protocol):
     """The operators of one backend. No autograd: forwards and explicit backwards.
 
-    The bits of a row depend on that row, the weights and the position. T rows, S sequences, H query heads, KV heads of
-    keys, D head dimension, C channels, V vocabulary.
+    The bits of a row depend on that row, the weights and the position. *Rounded once* means from float64 to the type of
+    the result in one rounding, to nearest even; PyTorch's own cast to bfloat16 goes through float32, which makes two
+    (`reference/rounding.py`). T rows, S sequences, H query heads, KV heads of keys, D head dimension, C channels, V
+    vocabulary.
     """
 
     backend: str

@@ -1,12 +1,18 @@
 """Causal grouped-query attention over stored keys and values, forward and backward, in float64 with one rounding.
 
-A row at position p attends to keys 0 to p of its own sequence, wherever their pages are. Sequences of like length are
-batched and padded; a padded key has probability exactly 0. The forward is the same for decoding, chunked prefill and
-the learner's packed rows; the backward takes packed rows only. Quantized keys and values are read as code times scale
-in float32, and the gradient goes straight through the quantization (Bengio et al. 2013).
+A row at position p attends to keys 0 to p of its own sequence, wherever their pages are. Rows are taken in *pieces*,
+at most 256 consecutive rows of a sequence; pieces of like size are batched and padded, and a padded key has
+probability exactly 0. The forward is the same for decoding, chunked prefill and the learner's packed rows; the
+backward takes packed rows only. Quantized keys and values are read as code times scale in float32, and the gradient
+goes straight through the quantization (Bengio et al. 2013).
+
+The float64 sums are in the order of the BLAS, so a row's bits are *overwhelmingly likely* the same in every batch
+(`tests/kernels/test_attention.py`), for finite keys and values.
 """
 
 from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +21,13 @@ from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.types import KVStore, Layout
 from isobit.precision import quantize
 
-_PADDED_ELEMENTS = 1 << 22  # rows times keys of one padded batch, which bounds its memory
+_PIECE_ROWS = 256
+_BATCH_ELEMENTS = 1 << 22  # of scores, or of keys and values, in a padded batch: bounds its memory to some 100 MB
+_FEW_KEYS = 32  # pieces with fewer keys than this count as alike
 
 
 def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-    """Put the rows' keys and values into their slots."""
+    """Put the rows' keys and values into their slots; NonFiniteError if they are quantized and hold NaN or infinity."""
     for data, scale, rows in ((store.k, store.k_scale, k), (store.v, store.v_scale, v)):
         if store.kv is None or scale is None:
             data[layout.slots] = rows.to(data.dtype)
@@ -32,97 +40,124 @@ def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
 def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1)."""
     out = torch.empty(q.shape, dtype=torch.float64)
-    lse = torch.empty(q.shape[:2], dtype=torch.float64)
-    for batch in _batches(layout):
-        keys, values, visible = batch.read(store, q.shape[1])
-        scores = batch.scores(q, keys, scale, visible)
+    lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64)
+    for batch in _batches(layout, q.shape[1], store):
+        keys, values = batch.read(store)
+        scores = batch.scores(batch.gather(q), keys, scale)
         peak = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores - peak)
+        weights = scores.sub_(peak).exp_()
         total = weights.sum(-1, keepdim=True)
-        mixed = torch.matmul(weights, values) / total
-        batch.scatter(mixed, out)
-        batch.scatter((peak + torch.log(total)), lse.unsqueeze(-1))
-    return round_once(out, q.dtype), lse.float()
+        batch.scatter(torch.matmul(weights, values).div_(total), out)
+        batch.scatter(peak.add_(total.log_()), lse)
+    return round_once(out, q.dtype), lse.squeeze(-1).float()
 
 
 def attention_backward(
     dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from recomputed probabilities (Dao et al. 2022, section 3.1): dS = P·(dP - Σ dO·O)."""
-    kv_heads = store.k.shape[1]
+    assert not layout.context.any(), "the backward takes packed layouts: every sequence from its position 0 on"
     dq = torch.empty(q.shape, dtype=torch.float64)
-    dk = torch.empty((q.shape[0], kv_heads, q.shape[2]), dtype=torch.float64)
-    dv = torch.empty_like(dk)
-    for batch in _batches(layout):
-        keys, values, visible = batch.read(store, q.shape[1])
-        weights = torch.exp(batch.scores(q, keys, scale, visible) - batch.gather(lse.unsqueeze(-1)))
-        gradient = batch.gather(dout) * batch.valid.view(batch.valid.shape[0], 1, -1, 1)
+    dk = torch.zeros((q.shape[0], *store.k.shape[1:]), dtype=torch.float64)
+    dv = torch.zeros_like(dk)
+    for batch in _batches(layout, q.shape[1], store):
+        keys, values = batch.read(store)
+        queries, gradient = batch.gather(q), batch.gather(dout)
+        # padded rows: exp(score - inf) is 0, so that they give nothing to dk and dv
+        normalizer = batch.gather(lse.unsqueeze(-1), padding=float("inf"))
+        weights = batch.scores(queries, keys, scale).sub_(normalizer).exp_()
         inner = (gradient * batch.gather(out)).sum(-1, keepdim=True)
-        dscores = weights * (torch.matmul(gradient, values.transpose(-1, -2)) - inner) * scale
+        dscores = torch.matmul(gradient, values.transpose(-1, -2)).sub_(inner).mul_(weights).mul_(scale)
         batch.scatter(torch.matmul(dscores, keys), dq)
-        batch.scatter(_group_sum(torch.matmul(dscores.transpose(-1, -2), batch.gather(q)), kv_heads), dk)
-        batch.scatter(_group_sum(torch.matmul(weights.transpose(-1, -2), gradient), kv_heads), dv)
+        batch.add_to_keys(torch.matmul(dscores.transpose(-1, -2), queries), dk)
+        batch.add_to_keys(torch.matmul(weights.transpose(-1, -2), gradient), dv)
     return round_once(dq, q.dtype), round_once(dk, q.dtype), round_once(dv, q.dtype)
 
 
+class _Piece(NamedTuple):
+    """Consecutive `rows` of one sequence, from row `first` of the batch on; the last of them sees `keys` keys."""
+
+    sequence: int
+    first: int
+    rows: int
+    keys: int
+
+
+def _pieces(layout: Layout) -> Iterator[_Piece]:
+    start, context = layout.row_start.tolist(), layout.context.tolist()
+    for sequence, stored in enumerate(context):
+        for first in range(start[sequence], start[sequence + 1], _PIECE_ROWS):
+            last = min(first + _PIECE_ROWS, start[sequence + 1])
+            yield _Piece(sequence, first, last - first, stored + last - start[sequence])
+
+
+def _batches(layout: Layout, num_heads: int, store: KVStore) -> Iterator["_Batch"]:
+    """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory.
+
+    In which order the pieces of one sequence come, and so the order of the sums of `add_to_keys`, depends on the
+    sequence alone.
+    """
+    kv_heads, dim = store.k.shape[1:]
+
+    def likeness(piece: _Piece) -> tuple[int, int]:
+        return piece.rows.bit_length(), max(piece.keys, _FEW_KEYS).bit_length()
+
+    for _, alike in groupby(sorted(_pieces(layout), key=likeness), likeness):
+        pieces = list(alike)
+        rows, keys = max(piece.rows for piece in pieces), max(piece.keys for piece in pieces)
+        size = max(1, _BATCH_ELEMENTS // (keys * max(num_heads * rows, 2 * kv_heads * dim)))
+        for start in range(0, len(pieces), size):
+            yield _Batch(layout, pieces[start : start + size], kv_heads)
+
+
 class _Batch:
-    """Some sequences, padded: R rows and K keys each. Tensors are [S, heads, R or K, D] float64."""
+    """Some pieces, padded: S pieces of R rows and K keys each.
 
-    def __init__(self, layout: Layout, sequences: Tensor, num_rows: int, num_keys: int) -> None:
-        start, length = layout.row_start[sequences], layout.row_start[sequences + 1] - layout.row_start[sequences]
-        offset = torch.arange(num_rows)
-        self.valid = offset < length.unsqueeze(1)
-        self.rows = torch.where(self.valid, start.unsqueeze(1) + offset, start.unsqueeze(1))
-        self.positions = layout.context[sequences].unsqueeze(1) + offset
-        end = layout.context[sequences] + length
-        key = torch.arange(num_keys)
-        present = key < end.unsqueeze(1)
-        pages = layout.page_table[sequences][:, key // layout.page_size].long()
-        self.slots = torch.where(
-            present, pages * layout.page_size + key % layout.page_size, layout.slots[start].unsqueeze(1)
-        )
-        self.present = present
+    Tensors are float64. Those of queries are [S, KV, G·R, ...], where G query heads share a key head, so that all of
+    them are one product with keys and values [S, KV, K, D].
+    """
 
-    def read(self, store: KVStore, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values for every query head [S, H, K, D], and which key each row sees [S, 1, R, K]."""
-        repeat = num_heads // store.k.shape[1]
-        keys, values = (t.double().transpose(1, 2).repeat_interleave(repeat, 1) for t in store.gather(self.slots))
-        causal = torch.arange(self.slots.shape[1]) <= self.positions.unsqueeze(-1)
-        return keys, values, (causal & self.present.unsqueeze(1)).unsqueeze(1)
+    def __init__(self, layout: Layout, pieces: list[_Piece], kv_heads: int) -> None:
+        sequence, first, count, keys = (torch.tensor(column).unsqueeze(1) for column in zip(*pieces))
+        row, key = torch.arange(int(count.max())), torch.arange(int(keys.max()))
+        self.pieces, self.kv_heads = pieces, kv_heads
+        self.starts = [int(layout.row_start[piece.sequence]) for piece in pieces]
+        self.valid = row < count
+        self.rows = torch.where(self.valid, first + row, first)
+        present = key < keys
+        page = torch.where(present, key // layout.page_size, 0)
+        slots = layout.page_table[sequence, page].long() * layout.page_size + key % layout.page_size
+        self.slots = torch.where(present, slots, layout.slots[first])
+        self.visible = present.unsqueeze(1) & (key <= (keys - count + row).unsqueeze(-1))
 
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows[self.rows].double().transpose(1, 2)
+    def read(self, store: KVStore) -> tuple[Tensor, Tensor]:
+        """Keys and values [S, KV, K, D]."""
+        keys, values = store.gather(self.slots)
+        return keys.double().transpose(1, 2), values.double().transpose(1, 2)
 
-    def scores(self, q: Tensor, keys: Tensor, scale: float, visible: Tensor) -> Tensor:
-        scores = torch.matmul(self.gather(q), keys.transpose(-1, -2)) * scale
-        return scores.masked_fill(~visible, float("-inf"))
+    def gather(self, rows: Tensor, padding: float | None = None) -> Tensor:
+        """Rows [T, H, D] as [S, KV, G·R, D]; padded rows repeat the first one, or are `padding`."""
+        picked = rows[self.rows].double()
+        if padding is not None:
+            picked.masked_fill_(~self.valid[:, :, None, None], padding)
+        pieces, count, heads, dim = picked.shape
+        grouped = picked.view(pieces, count, self.kv_heads, heads // self.kv_heads, dim).permute(0, 2, 3, 1, 4)
+        return grouped.reshape(pieces, self.kv_heads, -1, dim)
+
+    def scores(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """queries·keysᵀ·scale [S, KV, G·R, K], -inf where a row does not see the key."""
+        scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale)
+        pieces, rows, count = self.visible.shape
+        scores.view(pieces, self.kv_heads, -1, rows, count).masked_fill_(~self.visible[:, None, None], float("-inf"))
+        return scores
 
     def scatter(self, padded: Tensor, out: Tensor) -> None:
-        """Write the valid rows of [S, heads, R.., D] into `out` [T, heads, D]."""
-        padded = padded.transpose(1, 2)[:, : self.valid.shape[1]]
-        out[self.rows[self.valid]] = padded[self.valid]
+        """Write the valid rows of [S, KV, G·R, D] into `out` [T, H, D]."""
+        pieces, _, _, dim = padded.shape
+        ungrouped = padded.view(pieces, self.kv_heads, -1, self.valid.shape[1], dim).permute(0, 3, 1, 2, 4)
+        out[self.rows[self.valid]] = ungrouped.reshape(pieces, self.valid.shape[1], -1, dim)[self.valid]
 
-
-def _batches(layout: Layout) -> Iterator[_Batch]:
-    """Sequences sorted by length, in batches whose padding stays within a factor of two."""
-    length = layout.row_start[1:] - layout.row_start[:-1]
-    keys = layout.context + length
-    order = sorted((s for s in range(len(length)) if length[s]), key=lambda s: (int(length[s]), int(keys[s])))
-    batch: list[int] = []
-    most_keys = 0
-    for sequence in order:
-        rows, wanted = int(length[sequence]), max(most_keys, int(keys[sequence]))
-        full = batch and ((len(batch) + 1) * rows * wanted > _PADDED_ELEMENTS or rows > 2 * int(length[batch[0]]))
-        if full:
-            yield _Batch(layout, torch.tensor(batch), int(length[batch[-1]]), most_keys)
-            batch, wanted = [], int(keys[sequence])
-        batch.append(sequence)
-        most_keys = wanted
-    if batch:
-        yield _Batch(layout, torch.tensor(batch), int(length[batch[-1]]), most_keys)
-
-
-def _group_sum(per_query_head: Tensor, kv_heads: int) -> Tensor:
-    """Add the gradients of the query heads that share a key head: [S, H, K, D] to [S, KV, K, D]."""
-    shape = per_query_head.shape
-    return per_query_head.reshape(shape[0], kv_heads, -1, *shape[2:]).sum(2)
+    def add_to_keys(self, padded: Tensor, out: Tensor) -> None:
+        """Add [S, KV, K, D] to the rows of `out` [T, KV, D] that these keys belong to, piece by piece."""
+        for piece, start, gradient in zip(self.pieces, self.starts, padded.transpose(1, 2)):
+            out[start : start + piece.keys] += gradient[: piece.keys]

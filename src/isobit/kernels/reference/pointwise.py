@@ -1,8 +1,9 @@
 """Operators within a row: RMSNorm, rotary embedding, SiLU gate, and their backwards.
 
 Reductions are float64 over a contiguous last dimension, whose order per row PyTorch fixes; elementwise functions are
-only those whose bits do not depend on shape (so silu is `x / (1 + exp(-x))`, not `F.silu`). Forwards round once.
-Backwards are float32 inside: they need to repeat, not to agree with a rollout.
+only those whose bits do not depend on shape (so silu is `x / (1 + exp(-x))`, not `F.silu`). So a row's bits are the same
+in every batch: *proven* where functions are elementwise, and measured of PyTorch's row sums
+(`tests/kernels/test_pointwise.py`). Backwards are float32 inside: they need to repeat, not to agree with a rollout.
 """
 
 import torch
@@ -12,8 +13,11 @@ from isobit.kernels.reference.rounding import round_once
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """y = s · rstd · weight with s = x + residual and rstd = 1 / sqrt(mean(s²) + eps) (Zhang and Sennrich 2019, eq.
-    4)."""
+    """y = s · rstd · weight with s = x + residual and rstd = 1 / sqrt(mean(s²) + eps) (Zhang and Sennrich 2019, eq. 4).
+
+    Three values are rounded, once each: s to x's type (going through float32 is harmless for a sum of two bfloat16:
+    Figueroa 1995), rstd to float32, y to x's type.
+    """
     summed = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = summed.contiguous().double()
     rstd = (1.0 / torch.sqrt((wide * wide).sum(-1) / x.shape[-1] + eps)).float()

@@ -3,23 +3,36 @@
 FP8 operands: for each block of 128 along K, the sum of code products in float64, which is exact for E4M3 (a product
 is a multiple of 2^-18 below 2^18, so 128 of them need 43 of float64's 53 bits) and so the same for any shape, thread
 count or BLAS; that sum times (scale_a · scale_b), exact in float64 as a product of two float32; the blocks added in
-ascending order; the bias; one rounding. With E5M2 operands the block sum is no longer exact, only taken in float64.
+ascending order; the bias; one rounding. Scales of a whole row or tensor repeat for every block of K. That the bits of
+a row do not depend on its batch is *proven* here (`tests/kernels/test_product.py`).
 
-Plain BF16 or FP32 operands: products are exact in float64, their sum is taken in float64 in the order of the BLAS, and
-rounded once. `fast` is PyTorch's own product over BF16 operands instead.
+A block with an E5M2 operand can need more than 53 bits (57, or 71 with two). Its codes are split at magnitude 1, each
+part's sum is exact (43 bits at most), and the parts are added in a fixed order: large before small. So this is proven
+too, and the block sum is rounded once for one E5M2 operand, not at all for most data.
+
+Plain BF16 or FP32 operands: products are exact in float64, their sum is taken in float64 in the order of the BLAS,
+and rounded once. The order may depend on the shape, so the bits of a row are *overwhelmingly likely* the same in every
+batch: two orders can differ only where the sum lies within about 2^-50 of a rounding boundary. Under `fast` the
+product is PyTorch's own over BF16 operands, whose bits do depend on the batch.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from isobit.kernels.codes import decode
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.types import Operand
-from isobit.precision import BLOCK, QTensor, expand_scale
+from isobit.precision import BLOCK, E5M2, QTensor, expand_scale
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`."""
+    """a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`: [M, N].
+
+    Both operands quantized: blocks, as above. Else a quantized operand counts as its dequantized float32 values, and
+    the sum is plain.
+    """
+    assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         total = _blocks(a, b)
     else:
@@ -30,9 +43,9 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Te
 
 
 def fast_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """The same product in PyTorch's own arithmetic: BF16 operands unless both are FP32."""
+    """The same product in PyTorch's own arithmetic: BF16 operands and result, unless both operands are plain FP32."""
     left, right = values(a), values(b)
-    if left.dtype != right.dtype or isinstance(a, QTensor):
+    if left.dtype != right.dtype or isinstance(a, QTensor) or isinstance(b, QTensor):
         left, right = left.bfloat16(), right.bfloat16()
     return functional.linear(left, right, None if bias is None else bias.to(left.dtype)).to(out)
 
@@ -43,15 +56,26 @@ def values(operand: Operand) -> Tensor:
 
 
 def _blocks(a: QTensor, b: QTensor) -> Tensor:
-    rows_a, rows_b = _row_scales(a), _row_scales(b)
-    codes_a, codes_b = a.data.double(), b.data.double()
+    scale_a, scale_b = _row_scales(a), _row_scales(b)
+    parts = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
     for index, start in enumerate(range(0, a.shape[1], BLOCK)):
-        stop = start + BLOCK
-        dot = codes_a[:, start:stop] @ codes_b[:, start:stop].t()
-        scale = rows_a[:, _column(rows_a, index)].unsqueeze(1) * rows_b[:, _column(rows_b, index)].unsqueeze(0)
-        total = total + dot * scale
+        block = slice(start, start + BLOCK)
+        dot = parts[0][0][:, block] @ parts[0][1][:, block].t()
+        for left, right in parts[1:]:
+            dot += left[:, block] @ right[:, block].t()
+        scale = scale_a[:, _column(scale_a, index)].unsqueeze(1) * scale_b[:, _column(scale_b, index)].unsqueeze(0)
+        total += dot.mul_(scale)
     return total
+
+
+def _exact_parts(operand: QTensor) -> list[Tensor]:
+    """Float64 matrices that add up to the codes, such that a block of products of any two of them has an exact sum."""
+    codes = decode(operand.data, operand.spec.format.dtype, torch.float64)
+    if operand.spec.format is not E5M2:
+        return [codes]
+    large = torch.where(codes.abs() >= 1.0, codes, 0.0)
+    return [large, codes - large]
 
 
 def _row_scales(operand: QTensor) -> Tensor:
