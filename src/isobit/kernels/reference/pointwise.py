@@ -1,8 +1,8 @@
 """Operators within a row: RMSNorm, rotary embedding, SiLU gate, and their backwards.
 
 Reductions are float64 over a contiguous last dimension, whose order per row PyTorch fixes; elementwise functions are
-only those whose bits do not depend on shape (so silu is `x / (1 + exp(-x))`, not `F.silu`). So a row's bits are the same
-in every batch: *proven* where functions are elementwise, and measured of PyTorch's row sums
+only those whose bits do not depend on shape (so silu is `x / (1 + exp(-x))`, not `F.silu`). So the bits of a row are
+the same in every batch: *proven* where functions are elementwise, and measured of PyTorch's row sums
 (`tests/kernels/test_pointwise.py`). Backwards are float32 inside: they need to repeat, not to agree with a rollout.
 """
 
