@@ -82,18 +82,18 @@ def test_block_sums_are_exact_where_they_need_every_bit() -> None:
 
 
 def test_e5m2_blocks_are_rounded_once_at_their_most_difficult() -> None:
-    """E5M2 codes from 2^-16 to 57,344: the exact sum needs more bits than float64 has."""
+    """Products of 57,344 · 448 that cancel, among ones of 2^-25: on the way the exact sum needs 56 bits."""
     random = torch.Generator().manual_seed(5)
-    wide = torch.tensor([57344.0, -57344.0, 2.0**-16, 3 * 2.0**-16, -(2.0**-14), 1.75, 0.875])
-    narrow = torch.tensor([448.0, -448.0, 2.0**-9, 3 * 2.0**-9, 1.125])
-    a = wide[torch.randint(0, 7, (40, 128), generator=random)]
-    b = narrow[torch.randint(0, 5, (30, 128), generator=random)]
-    a[:, 0], b[:, 0] = 57344.0, 448.0
-    a[:, 1:3], b[:, 1:3] = torch.tensor([57344.0, -57344.0]), 448.0
+    a = torch.cat([torch.full((40, 60), 57344.0), torch.full((40, 60), -57344.0), torch.full((40, 8), 2.0**-16)], 1)
+    b = torch.cat([torch.full((30, 120), 448.0), torch.full((30, 8), 2.0**-9)], 1)
+    a[:, 120:] *= torch.randint(1, 4, (40, 8), generator=random)
+    b[:, 120:] *= torch.randint(1, 8, (30, 8), generator=random)
+    order = torch.randperm(128, generator=random)
+    a, b = a[:, order], b[:, order]
     product = REFERENCE.product(quantize(a, QuantSpec(E5M2, "1x128")), quantize(b, ROW), None, torch.float32)
     sums = [[math.fsum(x * y for x, y in zip(left, right)) for right in b.tolist()] for left in a.tolist()]
     assert same(product, torch.tensor(sums, dtype=torch.float64).float())
-    assert not same(product, (a.double() @ b.double().t()).float())  # the control: without the split, it is not exact
+    assert not same(product, (a.double() @ b.double().t()).float())  # the control: in one piece it is not exact
 
 
 @pytest.mark.parametrize("out", DTYPES)
