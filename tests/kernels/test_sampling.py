@@ -123,11 +123,15 @@ def test_a_batch_wide_generator_is_noticed() -> None:
 
 
 def test_a_long_row_alone_and_in_a_batch() -> None:
-    """PyTorch sums a single row of 65,536 and more on several threads; the two-level sum does not."""
-    logits, tokens = draw(3, 5, 150_000, dtype=torch.float32) * 4, torch.tensor([0, 5, 149_999, 7, 8])
+    """PyTorch sums a single long row on several threads; the sum in two levels has the same bits in float64."""
+    x = draw(3, 5, 150_000, dtype=torch.float32).double().exp().log()
+    tokens = torch.tensor([0, 5, 149_999, 7, 8])
     with threads(2):
-        whole = OPS.token_logprobs(logits, tokens, 1.0)
-        alone = [OPS.token_logprobs(logits[i : i + 1], tokens[i : i + 1], 1.0) for i in range(5)]
+        whole = (sampling._row_sum(x), *OPS.token_logprobs(x.float(), tokens, 1.0))
+        rows = [slice(i, i + 1) for i in range(5)]
+        alone = [(sampling._row_sum(x[row]), *OPS.token_logprobs(x[row].float(), tokens[row], 1.0)) for row in rows]
+        plain = torch.cat([x[row].sum(-1) for row in rows])
+        assert not same(plain, x.sum(-1))  # the negative control
     for ours, parts in zip(whole, zip(*alone)):
         assert same(ours, torch.cat(parts))
 
