@@ -1,0 +1,66 @@
+"""What the tests share: a tiny base model on disk, the real model beside the checkout, one cache for compiled
+kernels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.model import Model, ModelConfig, Tokenizer
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def tiny_model(precision: str = "fp8", family: str = "qwen3", seed: int = 0, **sizes: int) -> Model:
+    """A random model of a few thousand parameters over the digits."""
+    tokenizer = Tokenizer.characters("0123456789+-*=")
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    }
+    config = ModelConfig(
+        family=family,
+        vocab_size=tokenizer.vocab_size,
+        **{**shape, **sizes},
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tie_embeddings=True,
+        max_positions=64,
+        eos_ids=tokenizer.eos_ids,
+    )
+    return Model.init(config, tokenizer, precision, seed)
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny random model."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model().save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """A real pretrained Llama of 260,032 parameters, where it stands beside the checkout."""
+    path = SHARED / "models" / "stories260K"
+    if not path.is_dir():
+        pytest.skip(f"the pretrained model {path} is not here")
+    return path
+
+
+@pytest.fixture(scope="session")
+def gsm8k_test() -> Path:
+    """The real GSM8K test file, where it stands beside the checkout."""
+    path = SHARED / "data" / "gsm8k" / "test.jsonl"
+    if not path.is_file():
+        pytest.skip(f"the data file {path} is not here")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)

@@ -1,0 +1,53 @@
+"""Small training runs for the tests: a config in a file, and what of a finished run must repeat."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from isobit import metrics
+from isobit.checkpoints import all_checkpoints
+from isobit.run import read_jsonl
+
+
+def write_config(folder: Path, model: Path, **changes: Any) -> Path:
+    """A run of a few steps on one-digit additions, in `folder / "run"`."""
+    values: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "task": {"name": "arithmetic", "held_out_size": 8, "options": {"digits": 1, "train_size": 60}},
+        "prompts_per_step": 4,
+        "sampling": {"group_size": 4, "max_new_tokens": 3},
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"dir": str(folder / "run"), "checkpoint_every": 2, "report": False},
+        "steps": 4,
+        "rewards": {"functions": [{"function": f"{digit_reward_file(folder)}:digits"}]},
+    }
+    for key, value in changes.items():
+        values[key] = (
+            {**values[key], **value} if isinstance(value, dict) and isinstance(values.get(key), dict) else value
+        )
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def digit_reward_file(folder: Path) -> Path:
+    """A reward that a random model can earn: the share of digits above 4 in the completion."""
+    path = folder / "digit_reward.py"
+    path.write_text(
+        "def digits(prompts, completions, **columns):\n"
+        "    return [sum(c in '56789' for c in text) / 3 for text in completions]\n"
+    )
+    return path
+
+
+def fingerprint(run: Path) -> dict[str, Any]:
+    """Weights, optimizer, metrics without timings, completions: what an exact repetition has in common."""
+    newest = all_checkpoints(run / "checkpoints")[-1]
+    files = ["model.safetensors", "trainer/optimizer.safetensors"]
+    hashes = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in files}
+    rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
+    completions = hashlib.sha256((run / "completions.jsonl").read_bytes()).hexdigest()
+    return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "completions": completions}

@@ -1,0 +1,127 @@
+"""Exact resume: whatever interrupts a run, the one that goes on ends as the one that was never stopped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isobit import checkpoints
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.train import resume, train
+from tests.runs import fingerprint, write_config
+
+STEPS = 8
+HARD = {
+    "algorithm": {"preset": "dapo", "updates_per_batch": 2},
+    "evaluation": {"every": 3, "samples": 4},
+    "prompts_per_step": 3,
+    "sampling": {"group_size": 3, "max_new_tokens": 3},
+    "steps": STEPS,
+}
+"""Dynamic sampling leaves groups over, several updates shuffle, evaluation syncs: all that a checkpoint must hold."""
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return fingerprint(train(load_config(write_config(folder, base_model, **HARD))).run_dir)
+
+
+def start(config: Path) -> "subprocess.Popen[str]":
+    source = Path(__file__).parents[1] / "src"
+    command = [sys.executable, "-m", "isobit.cli", "train", str(config), "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "2"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_lines(path: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while not path.is_file() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_a_random_moment(tmp_path: Path, base_model: Path, unbroken: dict[str, object], seed: int) -> None:
+    """SIGKILL in the middle of step k, for five random k."""
+    generator = random.Random(seed)
+    config = write_config(tmp_path, base_model, **HARD)
+    process = start(config)
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", generator.randint(1, STEPS))
+    time.sleep(generator.random() * 0.05)
+    process.kill()
+    process.wait()
+    result = resume(tmp_path / "run")
+    assert result.exit_code == 0
+    assert fingerprint(result.run_dir) == unbroken
+
+
+def test_control_another_seed_is_told_apart(tmp_path: Path, base_model: Path, unbroken: dict[str, object]) -> None:
+    other = train(load_config(write_config(tmp_path, base_model, **HARD, seed=1)))
+    for name in ("model.safetensors", "completions", "metrics"):
+        assert fingerprint(other.run_dir)[name] != unbroken[name]
+
+
+def test_extended_step_by_step(tmp_path: Path, base_model: Path, unbroken: dict[str, object]) -> None:
+    """A constant rate does not depend on the number of steps, so a run may be stopped and extended at every step."""
+    config = load_config(write_config(tmp_path, base_model, **HARD), ["steps=1", "evaluation.every=0"])
+    train(config)
+    for steps in range(2, STEPS + 1):
+        resume(tmp_path / "run", [f"steps={steps}"])
+    found = fingerprint(tmp_path / "run")
+    # evaluation is off here: it would come at other steps
+    for name in ("model.safetensors", "trainer/optimizer.safetensors"):
+        assert found[name] == unbroken[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_finish_the_step_and_save(
+    tmp_path: Path, base_model: Path, unbroken: dict[str, object], number: signal.Signals, code: int
+) -> None:
+    process = start(write_config(tmp_path, base_model, **HARD))
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "finishing this step" in errors
+    state = json.loads((checkpoints.newest(tmp_path / "run" / "checkpoints")[0] / "trainer" / "state.json").read_text())
+    assert 2 <= state["step"] < STEPS
+    assert fingerprint(resume(tmp_path / "run").run_dir) == unbroken
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    tmp_path: Path, base_model: Path, unbroken: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(load_config(write_config(tmp_path, base_model, **HARD), ["steps=6"]))
+    newest = checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\x00\x01\x02")
+    resume(tmp_path / "run", [f"steps={STEPS}"])
+    assert "step-000006 is damaged (model.safetensors does not match its checksum)" in capsys.readouterr().err
+    found = fingerprint(tmp_path / "run")
+    for name in ("model.safetensors", "completions"):
+        assert found[name] == unbroken[name]
+
+
+def test_what_cannot_be_resumed_is_said(tmp_path: Path, base_model: Path) -> None:
+    with pytest.raises(IsobitError, match="not a run directory"):
+        resume(tmp_path)
+    train(load_config(write_config(tmp_path, base_model), ["steps=2"]))
+    with pytest.raises(IsobitError, match="only steps=N may change"):
+        resume(tmp_path / "run", ["optimizer.learning_rate=1"])
+    with pytest.raises(IsobitError, match="has finished step 2"):
+        resume(tmp_path / "run", ["steps=1"])
+    for path in checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(IsobitError, match=r"all 2 are damaged: .*manifest\.json is missing"):
+        resume(tmp_path / "run", ["steps=4"])

@@ -1,0 +1,135 @@
+"""Whole runs: the same bits on both sides in every step, learning, replay, and runs that must stop."""
+
+from pathlib import Path
+
+import pytest
+
+from isobit import checkpoints
+from isobit.config import load_config
+from isobit.errors import IsobitError, RunFailed
+from isobit.run import read_jsonl
+from isobit.train import TrainResult, replay, train
+from tests.runs import fingerprint, write_config
+
+
+def run(folder: Path, model: Path, *overrides: str, **changes: object) -> TrainResult:
+    return train(load_config(write_config(folder, model, **changes), overrides))
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-unified", "bf16", "float32"])
+def test_unified_presets_have_no_differing_token_in_any_step(tmp_path: Path, base_model: Path, preset: str) -> None:
+    """The claim of DESIGN 2.4 in a run, after optimizer steps; the negative control is the next test."""
+    result = run(tmp_path, base_model, f"precision={preset}")
+    assert [row["mismatch/differing_tokens"] for row in result.metrics] == [0] * 4
+    assert all(row["mismatch/kl_k3"] == 0 and row["mismatch/token_mult_prob_error"] == 1 for row in result.metrics)
+    assert all(row["rollout/tokens"] > 0 for row in result.metrics)
+
+
+def test_two_flows_differ_and_are_corrected(tmp_path: Path, base_model: Path) -> None:
+    result = run(tmp_path, base_model, "precision=fp8-rollout")
+    assert all(row["mismatch/differing_tokens"] > 0 for row in result.metrics)
+    assert all(row["mismatch/token_mult_prob_error"] > 1 for row in result.metrics)
+    assert all(0 < row["correction/effective_sample_size"] <= 1 for row in result.metrics)
+
+
+@pytest.mark.slow
+def test_reward_rises(tmp_path: Path, base_model: Path) -> None:
+    result = run(tmp_path, base_model, "steps=25", "prompts_per_step=8", "optimizer.learning_rate=0.003")
+    rewards = [row["reward/mean"] for row in result.metrics]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert sum(row["mismatch/differing_tokens"] for row in result.metrics) == 0
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.preset=dapo",
+        "algorithm={preset: rloo, updates_per_batch: 2, epochs: 2}",
+        "algorithm={preset: dr_grpo, kl_coefficient: 0.1}",
+        "algorithm={overlong_buffer: 2}",
+        "precision={preset: fp8, wgrad: bf16, dgrad: bf16, bf16_first_layers: 1}",
+        "consistency=fast",
+        "backend=reference",
+    ],
+)
+def test_variants_run_and_log_what_they_add(tmp_path: Path, base_model: Path, override: str) -> None:
+    result = run(tmp_path, base_model, override, "steps=2")
+    assert len(result.metrics) == 2
+    assert all(row["grad_norm"] > 0 for row in result.metrics)
+    if "kl_coefficient" in override:
+        assert result.metrics[0]["loss/kl"] == 0  # the reference is the policy, bit for bit, before the first update
+        assert result.metrics[1]["loss/kl"] > 0
+
+
+def test_dynamic_sampling_drops_groups_and_keeps_the_surplus(tmp_path: Path, base_model: Path) -> None:
+    result = run(tmp_path, base_model, "algorithm.preset=dapo", "prompts_per_step=3", "sampling.group_size=2")
+    learned = [row for row in read_jsonl(result.run_dir / "completions.jsonl") if row["step"] == 1]
+    assert len({row["prompt_index"] for row in learned}) == 3
+    assert sum(row["groups/resampled"] for row in result.metrics) > 0
+    assert result.metrics[-1]["prompts/consumed"] > 4 * 3
+
+
+def test_replay_repeats_the_learning_bit_for_bit(tmp_path: Path, base_model: Path) -> None:
+    """`--from-rollouts`; the control is a replay under another seed of nothing: a changed rate must change the
+    weights."""
+    first = run(tmp_path, base_model)
+    again = replay(first.run_dir, tmp_path / "again")
+    for name in ("model.safetensors", "trainer/optimizer.safetensors", "completions"):
+        assert fingerprint(first.run_dir)[name] == fingerprint(again.run_dir)[name]
+    other = replay(first.run_dir, tmp_path / "other", ["optimizer.learning_rate=0.002"])
+    assert fingerprint(first.run_dir)["model.safetensors"] != fingerprint(other.run_dir)["model.safetensors"]
+
+
+def test_results_do_not_depend_on_the_engine_settings(tmp_path: Path, base_model: Path) -> None:
+    plain = run(tmp_path, base_model)
+    cramped = "engine={kv_pages: 4, page_size: 4, max_batch_tokens: 5, max_sequences: 3}"
+    other = run(tmp_path, base_model, cramped, f"run.dir={tmp_path / 'cramped'}")
+    for name in ("model.safetensors", "completions"):
+        assert fingerprint(plain.run_dir)[name] == fingerprint(other.run_dir)[name]
+    assert sum(row["rollout/preemptions"] for row in other.metrics) > 0
+
+
+def test_evaluation_is_logged_before_between_and_after(tmp_path: Path, base_model: Path) -> None:
+    result = run(tmp_path, base_model, "evaluation={every: 3, samples: 4}")
+    evaluated = [row["step"] for row in result.metrics if "accuracy/held_out" in row]
+    assert evaluated == [0, 3, 4]
+
+
+def test_a_reward_that_fails_stops_the_run_or_is_skipped(tmp_path: Path, base_model: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def bad(prompts, completions, **k):\n    return [1 / (len(c) - 1) for c in completions]\n")
+    rewards = {"functions": [{"function": f"{bad}:bad"}]}
+    with pytest.raises(RunFailed, match=r"bad\.py:bad, sample \d+ .*ZeroDivisionError"):
+        run(tmp_path, base_model, rewards=rewards)
+    skipped = run(tmp_path, base_model, "rewards.on_error=skip", f"run.dir={tmp_path / 'skip'}", rewards=rewards)
+    assert sum(row["groups/unscored"] for row in skipped.metrics) > 0
+    rows = list(read_jsonl(skipped.run_dir / "completions.jsonl"))
+    assert {row["reward"] for row in rows if len(row["completion"]) == 1} == {None}
+
+
+def test_non_finite_steps_end_the_run_with_the_last_good_checkpoint(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isobit.rl.optim.Optimizer.gradient_norm", lambda self: float("nan"))
+    with pytest.raises(RunFailed, match=r"3 optimizer steps in a row .* step-000002"):
+        run(tmp_path, base_model)
+    path, warnings = checkpoints.newest(tmp_path / "run" / "checkpoints")
+    assert (path.name, warnings) == ("step-000002", [])
+    rows = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["steps/skipped"] for row in rows] == [1, 1, 1]
+    assert rows[0]["grad_norm"] is None
+
+
+def test_an_existing_run_is_refused(tmp_path: Path, base_model: Path) -> None:
+    run(tmp_path, base_model, "steps=1")
+    with pytest.raises(IsobitError, match="exists and is not empty"):
+        run(tmp_path, base_model)
+
+
+def test_checkpoints_load_in_transformers(tmp_path: Path, base_model: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    result = run(tmp_path, base_model, "steps=1")
+    path = checkpoints.all_checkpoints(result.run_dir / "checkpoints")[-1]
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert sum(p.numel() for p in model.parameters()) > 1000
+    assert transformers.AutoTokenizer.from_pretrained(path)("1+2=")["input_ids"]
