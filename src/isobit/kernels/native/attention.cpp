@@ -1,209 +1,169 @@
-// Causal grouped-query attention over stored keys and values, forward and backward, in float64.
+// Causal grouped-query attention over paged keys and values: decoding, chunked prefill and packed rows in one loop.
 //
-// One (row, head) is one loop over its keys in ascending position, through the same functions whether it decodes, prefills or
-// is learned from: its bits cannot depend on the batch, the chunk or the pages. Sums over keys run in eight lanes of the
-// absolute position.
-#include "common.h"
+// A task is a block of tokens of one sequence with all query heads of one key head. Scores, softmax and P·V are float64
+// (float32 under `fast`), keys in ascending position, one rounding at the end. The order of every sum of a row depends
+// on positions only, so neither batch, nor chunk, nor page changes a bit.
+#include "attention_rows.h"
 
-namespace {
+#include <vector>
 
-struct Store {
-    const void *k, *v;
-    const float *k_scale, *v_scale;  // [slots, kv_heads], or null
-    int type;                        // 0 e4m3, 1 bf16, 2 fp32
+constexpr int64_t KEYS = 64;   // keys that are decoded at a time
+constexpr int64_t BLOCK = 32;  // rows (tokens times query heads) of a task
+
+struct Task {
+    int64_t sequence, first, tokens;  // tokens first..first+tokens of the sequence's new rows
+    int64_t head, heads;              // key heads head..head+heads
 };
 
-struct Layout {
-    const int64_t *row_start, *context;
-    const int32_t* page_table;
-    long sequences, pages, page_size;
-};
-
-inline float e4m3_value(uint8_t code) {
-    // an E4M3 code is a float16 with the exponent's bias off by 8: exact for subnormals too
-    uint32_t magnitude = code & 0x7f, exponent = magnitude >> 3, mantissa = magnitude & 7;
-    float value = exponent ? (float)(8 + mantissa) * (float)(1u << exponent) * 0x1p-10f : (float)mantissa * 0x1p-9f;
-    return code & 0x80 ? -value : value;
-}
-
-struct CodeTable {
-    float value[256];
-    CodeTable() {
-        for (int code = 0; code < 256; code++) value[code] = e4m3_value((uint8_t)code);
-    }
-} table;
-
-// Row `slot` of head `head` as float64 [padded D]: code * scale rounded to float32, as QTensor.dequantize does.
-inline void read_row(const void* data, const float* scale, int type, long slot, long heads, long head, long D, long padded,
-                     double* out) {
-    long at = slot * heads + head;
-    if (type == 1) {
-        const uint16_t* row = (const uint16_t*)data + at * D;
-        for (long d = 0; d < D; d++) out[d] = bf16_to_float(row[d]);
-    } else if (type == 2) {
-        const float* row = (const float*)data + at * D;
-        for (long d = 0; d < D; d++) out[d] = row[d];
-    } else {
-        const uint8_t* row = (const uint8_t*)data + at * D;
-        float s = scale[at];
-        for (long d = 0; d < D; d++) out[d] = table.value[row[d]] * s;
-    }
-    for (long d = D; d < padded; d++) out[d] = 0.0;
-}
-
-inline void read_plain(const void* data, int bf16, long at, long D, long padded, double* out) {
-    for (long d = 0; d < D; d++) out[d] = bf16 ? bf16_to_float(((const uint16_t*)data)[at + d]) : ((const float*)data)[at + d];
-    for (long d = D; d < padded; d++) out[d] = 0.0;
-}
-
-inline void write_plain(void* data, int bf16, long at, long D, const double* values) {
-    for (long d = 0; d < D; d++) {
-        if (bf16) ((uint16_t*)data)[at + d] = double_to_bf16(values[d]);
-        else ((float*)data)[at + d] = (float)values[d];
+// Scores [stride] of `count` rows, all of them at most at `position` + row / group, to weights, totals and lse.
+template <class R>
+static void softmax(const Attention& g, const Task& task, int64_t kv_head, int64_t rows, int64_t keys, R* scores,
+                    int64_t stride, R* total) {
+    const int64_t group = g.heads / g.kv_heads, position = g.context[task.sequence] + task.first;
+    const int64_t row0 = g.row_start[task.sequence] + task.first;
+    for (int64_t r = 0; r < rows; r++) {
+        double lse;
+        softmax_row(scores + r * stride, position + r / group, padded(keys, PANEL), R(g.scale), total + r, &lse);
+        g.lse[(row0 + r / group) * g.heads + kv_head * group + r % group] = float(lse);
     }
 }
 
-inline double tree(v8 x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
-
-// Products of stored values are exact in float64, so the fused multiply-add of a dot product changes nothing; where
-// probabilities are multiplied it does, but every caller comes through here.
-#if defined(__GNUC__) && !defined(__clang__)
-#define FUSED __attribute__((noinline, optimize("fp-contract=fast")))
-#else
-#define FUSED __attribute__((noinline))
-#endif
-
-FUSED void dots(const double* x, const double* rows, long count, long padded, double scale, double* out) {
-    for (long j = 0; j < count; j++) {
-        v8 sum = {};
-        for (long d = 0; d < padded; d += 8) sum += *(const v8*)(x + d) * *(const v8*)(rows + j * padded + d);
-        out[j] = tree(sum) * scale;
+// The rows' mixed values over their totals, rounded once.
+template <class R>
+static void finish(const Attention& g, const Task& task, int64_t kv_head, int64_t rows, int64_t width, R* mixed,
+                   const R* total) {
+    const int64_t group = g.heads / g.kv_heads, row0 = g.row_start[task.sequence] + task.first;
+    for (int64_t r = 0; r < rows; r++) {
+        R* row = mixed + r * width;
+        for (int64_t i = 0; i < width; i++) row[i] = row[i] / total[r];
+        int64_t offset = ((row0 + r / group) * g.heads + kv_head * group + r % group) * g.dim;
+        if (g.kind == BF16) round_row(row, g.dim, (uint16_t*)g.out + offset);
+        else round_row(row, g.dim, (float*)g.out + offset);
     }
 }
 
-// out[d] += sum over j of weight[j] * rows[j][d], ascending
-FUSED void combine(const double* weight, const double* rows, long count, long padded, double* out) {
-    for (long d = 0; d < padded; d += 8) {
-        v8 sum = *(v8*)(out + d);
-        for (long j = 0; j < count; j++) sum += (weight[j] - (v8){}) * *(const v8*)(rows + j * padded + d);
-        *(v8*)(out + d) = sum;
+// Many rows of one key head: keys and values are decoded once for all of them.
+template <class R>
+static void attend_block(const Attention& g, const Task& task) {
+    static thread_local Scratch scratch;
+    const int64_t kv_head = task.head, group = g.heads / g.kv_heads, rows = task.tokens * group;
+    const int64_t row0 = g.row_start[task.sequence] + task.first, width = padded(g.dim, PANEL);
+    const int64_t keys = g.context[task.sequence] + task.first + task.tokens, stride = padded(keys, KEYS) + PANEL;
+    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + rows * (2 * width + stride) + KEYS * width + rows + 64);
+    g.slots(task.sequence, keys, slots);
+    R* query = (R*)(slots + padded(keys, 8));
+    R *scores = query + rows * width, *mixed = scores + rows * stride, *block = mixed + rows * width;
+    R* total = block + KEYS * width;
+    for (int64_t h = 0; h < group; h++)
+        read_tokens(g, g.q, kv_head * group + h, row0, task.tokens, width, group * width, query + h * width);
+    for (int64_t j = 0; j < keys; j += KEYS) {
+        int64_t count = keys - j < KEYS ? keys - j : KEYS;
+        FOR_STORE(g, read_rows, g, g.k, g.k_scale, slots + j, kv_head, count, width, block)
+        for (int64_t i = count * width; i < padded(count, 8) * width; i++) block[i] = R(0);
+        row_products(rows, padded(count, 8), query, block, width, scores + j, stride);
     }
-}
-
-// rows[j][d] += weight[j] * x[d]
-FUSED void spread(const double* weight, const double* x, long count, long padded, double* rows) {
-    for (long j = 0; j < count; j++)
-        for (long d = 0; d < padded; d += 8) *(v8*)(rows + j * padded + d) += (weight[j] - (v8){}) * *(const v8*)(x + d);
-}
-
-// exp(score - shift) in place, and their sum in eight lanes of the position
-double exponentials(double* scores, long count, double shift) {
-    for (long j = 0; j < count; j++) scores[j] = exp_negative(std::min(scores[j] - shift, 0.0));
-    v8 sum = {};
-    long j = 0;
-    for (; j + 8 <= count; j += 8) sum += *(const v8*)(scores + j);
-    for (long lane = 0; j < count; j++, lane++) sum[lane] += scores[j];
-    return tree(sum);
-}
-
-inline long slot_of(const Layout& layout, long sequence, long position) {
-    long page = layout.page_table[sequence * layout.pages + position / layout.page_size];
-    return page * layout.page_size + position % layout.page_size;
-}
-
-void read_keys(const Store& store, const Layout& layout, long sequence, long count, long heads, long head, long D, long padded,
-               double* keys, double* values) {
-    for (long j = 0; j < count; j++) {
-        long slot = slot_of(layout, sequence, j);
-        read_row(store.k, store.k_scale, store.type, slot, heads, head, D, padded, keys + j * padded);
-        read_row(store.v, store.v_scale, store.type, slot, heads, head, D, padded, values + j * padded);
+    softmax(g, task, kv_head, rows, keys, scores, stride, total);
+    for (int64_t j = 0; j < keys; j += KEYS) {
+        int64_t count = keys - j < KEYS ? keys - j : KEYS;
+        FOR_STORE(g, read_rows, g, g.v, g.v_scale, slots + j, kv_head, count, width, block)
+        if (j == 0) tile_product<REPLACE>(rows, width / PANEL, scores, stride, block, width, PANEL, count, mixed, width);
+        else tile_product<CONTINUE>(rows, width / PANEL, scores + j, stride, block, width, PANEL, count, mixed, width);
     }
+    finish(g, task, kv_head, rows, width, mixed, total);
 }
 
-void attend(const void* q, int bf16, const Store& store, const Layout& layout, double scale, long sequence, long head, long H,
-            long KV, long D, void* out, float* lse) {
-    long begin = layout.row_start[sequence], end = layout.row_start[sequence + 1], context = layout.context[sequence];
-    long padded = (D + 7) / 8 * 8, count = context + end - begin, group = H / KV;
-    if (begin == end) return;
-    Buffer keys(count * padded), values(count * padded), scores(count), query(padded), mixed(padded);
-    read_keys(store, layout, sequence, count, KV, head, D, padded, keys.data, values.data);
-    for (long row = begin; row < end; row++) {
-        long visible = context + row - begin + 1;
-        for (long h = head * group; h < (head + 1) * group; h++) {
-            read_plain(q, bf16, (row * H + h) * D, D, padded, query.data);
-            dots(query.data, keys.data, visible, padded, scale, scores.data);
-            double peak = *std::max_element(scores.data, scores.data + visible);
-            double total = exponentials(scores.data, visible, peak);
-            std::memset(mixed.data, 0, padded * sizeof(double));
-            combine(scores.data, values.data, visible, padded, mixed.data);
-            for (long d = 0; d < D; d++) mixed.data[d] = mixed.data[d] / total;
-            write_plain(out, bf16, (row * H + h) * D, D, mixed.data);
-            lse[row * H + h] = (float)(peak + std::log(total));
+// One or two rows of each key head (decoding): too few to decode keys for, so these are read as they are stored. For 8 keys,
+// then 16 values at a time, the heads take turns: so a page is read once and in order, and the next one asked for early.
+static bool reads_stored(const Attention& g, int64_t tokens) {
+    return tokens * (g.heads / g.kv_heads) <= 2 && g.dim % PANEL == 0;
+}
+
+template <class R, class T>
+static void stored_scores(const Attention& g, const Task& task, const int64_t* slots, int64_t keys, int64_t rows,
+                          const R* query, R* scores, int64_t stride) {
+    const Stored<T> stored{(const T*)g.k, g.k_scale, slots, g.kv_heads, g.dim, keys};
+    for (int64_t j = 0; j < keys; j += 8)
+        for (int64_t h = 0; h < task.heads; h++) {
+            const T* eight[8];
+            float scale[8];
+            for (int i = 0; i < 8; i++) {
+                int64_t key = j + i < keys ? j + i : keys - 1;  // what lies beyond is overwritten by the softmax
+                eight[i] = stored.row(key, task.head + h), scale[i] = stored.scale(key, task.head + h);
+                stored.prefetch(j + i + 16, task.head + h);
+            }
+            const R* row = query + h * rows * g.dim;
+            if (rows == 2) eight_keys<2>(row, eight, scale, g.dim, scores + h * rows * stride + j, stride);
+            else eight_keys<1>(row, eight, scale, g.dim, scores + h * rows * stride + j, stride);
+        }
+}
+
+template <class R, class T>
+static void stored_mix(const Attention& g, const Task& task, const int64_t* slots, int64_t keys, int64_t rows,
+                       const R* weights, int64_t stride, R* mixed) {
+    constexpr int lanes = Columns<R>::lanes, many = 64 / lanes, few = 16 / lanes;
+    const Stored<T> stored{(const T*)g.v, g.v_scale, slots, g.kv_heads, g.dim, keys};
+    for (int64_t j = 0; j < keys; j += 16)
+        for (int64_t h = 0; h < task.heads; h++) {
+            const R* weight = weights + h * rows * stride;
+            R* out = mixed + h * rows * g.dim;
+            for (int64_t first = 0; first < g.dim;) {
+                const bool wide = first + 64 <= g.dim;
+                if (rows == 2 && wide) mix_columns<2, many>(stored, task.head + h, j, first, weight, stride, out);
+                else if (rows == 2) mix_columns<2, few>(stored, task.head + h, j, first, weight, stride, out);
+                else if (wide) mix_columns<1, many>(stored, task.head + h, j, first, weight, stride, out);
+                else mix_columns<1, few>(stored, task.head + h, j, first, weight, stride, out);
+                first += wide ? 64 : 16;
+            }
+        }
+}
+
+template <class R>
+static void attend_stored(const Attention& g, const Task& task) {
+    static thread_local Scratch scratch;
+    const int64_t group = g.heads / g.kv_heads, rows = task.tokens * group, width = g.dim;
+    const int64_t row0 = g.row_start[task.sequence] + task.first, all = task.heads * rows;
+    const int64_t keys = g.context[task.sequence] + task.first + task.tokens, stride = padded(keys, PANEL);
+    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + all * (2 * width + stride) + all + 64);
+    g.slots(task.sequence, keys, slots);
+    R* query = (R*)(slots + padded(keys, 8));
+    R *scores = query + all * width, *mixed = scores + all * stride, *total = mixed + all * width;
+    for (int64_t h = 0; h < task.heads; h++)
+        for (int64_t i = 0; i < group; i++)
+            read_tokens(g, g.q, (task.head + h) * group + i, row0, task.tokens, width, group * width,
+                        query + (h * rows + i) * width);
+    FOR_STORE(g, stored_scores, g, task, slots, keys, rows, query, scores, stride)
+    for (int64_t h = 0; h < task.heads; h++)
+        softmax(g, task, task.head + h, rows, keys, scores + h * rows * stride, stride, total + h * rows);
+    FOR_STORE(g, stored_mix, g, task, slots, keys, rows, scores, stride, mixed)
+    for (int64_t h = 0; h < task.heads; h++)
+        finish(g, task, task.head + h, rows, width, mixed + h * rows * width, total + h * rows);
+}
+
+EXPORT void isobit_attention(const Attention* arguments) {
+    const Attention& g = *arguments;
+    const int64_t group = g.heads / g.kv_heads, step = BLOCK / group > 1 ? BLOCK / group : 1;
+    // All key heads of a sequence in one task read its pages in order; unless that would leave threads without work.
+    const int64_t together = g.sequences >= 4 * g.threads ? g.kv_heads : 1;
+    std::vector<Task> tasks;
+    int64_t work = 0;
+    for (int64_t s = g.sequences - 1; s >= 0; s--) {
+        const int64_t tokens = g.row_start[s + 1] - g.row_start[s];
+        for (int64_t first = (tokens - 1) / step * step; first >= 0 && tokens > 0; first -= step) {  // the longest first
+            const int64_t count = tokens - first < step ? tokens - first : step;
+            const int64_t heads = reads_stored(g, count) ? together : 1;
+            for (int64_t head = 0; head < g.kv_heads; head += heads)
+                tasks.push_back({s, first, count, head, g.kv_heads - head < heads ? g.kv_heads - head : heads});
+            work += (g.context[s] + first + count) * (count * g.heads + g.kv_heads) * g.dim / 16;
+        }
+    }
+#pragma omp parallel for num_threads(useful_threads(g.threads, work)) schedule(dynamic, 1)
+    for (size_t i = 0; i < tasks.size(); i++) {
+        if (reads_stored(g, tasks[i].tokens)) {
+            if (g.single) attend_stored<float>(g, tasks[i]);
+            else attend_stored<double>(g, tasks[i]);
+        } else {
+            if (g.single) attend_block<float>(g, tasks[i]);
+            else attend_block<double>(g, tasks[i]);
         }
     }
 }
-
-struct Gradients {
-    const void *dout, *q, *out;
-    const float* lse;
-    void *dq, *dk, *dv;
-};
-
-void attend_backward(const Gradients& g, int bf16, const Store& store, const Layout& layout, double scale, long sequence,
-                     long head, long H, long KV, long D) {
-    long begin = layout.row_start[sequence], end = layout.row_start[sequence + 1], count = end - begin;
-    long padded = (D + 7) / 8 * 8, group = H / KV, size = count * padded;
-    Buffer keys(size), values(size), dkeys(size), dvalues(size), weights(count), dscores(count);
-    Buffer query(padded), gradient(padded), output(padded), dquery(padded);
-    std::memset(dkeys.data, 0, size * sizeof(double));
-    std::memset(dvalues.data, 0, size * sizeof(double));
-    read_keys(store, layout, sequence, count, KV, head, D, padded, keys.data, values.data);
-    for (long row = begin; row < end; row++) {
-        long visible = row - begin + 1;
-        for (long h = head * group; h < (head + 1) * group; h++) {
-            long at = (row * H + h) * D;
-            read_plain(g.q, bf16, at, D, padded, query.data);
-            read_plain(g.dout, bf16, at, D, padded, gradient.data);
-            read_plain(g.out, bf16, at, D, padded, output.data);
-            double inner;
-            dots(gradient.data, output.data, 1, padded, 1.0, &inner);
-            dots(query.data, keys.data, visible, padded, scale, weights.data);
-            for (long j = 0; j < visible; j++)  // the rounding of lse may lift the largest one a little above 0
-                weights.data[j] = std::exp(weights.data[j] - (double)g.lse[row * H + h]);
-            dots(gradient.data, values.data, visible, padded, 1.0, dscores.data);
-            for (long j = 0; j < visible; j++) dscores.data[j] = weights.data[j] * (dscores.data[j] - inner) * scale;
-            std::memset(dquery.data, 0, padded * sizeof(double));
-            combine(dscores.data, keys.data, visible, padded, dquery.data);
-            write_plain(g.dq, bf16, at, D, dquery.data);
-            spread(dscores.data, query.data, visible, padded, dkeys.data);
-            spread(weights.data, gradient.data, visible, padded, dvalues.data);
-        }
-    }
-    for (long j = 0; j < count; j++) {
-        long at = ((begin + j) * KV + head) * D;
-        write_plain(g.dk, bf16, at, D, dkeys.data + j * padded);
-        write_plain(g.dv, bf16, at, D, dvalues.data + j * padded);
-    }
-}
-
-}  // namespace
-
-extern "C" {
-
-void isobit_attention(const void* q, int bf16, const Store* store, const Layout* layout, double scale, long H, long KV, long D,
-                      void* out, float* lse, int threads) {
-    long tasks = layout->sequences * KV;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && tasks > 1) schedule(dynamic, 4)
-    for (long task = 0; task < tasks; task++)
-        attend(q, bf16, *store, *layout, scale, task / KV, task % KV, H, KV, D, out, lse);
-}
-
-void isobit_attention_backward(const Gradients* gradients, int bf16, const Store* store, const Layout* layout, double scale,
-                               long H, long KV, long D, int threads) {
-    long tasks = layout->sequences * KV;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && tasks > 1) schedule(dynamic, 4)
-    for (long task = 0; task < tasks; task++)
-        attend_backward(*gradients, bf16, *store, *layout, scale, task / KV, task % KV, H, KV, D);
-}
-
-}  // extern "C"

@@ -1,8 +1,9 @@
-"""Compile the C++ kernels once, for this machine, into a cache; load them through ctypes.
+"""Compiles the C++ operators once and loads them: a shared library in the user's cache, called through ctypes.
 
-No torch headers, so it takes seconds. The library's name is a hash of the sources, the flags, the compiler and the CPU.
-OpenMP symbols are left for the loader to find in the runtime that torch has already loaded, so that both share one
-pool.
+The file is named for what it was made of (sources, flags, compiler, processor), so another version builds anew and no
+stale one can be loaded. It is written under another name and moved into place: several processes may build at once.
+OpenMP's symbols are left for the library that PyTorch has loaded, so that both share one pool of threads. Left out: the
+operators themselves (`ops.py`). $ISOBIT_CXXFLAGS adds flags; `-DISOBIT_PORTABLE` leaves out all intrinsics.
 """
 
 import ctypes
@@ -12,75 +13,138 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
-import torch  # loads the OpenMP runtime that the library uses
+import torch
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w")
+_HERE = Path(__file__).parent
+_SOURCES = ("product.cpp", "quantize.cpp", "pointwise.cpp", "attention.cpp", "attention_backward.cpp", "sampling.cpp")
+_HEADERS = ("native.h", "tile.h", "quantize.h", "attention.h", "attention_rows.h")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 _COMPILERS = ("g++", "c++", "clang++")
+_TIMEOUT_S = 300
 
 
-@lru_cache(maxsize=1)
-def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, and which compiler made it; or None, and why there is none."""
-    compiler = _compiler()
-    if compiler is None:
-        return None, f"no C++ compiler found ($CXX, {', '.join(_COMPILERS)})"
+class BuildFailed(Exception):
+    """The library cannot be had here; the message says why, in one line."""
+
+
+def compiler() -> str:
+    """Path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that exists."""
+    named = os.environ.get("CXX")
+    for name in (named,) if named else _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise BuildFailed(f"CXX={named} is not a program" if named else f"no C++ compiler found ({', '.join(_COMPILERS)})")
+
+
+def cache_directory() -> Path:
+    """$ISOBIT_CACHE, or ~/.cache/isobit; created for the user alone."""
+    root = os.environ.get("ISOBIT_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "isobit")
+    path = Path(root) / "native"
     try:
-        path = _library(compiler)
-        return ctypes.CDLL(str(path)), f"compiled by {Path(compiler).name}"
-    except subprocess.CalledProcessError as error:
-        lines = (error.stderr or "").strip().splitlines()
-        reason = lines[0] if lines else f"exit code {error.returncode}"
-        return None, f"{compiler} failed: {reason}"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        return None, f"{compiler}: {error.strerror or error}"
-
-
-def _compiler() -> str | None:
-    chosen = os.environ.get("CXX")
-    if chosen:
-        return shutil.which(chosen)
-    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-
-
-def _library(compiler: str) -> Path:
-    folder = Path(__file__).parent
-    sources = sorted(folder.glob("*.cpp"))
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    identity = [*_FLAGS, version, _cpu(), torch.__version__, *(p.read_text() for p in [*sources, folder / "common.h"])]
-    name = f"isobit-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so"
-    cache = Path(os.environ.get("ISOBIT_CACHE") or Path.home() / ".cache" / "isobit") / "native"
-    path = cache / name
-    if not path.is_file():
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=cache) as temporary:
-            objects = [Path(temporary) / f"{source.stem}.o" for source in sources]
-            builds = [_start([compiler, *_FLAGS, "-c", str(s), "-o", str(o)]) for s, o in zip(sources, objects)]
-            for build in builds:
-                _finish(build)
-            made = Path(temporary) / name
-            # without -fopenmp: no second OpenMP runtime is linked
-            _finish(_start([compiler, "-shared", *map(str, objects), "-o", str(made)]))
-            ctypes.CDLL(str(made))  # one that cannot be loaded must not enter the cache
-            made.replace(path)
+        raise BuildFailed(f"cannot create the cache folder {path}: {error.strerror}") from error
+    owner = getattr(os, "getuid", lambda: path.stat().st_uid)()
+    if path.stat().st_uid != owner or path.stat().st_mode & 0o022:
+        raise BuildFailed(f"the cache folder {path} can be written by others; set ISOBIT_CACHE to a folder of your own")
     return path
 
 
+@cache
+def library() -> ctypes.CDLL:
+    """The operators, built now if they were not. Raises BuildFailed."""
+    return build(compiler(), cache_directory())
+
+
+def build(program: str, directory: Path) -> ctypes.CDLL:
+    """Compile with `program` into `directory`, unless that was done before, and load."""
+    extra = os.environ.get("ISOBIT_CXXFLAGS", "").split()
+    flags = [*_FLAGS, *_processor_flags(), *_openmp_flags(program), *extra]
+    path = directory / f"isobit-{_fingerprint(program, flags)}.so"
+    if not path.exists():
+        _compile(program, flags, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildFailed(f"cannot load {path}: {error}") from error
+
+
+def _processor_flags() -> list[str]:
+    return ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
+
+
+def _openmp_flags(program: str) -> list[str]:
+    """Compile for OpenMP, and link its library only where PyTorch's own does not offer GNU's symbols."""
+    if platform.system() == "Darwin" or not torch.backends.openmp.is_available():
+        return []
+    loaded = ctypes.CDLL(None)
+    if hasattr(loaded, "GOMP_parallel") and "clang" not in Path(program).name:
+        return ["-fopenmp", "-Wl,--unresolved-symbols=ignore-all"]
+    return ["-fopenmp"]
+
+
+def _compile(program: str, flags: list[str], path: Path) -> None:
+    """Objects side by side, then a library without OpenMP's own: `-fopenmp` at the link would add it."""
+    sources = [str(_HERE / name) for name in _SOURCES]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        objects = [os.path.join(folder, f"{Path(source).stem}.o") for source in sources]
+        own = [flag for flag in flags if not flag.startswith("-Wl,") and flag != "-shared"]
+        for process in [_start([program, *own, "-c", s, "-o", o]) for s, o in zip(sources, objects)]:
+            _finish(process)
+        shares_openmp = any(flag.startswith("-Wl,") for flag in flags)
+        linking = [flag for flag in flags if not (shares_openmp and flag == "-fopenmp")]
+        target = os.path.join(folder, path.name)
+        _finish(_start([program, *linking, *objects, "-o", target]))
+        os.replace(target, path)
+
+
 def _start(command: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise BuildFailed(f"{command[0]}: {error.strerror}") from error
 
 
 def _finish(process: "subprocess.Popen[str]") -> None:
-    _, errors = process.communicate()
+    assert isinstance(process.args, list)
+    program = str(process.args[0])
+    try:
+        _, errors = process.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        raise BuildFailed(f"{program} took longer than {_TIMEOUT_S} s") from error
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, process.args, stderr=errors)
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()[:1]
+        raise BuildFailed(f"{program} failed (exit {process.returncode})" + (f": {lines[0]}" if lines else ""))
 
 
-def _cpu() -> str:
+def _fingerprint(program: str, flags: list[str]) -> str:
+    digest = hashlib.sha256()
+    for name in (*_SOURCES, *_HEADERS):
+        digest.update((_HERE / name).read_bytes())
+    digest.update("\n".join([*flags, _version(program), _processor()]).encode())
+    return digest.hexdigest()[:24]
+
+
+def _version(program: str) -> str:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildFailed(f"{program}: {error}") from error
+    if done.returncode != 0 or not done.stdout:
+        raise BuildFailed(f"{program} --version failed (exit {done.returncode})")
+    return done.stdout.splitlines()[0]
+
+
+def _processor() -> str:
+    """What `native` means here: the model and its features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    return "".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
+        return platform.processor() + platform.machine()
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in wanted}))

@@ -1,334 +1,329 @@
-"""The native backend: `isobit.kernels.types.Ops` over the C++ kernels.
+"""The native backend: the operators in C++ (`*.cpp` beside this file), called through ctypes with data pointers.
 
-Equal to the reference bit for bit in FP8 products, quantization, keys and values; equal up to one unit in the last
-place elsewhere (`tests/kernels/test_native.py`). Every sum has an order that depends on the row alone, so here the
-independence of a row's bits from its batch is proven for all operators. `fast` hands products to PyTorch, over BF16
-operands.
+Same definitions and signatures as the reference backend. FP8 products, quantization, keys and values and sampled tokens
+are its bits; elsewhere sums run in another fixed order in float64, and results differ by at most a unit in the last
+place (`tests/kernels/test_native.py`). A weight is repacked for the inner loop once, and the pack is kept as long as
+the tensor is unchanged. What C++ does not cover (E5M2, mixed operands) goes to the reference operators.
+
+Left out: the build (`build.py`) and the C interface (`interface.py`).
 """
 
 import ctypes
-from ctypes import byref, c_double, c_float, c_int, c_long, c_void_p
-from weakref import WeakKeyDictionary
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from isobit.errors import NonFiniteError
-from isobit.kernels.native.build import load
-from isobit.kernels.reference import product as reference_product
+from isobit.kernels.native.build import BuildFailed, compiler, library
+from isobit.kernels.native.cache import TensorCache
+from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
+from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.types import KVStore, Layout, Operand
-from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, nonfinite_message, quantize
+from isobit.precision import BLOCK, QTensor, QuantSpec, nonfinite_message
 
-_PLAIN = {torch.bfloat16: 1, torch.float32: 2}
-
-
-class _Operand(ctypes.Structure):
-    _fields_ = [
-        ("data", c_void_p),
-        ("row_stride", c_long),
-        ("column_stride", c_long),
-        ("type", c_int),
-        ("scale", c_void_p),
-        ("scale_row_stride", c_long),
-        ("scale_column_stride", c_long),
-        ("rows_per_scale", c_long),
-        ("k_scales", c_long),
-    ]
+_E4M3, _BF16, _FP32 = 0, 1, 2
+_KINDS = {torch.float8_e4m3fn: _E4M3, torch.bfloat16: _BF16, torch.float32: _FP32}
+_PLAIN = {torch.bfloat16: _BF16, torch.float32: _FP32}
 
 
-class _Store(ctypes.Structure):
-    _fields_ = [("k", c_void_p), ("v", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p), ("type", c_int)]
-
-
-class _Layout(ctypes.Structure):
-    _fields_ = [
-        ("row_start", c_void_p),
-        ("context", c_void_p),
-        ("page_table", c_void_p),
-        ("sequences", c_long),
-        ("pages", c_long),
-        ("page_size", c_long),
-    ]
-
-
-class _Gradients(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in ("dout", "q", "out", "lse", "dq", "dk", "dv")]
-
-
-def _signatures(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, size, number = c_void_p, c_long, c_int
-    for name, result, arguments in (
-        ("product", None, (pointer, pointer, size, size, size, pointer, pointer, number, number)),
-        ("quantize", number, (pointer, number, *(size,) * 5, number, pointer, pointer, number)),
-        ("rms_norm", None, (*(pointer,) * 3, number, c_double, size, size, *(pointer,) * 3, number)),
-        ("rms_norm_backward", None, (*(pointer,) * 4, number, size, size, pointer, pointer, number)),
-        ("rotary", None, (pointer, number, size, *(pointer,) * 3, size, size, size, number, pointer, number)),
-        ("silu_mul", None, (pointer, number, size, size, pointer, number)),
-        ("silu_mul_backward", None, (pointer, pointer, number, size, size, pointer, number)),
-        ("kv_write", number, (pointer, number, *(size,) * 4, pointer, number, number, pointer, pointer)),
-        ("attention", None, (pointer, number, pointer, pointer, c_double, *(size,) * 3, pointer, pointer, number)),
-        ("attention_backward", None, (pointer, number, pointer, pointer, c_double, *(size,) * 3, number)),
-        ("token_logprobs", None, (pointer, pointer, size, size, c_float, pointer, pointer, number)),
-        ("sample", None, (pointer, pointer, size, size, c_float, pointer, number)),
-    ):
-        function = getattr(library, f"isobit_{name}")
-        function.restype, function.argtypes = result, arguments
-    return library
-
-
+@cache
 def available() -> tuple[bool, str]:
-    """Whether the kernels can be built and loaded here, and the compiler or the reason why not."""
-    library, reason = load()
-    return library is not None, reason
+    """(whether the backend works here, why): builds it at the first call."""
+    try:
+        declare(library())
+    except BuildFailed as error:
+        return False, str(error)
+    return True, f"compiled by {Path(compiler()).name}"
 
 
 class NativeOps:
-    """`Ops` in C++. Rows may be strided; the last dimension must be contiguous."""
+    """`isobit.kernels.types.Ops` in C++."""
 
     backend = "native"
 
     def __init__(self, consistency: str = "bitwise", why: str = "") -> None:
-        library, reason = load()
-        assert library is not None, reason
-        self._library = _signatures(library)
         self.consistency = consistency
         self.why = why
-        self._dequantized: WeakKeyDictionary[Tensor, Tensor] = WeakKeyDictionary()
+        self._lib = declare(library())
+        self._reference = ReferenceOps(consistency, why)
+        self._packs, self._dequantized = TensorCache(), TensorCache()
+        self._fast = consistency == "fast"
+
+    @property
+    def cached_weights(self) -> int:
+        """How many weights have a pack or a dequantized copy now."""
+        return len(self._packs) + len(self._dequantized)
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
-        if spec.format is not E4M3 or x.dtype not in _PLAIN or not x.numel():
-            return quantize(x, spec, name)
-        x = _rows(x)
-        (rows, columns), block = x.shape, spec.block((x.shape[0], x.shape[1]))
+        kind = _PLAIN.get(x.dtype)
+        if kind is None or spec.format.dtype != torch.float8_e4m3fn or x.numel() == 0:
+            return self._reference.quantize(x, spec, name)
+        assert x.ndim == 2, f"quantize expects a matrix, got shape {tuple(x.shape)}"
+        x = x.contiguous()
+        rows, columns = x.shape
+        block_rows, block_columns = spec.block((rows, columns))
         data = torch.empty((rows, columns), dtype=torch.float8_e4m3fn)
-        scale = torch.empty((-(-rows // block[0]), -(-columns // block[1])))
-        if self._library.isobit_quantize(
-            x.data_ptr(),
-            x.dtype is torch.bfloat16,
-            x.stride(0),
-            rows,
-            columns,
-            *block,
-            spec.scale == "ue8m0",
-            data.data_ptr(),
-            scale.data_ptr(),
-            torch.get_num_threads(),
-        ):
+        scale = torch.empty((-(-rows // block_rows), -(-columns // block_columns)))
+        failed = self._lib.isobit_quantize(
+            kind, x.data_ptr(), rows, columns, block_rows, block_columns, spec.scale == "ue8m0",
+            data.data_ptr(), scale.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
             raise NonFiniteError(nonfinite_message(name, spec))
         return QTensor(data, scale, spec)
 
     def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
-        if self.consistency == "fast":
-            return reference_product.fast_product(self._fast(a), self._fast(b), bias, out)
-        if isinstance(a, QTensor) != isinstance(b, QTensor):
-            a, b = reference_product.values(a), reference_product.values(b)
-        (rows, depth), columns = a.shape, b.shape[0]
+        if self._fast:
+            return self._fast_product(a, b, bias, out)
+        if isinstance(a, QTensor) and isinstance(b, QTensor):
+            return self._product(a.data, a, b.data, b, bias, out)
+        if isinstance(a, QTensor):
+            a = a.dequantize()
+        if isinstance(b, QTensor):
+            b = b.dequantize()
+        return self._product(a, None, b, None, bias, out)
+
+    def _product(
+        self, a: Tensor, scales_a: QTensor | None, b: Tensor, scales_b: QTensor | None, bias: Tensor | None,
+        out: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        kind_a, kind_b, out_kind = _KINDS.get(a.dtype), _KINDS.get(b.dtype), _PLAIN.get(out)
+        if kind_a is None or kind_b is None or out_kind is None or (bias is not None and bias.dtype not in _PLAIN):
+            return self._reference.product(scales_a or a, scales_b or b, bias, out)
+        (rows, inner), columns = a.shape, b.shape[0]
+        assert b.shape[1] == inner, f"product of {tuple(a.shape)} and {tuple(b.shape)}"
         result = torch.empty((rows, columns), dtype=out)
-        bias = None if bias is None else bias.float()
-        self._library.isobit_product(
-            byref(_operand(a)),
-            byref(_operand(b)),
-            rows,
-            columns,
-            depth,
-            None if bias is None else bias.data_ptr(),
-            result.data_ptr(),
-            out is torch.bfloat16,
-            torch.get_num_threads(),
-        )
+        packed = self._packs.get(b)
+        fresh = packed is None
+        if packed is None:
+            packed = self._pack(b, kind_b)
+        if bias is not None:
+            bias = bias.contiguous()
+        arguments = ProductArguments(
+            kind_a, rows, columns, inner, a.data_ptr(), *a.stride(), kind_b, packed.data_ptr(),
+            bias.data_ptr() if bias is not None else None, _PLAIN[bias.dtype] if bias is not None else 0,
+            result.data_ptr(), out_kind, torch.get_num_threads(), scales_a is not None,
+        )  # fmt: skip
+        if scales_a is not None and scales_b is not None:
+            arguments.scale_a[:] = _grid(scales_a)
+            arguments.scale_b[:] = _grid(scales_b)
+        if not fresh:
+            arguments.source, arguments.b_row, arguments.b_column = b.data_ptr(), *b.stride()
+        if self._lib.isobit_product(ctypes.byref(arguments)):
+            self._pack(b, kind_b, packed)
+            arguments.source = None
+            self._lib.isobit_product(ctypes.byref(arguments))
         return result
 
-    def _fast(self, operand: Operand) -> Tensor:
-        """BF16 values; those of weights are kept as long as the codes live."""
-        if not isinstance(operand, QTensor):
-            return operand
-        known = self._dequantized.get(operand.data)
-        if known is None or known.shape != operand.data.shape:
-            known = operand.dequantize().bfloat16()
-            self._dequantized[operand.data] = known
+    def _pack(self, b: Tensor, kind: int, packed: Tensor | None = None) -> Tensor:
+        """Panels [N / 16][K][16] of a weight, kept while it lives unchanged."""
+        columns, inner = b.shape
+        if packed is None:
+            packed = torch.empty(-(-columns // 16) * inner * 16, dtype=b.dtype)
+        self._lib.isobit_pack(
+            kind, b.data_ptr(), columns, inner, *b.stride(), packed.data_ptr(), torch.get_num_threads()
+        )
+        self._packs.put(packed, b)
+        return packed
+
+    def _fast_product(self, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
+        left = self._dequantize(a) if isinstance(a, QTensor) else a
+        right = self._dequantized_weight(b) if isinstance(b, QTensor) else b
+        if left.dtype != right.dtype:
+            left, right = left.bfloat16(), right.bfloat16()
+        return functional.linear(left, right, None if bias is None else bias.to(left.dtype)).to(out)
+
+    def _dequantized_weight(self, x: QTensor) -> Tensor:
+        known = self._dequantized.get(x.data, x.scale)
+        if known is None or self._lib.isobit_dequantized_is_stale(
+            x.data.data_ptr(), *x.data.shape, x.scale.data_ptr(), *x.block, known.data_ptr()
+        ):
+            known = self._dequantize(x)
+            if _dequantizes_natively(x):
+                self._dequantized.put(known, x.data, x.scale)
         return known
+
+    def _dequantize(self, x: QTensor) -> Tensor:
+        """The values in bfloat16; exact where scales are powers of two."""
+        if not _dequantizes_natively(x):
+            return x.dequantize().bfloat16()
+        out = torch.empty(x.data.shape, dtype=torch.bfloat16)
+        self._lib.isobit_dequantize(
+            x.data.data_ptr(), *x.data.shape, x.scale.data_ptr(), *x.block, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x = x.contiguous()
-        y, rstd = torch.empty_like(x), torch.empty(x.shape[0])
-        summed = x if residual is None else torch.empty_like(x)
-        self._library.isobit_rms_norm(
-            x.data_ptr(),
-            None if residual is None else residual.contiguous().data_ptr(),
-            weight.data_ptr(),
-            x.dtype is torch.bfloat16,
-            eps,
-            *x.shape,
-            y.data_ptr(),
-            summed.data_ptr(),
-            rstd.data_ptr(),
-            torch.get_num_threads(),
-        )
+        kind = _PLAIN.get(x.dtype)
+        if kind is None or weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
+            return self._reference.rms_norm(x, weight, eps, residual)
+        x, weight = x.contiguous(), weight.contiguous()
+        rows, columns = x.shape
+        y, rstd = torch.empty_like(x), torch.empty(rows)
+        summed = x
+        if residual is not None:
+            residual, summed = residual.contiguous(), torch.empty_like(x)
+        self._lib.isobit_rms_norm(
+            kind, x.data_ptr(), residual.data_ptr() if residual is not None else None, weight.data_ptr(),
+            rows, columns, eps, y.data_ptr(), summed.data_ptr(), rstd.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
         return y, summed, rstd
 
     def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        dx, dweight = torch.empty_like(summed), torch.empty(summed.shape[1])
-        self._library.isobit_rms_norm_backward(
-            dy.data_ptr(),
-            summed.data_ptr(),
-            weight.data_ptr(),
-            rstd.data_ptr(),
-            summed.dtype is torch.bfloat16,
-            *summed.shape,
-            dx.data_ptr(),
-            dweight.data_ptr(),
-            torch.get_num_threads(),
-        )
+        kind = _PLAIN.get(summed.dtype)
+        if kind is None or dy.dtype != summed.dtype or weight.dtype != summed.dtype:
+            return self._reference.rms_norm_backward(dy, summed, weight, rstd)
+        dy, summed, weight, rstd = dy.contiguous(), summed.contiguous(), weight.contiguous(), rstd.contiguous()
+        rows, columns = summed.shape
+        dx, dweight = torch.empty_like(summed), torch.empty(columns)
+        self._lib.isobit_rms_norm_backward(
+            kind, dy.data_ptr(), summed.data_ptr(), weight.data_ptr(), rstd.data_ptr(), rows, columns,
+            dx.data_ptr(), dweight.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
         return dx, dweight
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        x = _heads(x)
-        y = torch.empty(x.shape, dtype=x.dtype)
-        self._library.isobit_rotary(
-            x.data_ptr(),
-            x.dtype is torch.bfloat16,
-            x.stride(0),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            positions.data_ptr(),
-            *x.shape,
-            inverse,
-            y.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return y
+        kind = _PLAIN.get(x.dtype)
+        if kind is None or cos.dtype != torch.float32 or sin.dtype != torch.float32:
+            return self._reference.rotary(x, cos, sin, positions, inverse)
+        x, stride = _token_rows(x)
+        tokens, heads, dim = x.shape
+        cos, sin, positions = cos.contiguous(), sin.contiguous(), positions.contiguous()
+        out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+        self._lib.isobit_rotary(
+            kind, x.data_ptr(), stride, cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), tokens, heads, dim,
+            inverse, out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        power_of_two = store.kv is not None and store.kv.scale == "ue8m0"
-        for data, scale, rows in ((store.k, store.k_scale, k), (store.v, store.v_scale, v)):
-            rows = _heads(rows)
-            bad = self._library.isobit_kv_write(
-                rows.data_ptr(),
-                rows.dtype is torch.bfloat16,
-                rows.stride(0),
-                *rows.shape,
-                layout.slots.data_ptr(),
-                scale is not None,
-                power_of_two,
-                data.data_ptr(),
-                None if scale is None else scale.data_ptr(),
-            )
-            if bad and store.kv is not None:
-                raise NonFiniteError(nonfinite_message("keys and values", store.kv))
+        kind, spec = _PLAIN.get(k.dtype), store.kv
+        if spec is None:
+            native = store.k.dtype == k.dtype
+        else:
+            native = spec.format.dtype == torch.float8_e4m3fn and spec.granularity == "row"
+        if kind is None or v.dtype != k.dtype or not native:
+            self._reference.kv_write(store, k, v, layout)
+            return
+        (k, k_stride), (v, v_stride) = _token_rows(k), _token_rows(v)
+        failed = self._lib.isobit_kv_write(
+            kind, k.data_ptr(), v.data_ptr(), k_stride, v_stride, layout.slots.data_ptr(), *k.shape,
+            spec is not None and spec.scale == "ue8m0", store.k.data_ptr(), store.v.data_ptr(),
+            _pointer(store.k_scale), _pointer(store.v_scale),
+        )  # fmt: skip
+        if failed and spec is not None:
+            raise NonFiniteError(nonfinite_message("keys and values", spec))
 
     def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+        if not _attention_is_native(q, store):
+            return self._reference.attention(q, store, layout, scale)
         q = q.contiguous()
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
-        self._library.isobit_attention(
-            q.data_ptr(),
-            q.dtype is torch.bfloat16,
-            byref(_store(store)),
-            byref(_layout(layout)),
-            scale,
-            q.shape[1],
-            *store.k.shape[1:],
-            out.data_ptr(),
-            lse.data_ptr(),
-            torch.get_num_threads(),
-        )
+        arguments = _attention_arguments(q, store, layout, scale, out, lse)
+        arguments.single = self._fast
+        self._lib.isobit_attention(ctypes.byref(arguments))
         return out, lse
 
     def attention_backward(
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if not _attention_is_native(q, store) or dout.dtype != q.dtype:
+            return self._reference.attention_backward(dout, q, out, lse, store, layout, scale)
+        q, out, lse, dout = q.contiguous(), out.contiguous(), lse.contiguous(), dout.contiguous()
         dq = torch.empty_like(q)
-        dk, dv = (torch.empty((q.shape[0], *store.k.shape[1:]), dtype=q.dtype) for _ in range(2))
-        gradients = _Gradients(*(t.data_ptr() for t in (dout, q, out, lse, dq, dk, dv)))
-        self._library.isobit_attention_backward(
-            byref(gradients),
-            q.dtype is torch.bfloat16,
-            byref(_store(store)),
-            byref(_layout(layout)),
-            scale,
-            q.shape[1],
-            *store.k.shape[1:],
-            torch.get_num_threads(),
-        )
+        dk = torch.empty((q.shape[0], store.k.shape[1], q.shape[2]), dtype=q.dtype)
+        dv = torch.empty_like(dk)
+        arguments = _attention_arguments(q, store, layout, scale, out, lse)
+        arguments.dout, arguments.dq = dout.data_ptr(), dq.data_ptr()
+        arguments.dk, arguments.dv = dk.data_ptr(), dv.data_ptr()
+        self._lib.isobit_attention_backward(ctypes.byref(arguments))
         return dq, dk, dv
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        rows, half = gate_up.shape[0], gate_up.shape[1] // 2
-        h = torch.empty((rows, half), dtype=gate_up.dtype)
-        self._library.isobit_silu_mul(
-            gate_up.data_ptr(), gate_up.dtype is torch.bfloat16, rows, half, h.data_ptr(), torch.get_num_threads()
-        )
-        return h
+        kind = _PLAIN.get(gate_up.dtype)
+        if kind is None:
+            return self._reference.silu_mul(gate_up)
+        gate_up = gate_up.contiguous()
+        rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, inner), dtype=gate_up.dtype)
+        self._lib.isobit_silu_mul(kind, gate_up.data_ptr(), rows, inner, out.data_ptr(), torch.get_num_threads())
+        return out
 
     def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
+        kind = _PLAIN.get(gate_up.dtype)
+        if kind is None or dh.dtype != gate_up.dtype:
+            return self._reference.silu_mul_backward(dh, gate_up)
+        dh, gate_up = dh.contiguous(), gate_up.contiguous()
         out = torch.empty_like(gate_up)
-        self._library.isobit_silu_mul_backward(
-            dh.data_ptr(),
-            gate_up.data_ptr(),
-            dh.dtype is torch.bfloat16,
-            *dh.shape,
-            out.data_ptr(),
-            torch.get_num_threads(),
+        self._lib.isobit_silu_mul_backward(
+            kind, dh.data_ptr(), gate_up.data_ptr(), *dh.shape, out.data_ptr(), torch.get_num_threads()
         )
         return out
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if logits.dtype != torch.float32:
+            return self._reference.token_logprobs(logits, tokens, temperature)
         logits, tokens = logits.contiguous(), tokens.contiguous()
+        assert not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < logits.shape[1])
         logprobs, entropy = torch.empty(logits.shape[0]), torch.empty(logits.shape[0])
-        self._library.isobit_token_logprobs(
-            logits.data_ptr(),
-            tokens.data_ptr(),
-            *logits.shape,
-            temperature,
-            logprobs.data_ptr(),
-            entropy.data_ptr(),
+        self._lib.isobit_token_logprobs(
+            logits.data_ptr(), tokens.data_ptr(), *logits.shape, temperature, logprobs.data_ptr(), entropy.data_ptr(),
             torch.get_num_threads(),
-        )
+        )  # fmt: skip
         return logprobs, entropy
 
     def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+        if logits.dtype != torch.float32:
+            return self._reference.sample(logits, keys, temperature)
         logits, keys = logits.contiguous(), keys.contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._library.isobit_sample(
+        self._lib.isobit_sample(
             logits.data_ptr(), keys.data_ptr(), *logits.shape, temperature, tokens.data_ptr(), torch.get_num_threads()
         )
         return tokens
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
+def _dequantizes_natively(x: QTensor) -> bool:
+    return x.data.dtype == torch.float8_e4m3fn and x.data.is_contiguous() and x.scale.is_contiguous()
 
 
-def _heads(x: Tensor) -> Tensor:
-    """[T, heads, D] whose heads stand together; only the row stride is free."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+def _grid(x: QTensor) -> tuple[int, ...]:
+    """A grid of scales as C++ reads it: pointer, rows and columns of a block, strides."""
+    block_rows, block_columns = x.block
+    assert block_columns in (BLOCK, x.shape[1]), f"scales along K in blocks of {block_columns}"
+    return (x.scale.data_ptr(), block_rows, block_columns, *x.scale.stride())
 
 
-def _operand(x: Operand) -> _Operand:
-    if isinstance(x, QTensor):
-        code = 3 if x.spec.format is E5M2 else 0
-        scale = x.scale
-        strides = scale.stride()
-        return _Operand(
-            x.data.data_ptr(), *x.data.stride(), code, scale.data_ptr(), *strides, x.block[0], scale.shape[1]
-        )
-    return _Operand(x.data_ptr(), *x.stride(), _PLAIN[x.dtype], None, 0, 0, 1, 1)
+def _token_rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [T, heads, D] with heads and D contiguous, and the distance between tokens: a slice of a wider row may stay."""
+    if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+        x = x.contiguous()
+    return x, x.stride(0)
 
 
-def _store(store: KVStore) -> _Store:
-    scales = (None, None) if store.k_scale is None or store.v_scale is None else _pointers(store)
-    code = 0 if store.kv is not None else _PLAIN[store.k.dtype]
-    return _Store(store.k.data_ptr(), store.v.data_ptr(), *scales, code)
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
-def _pointers(store: KVStore) -> tuple[int, int]:
-    assert store.k_scale is not None
-    assert store.v_scale is not None
-    return store.k_scale.data_ptr(), store.v_scale.data_ptr()
+def _attention_is_native(q: Tensor, store: KVStore) -> bool:
+    if q.dtype not in _PLAIN or not store.k.is_contiguous() or not store.v.is_contiguous():
+        return False
+    return store.k.dtype in _PLAIN if store.kv is None else store.kv.format.dtype == torch.float8_e4m3fn
 
 
-def _layout(layout: Layout) -> _Layout:
-    table = layout.page_table
-    pointers = (layout.row_start.data_ptr(), layout.context.data_ptr(), table.data_ptr())
-    return _Layout(*pointers, table.shape[0], table.stride(0), layout.page_size)
+def _attention_arguments(
+    q: Tensor, store: KVStore, layout: Layout, scale: float, out: Tensor, lse: Tensor
+) -> AttentionArguments:
+    rows, heads, dim = q.shape
+    return AttentionArguments(
+        _PLAIN[q.dtype], _E4M3 if store.kv is not None else _PLAIN[store.k.dtype],
+        q.data_ptr(), store.k.data_ptr(), store.v.data_ptr(), _pointer(store.k_scale), _pointer(store.v_scale),
+        layout.row_start.data_ptr(), layout.context.data_ptr(), layout.page_table.data_ptr(),
+        layout.page_table.shape[1], layout.page_size, layout.context.shape[0], heads, store.k.shape[1], dim, scale,
+        out.data_ptr(), lse.data_ptr(), None, None, None, None, torch.get_num_threads(), rows, False,
+    )  # fmt: skip

@@ -1,199 +1,204 @@
-// Matrix products C = A * B^T with float64 sums in an order that depends on K alone.
+// C = A · Bᵀ in float64 with one rounding, for E4M3 operands with block scales and for plain BF16 and FP32 ones.
 //
-// Operands are decoded to float64 panels; every product of two codes, BF16 or FP32 values is exact there, so fused
-// multiply-add changes no bit of a dot product and is allowed inside it. For FP8 the sum of a block of 128 is exact
-// whatever its order; blocks are scaled by (scale_a * scale_b) and added in ascending order, without fusing. For plain
-// operands each element is one ascending chain over k. Padding rows and columns are computed and dropped, so there is
-// no second code path for remainders.
-#include "common.h"
+// E4M3: per block of 128 along K the exact sum of code products, times (scale_a · scale_b), blocks added ascending.
+// Plain: products are exact in float64; each element is one chain of additions in ascending k. B is packed beforehand
+// into panels [N/16][K][16] of its own format, so that the inner loop reads it in order; A is decoded per call.
+#include "tile.h"
 
-namespace {
+constexpr int64_t STEP = 128;  // block of K: the scaling group, and what is decoded at a time
+constexpr int64_t GROUP = 4;   // panels of B that are decoded together
 
-constexpr long MR = 8;    // rows of a tile
-constexpr long NR = 16;   // columns of a tile: two vectors of eight doubles
-constexpr long BLOCK = 128;
+template <class T>
+static void pack_panel(const T* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, int64_t p, T* out) {
+    int64_t first = p * PANEL, rows = n - first < PANEL ? n - first : PANEL;
+    const T* source = b + first * row_stride;
+    if (rows == PANEL && column_stride == 1) {
+        const T* pointers[16];
+        for (int i = 0; i < 16; i++) pointers[i] = source + i * row_stride;
+        transpose_rows(pointers, k, out);
+        return;
+    }
+    if (rows == PANEL && row_stride == 1) {
+        for (int64_t j = 0; j < k; j++) std::memcpy(out + j * PANEL, source + j * column_stride, PANEL * sizeof(T));
+        return;
+    }
+    for (int64_t j = 0; j < k; j++)
+        for (int64_t i = 0; i < PANEL; i++)
+            out[j * PANEL + i] = i < rows ? source[i * row_stride + j * column_stride] : T(0);
+}
 
-struct Operand {
-    const void* data;     // row-major [rows, K] (ld = row stride in elements), or transposed [K, rows]
-    long row_stride, column_stride;
-    int type;             // 0 fp8 e4m3, 1 bf16, 2 fp32, 3 fp8 e5m2
-    const float* scale;   // [row blocks, k blocks] or null
-    long scale_row_stride, scale_column_stride;
-    long rows_per_scale;  // rows that share a scale
-    long k_scales;        // scales along K: 1 or one per block
+template <class T>
+static void pack(const T* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, T* out, int64_t threads) {
+    int64_t panels = padded(n, PANEL) / PANEL;
+#pragma omp parallel for num_threads(useful_threads(threads, n * k / 4)) schedule(static)
+    for (int64_t p = 0; p < panels; p++) pack_panel(b, n, k, row_stride, column_stride, p, out + p * k * PANEL);
+}
+
+EXPORT void isobit_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
+                        void* out, int64_t threads) {
+    if (kind == E4M3) pack((const uint8_t*)b, n, k, row_stride, column_stride, (uint8_t*)out, threads);
+    if (kind == BF16) pack((const uint16_t*)b, n, k, row_stride, column_stride, (uint16_t*)out, threads);
+    if (kind == FP32) pack((const float*)b, n, k, row_stride, column_stride, (float*)out, threads);
+}
+
+// A grid of scales: row r and the block of columns that begins at k.
+struct Scales {
+    const float* data;
+    int64_t block_rows, block_columns, row_stride, column_stride;
+    // The scales of rows first..first+count (zeros from `end` on) at column k.
+    void fill(int64_t first, int64_t count, int64_t end, int64_t k, double* out) const {
+        const float* column = data + k / block_columns * column_stride;
+        int64_t block = first / block_rows, left = block_rows - first % block_rows;
+        for (int64_t i = 0; i < count; i++) {
+            out[i] = first + i < end ? column[block * row_stride] : 0.0;
+            if (--left == 0) left = block_rows, block++;
+        }
+    }
 };
 
-double e4m3_table[256], e5m2_table[256];
-
-double decode_fp8(int code, int exponent_bits, int mantissa_bits, int bias) {
-    int sign = code >> 7, exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1);
-    int mantissa = code & ((1 << mantissa_bits) - 1);
-    double value = exponent ? std::ldexp(1.0 + std::ldexp((double)mantissa, -mantissa_bits), exponent - bias)
-                            : std::ldexp((double)mantissa, 1 - bias - mantissa_bits);
-    return sign ? -value : value;
-}
-
-struct Tables {
-    Tables() {
-        for (int code = 0; code < 256; code++) {
-            e4m3_table[code] = decode_fp8(code, 4, 3, 7);
-            e5m2_table[code] = decode_fp8(code, 5, 2, 15);
-        }
-    }
-} tables;
-
-inline double load(const Operand& x, long row, long k) {
-    long at = row * x.row_stride + k * x.column_stride;
-    switch (x.type) {
-        case 0: return e4m3_table[((const uint8_t*)x.data)[at]];
-        case 1: return bf16_to_double(((const uint16_t*)x.data)[at]);
-        case 2: return ((const float*)x.data)[at];
-        default: return e5m2_table[((const uint8_t*)x.data)[at]];
-    }
-}
-
-template <typename T, typename Decode>
-void pack_rows(const T* data, long row_stride, long column_stride, long rows, long k0, long k1, long width, double* panel,
-               Decode decode) {
-    // panel[k][width]; rows beyond the operand are zero
-    for (long row = 0; row < rows; row++) {
-        const T* from = data + row * row_stride + k0 * column_stride;
-        for (long k = 0; k < k1 - k0; k++) panel[k * width + row] = decode(from[k * column_stride]);
-    }
-    for (long row = rows; row < width; row++)
-        for (long k = 0; k < k1 - k0; k++) panel[k * width + row] = 0.0;
-}
-
-void pack(const Operand& x, long first, long rows, long k0, long k1, long width, double* panel) {
-    long at = first * x.row_stride;
-    if (x.type == 1)
-        pack_rows((const uint16_t*)x.data + at, x.row_stride, x.column_stride, rows, k0, k1, width, panel, bf16_to_double);
-    else if (x.type == 2)
-        pack_rows((const float*)x.data + at, x.row_stride, x.column_stride, rows, k0, k1, width, panel,
-                  [](float v) { return (double)v; });
-    else {
-        const double* table = x.type == 0 ? e4m3_table : e5m2_table;
-        pack_rows((const uint8_t*)x.data + at, x.row_stride, x.column_stride, rows, k0, k1, width, panel,
-                  [table](uint8_t code) { return table[code]; });
-    }
-}
-
-// c[8][16] += a[k][8] outer b[k][16], ascending k; products are exact, so contraction changes nothing
-#if defined(__GNUC__) && !defined(__clang__)
-__attribute__((optimize("fp-contract=fast")))
-#endif
-__attribute__((noinline)) void micro(const double* a, const double* b, double* c, long length) {
-#ifdef __clang__
-#pragma clang fp contract(fast)
-#endif
-    v8 sum[MR][2];
-    for (long r = 0; r < MR; r++) {
-        sum[r][0] = *(const v8*)(c + r * NR);
-        sum[r][1] = *(const v8*)(c + r * NR + 8);
-    }
-    for (long k = 0; k < length; k++) {
-        v8 b0 = *(const v8*)(b + k * NR), b1 = *(const v8*)(b + k * NR + 8);
-#pragma GCC unroll 8
-        for (long r = 0; r < MR; r++) {
-            v8 value = a[k * MR + r] - (v8){};
-            sum[r][0] += value * b0;
-            sum[r][1] += value * b1;
-        }
-    }
-    for (long r = 0; r < MR; r++) {
-        *(v8*)(c + r * NR) = sum[r][0];
-        *(v8*)(c + r * NR + 8) = sum[r][1];
-    }
-}
-
-inline double scale_of(const Operand& x, long row, long block) {
-    return x.scale[row / x.rows_per_scale * x.scale_row_stride + (x.k_scales > 1 ? block : 0) * x.scale_column_stride];
-}
-
-// total[8][16] += dot * (scale_a * scale_b), rounded twice as the reference does
-void add_scaled(double* total, const double* dot, const Operand& a, const Operand& b, long m, long rows, long n, long columns,
-                long block) {
-    double scale_b[NR];
-    for (long j = 0; j < columns; j++) scale_b[j] = scale_of(b, n + j, block);
-    for (long i = 0; i < rows; i++) {
-        double scale_a = scale_of(a, m + i, block);
-        for (long j = 0; j < columns; j++) {
-            double term = dot[i * NR + j] * (scale_a * scale_b[j]);
-            total[i * NR + j] = total[i * NR + j] + term;
-        }
-    }
-}
-
-void store(const double* total, void* out, int out_type, const float* bias, long m, long rows, long n, long columns, long N) {
-    for (long i = 0; i < rows; i++)
-        for (long j = 0; j < columns; j++) {
-            double value = total[i * NR + j];
-            if (bias) value = value + (double)bias[n + j];
-            long at = (m + i) * N + n + j;
-            if (out_type == 1) ((uint16_t*)out)[at] = double_to_bf16(value);
-            else ((float*)out)[at] = (float)value;
-        }
-}
-
-// Columns [n, n + 16 * groups) of all rows: B is decoded once per block of K, A comes decoded.
-struct Tile {
-    alignas(64) double dot[MR * NR];
+struct Product {
+    int64_t kind_a, m, n, k;
+    const void* a;
+    int64_t a_row, a_column;
+    int64_t kind_b;
+    const void* packed;
+    const void* bias;
+    int64_t bias_kind;
+    void* out;
+    int64_t out_kind, threads;
+    int64_t scaled;
+    Scales scale_a, scale_b;
+    const void* source;  // B itself, to notice that it was overwritten behind the pack
+    int64_t b_row, b_column;
 };
 
-void columns(const Operand& a, const Operand& b, const double* packed_a, long M, long N, long K, long n, const float* bias,
-             void* out, int out_type, double* packed_b, double* totals) {
-    bool scaled = a.scale != nullptr;
-    long width = std::min(NR, N - n), row_tiles = (M + MR - 1) / MR, padded = row_tiles * MR;
-    std::memset(totals, 0, sizeof(double) * padded * NR);
-    Tile tile;
-    for (long k0 = 0, block = 0; k0 < K; k0 += BLOCK, block++) {
-        long k1 = std::min(K, k0 + BLOCK);
-        pack(b, n, width, k0, k1, NR, packed_b);
-        for (long t = 0; t < row_tiles; t++) {
-            const double* panel = packed_a + (t * K + k0) * MR;
-            double* total = totals + t * MR * NR;
-            if (!scaled) {
-                micro(panel, packed_b, total, k1 - k0);
-                continue;
+template <class T>
+static void decode_block(const T* a, int64_t rows, int64_t count, int64_t row_stride, int64_t column_stride,
+                         double* out) {
+    if (column_stride == 1) {
+        for (int64_t r = 0; r < rows; r++) decode_row(a + r * row_stride, count, out + r * STEP);
+        return;
+    }
+    static thread_local Scratch scratch;
+    T* turned = (T*)scratch.get(rows * PANEL * sizeof(T) / sizeof(double) + 8);
+    int64_t k = 0;
+    for (; k + PANEL <= count && row_stride == 1; k += PANEL) {  // a transposed view: 16 of its columns are 16 runs
+        const T* runs[PANEL];
+        for (int64_t i = 0; i < PANEL; i++) runs[i] = a + (k + i) * column_stride;
+        transpose_rows(runs, rows, turned);
+        for (int64_t r = 0; r < rows; r++) put(out + r * STEP + k, decode(turned + r * PANEL));
+    }
+    for (; k < count; k++)
+        for (int64_t r = 0; r < rows; r++) out[r * STEP + k] = decode_scalar(a[r * row_stride + k * column_stride]);
+}
+
+static void decode_a(const Product& g, int64_t row, int64_t rows, int64_t k, int64_t count, double* out) {
+    int64_t offset = row * g.a_row + k * g.a_column;
+    if (g.kind_a == E4M3) decode_block((const uint8_t*)g.a + offset, rows, count, g.a_row, g.a_column, out);
+    if (g.kind_a == BF16) decode_block((const uint16_t*)g.a + offset, rows, count, g.a_row, g.a_column, out);
+    if (g.kind_a == FP32) decode_block((const float*)g.a + offset, rows, count, g.a_row, g.a_column, out);
+}
+
+static void decode_b(const Product& g, int64_t panel, int64_t k, int64_t count, double* out) {
+    int64_t offset = (panel * g.k + k) * PANEL;
+    if (g.kind_b == E4M3) decode_row((const uint8_t*)g.packed + offset, count * PANEL, out);
+    if (g.kind_b == BF16) decode_row((const uint16_t*)g.packed + offset, count * PANEL, out);
+    if (g.kind_b == FP32) decode_row((const float*)g.packed + offset, count * PANEL, out);
+}
+
+template <class T>
+static void finish(const Product& g, int64_t row, int64_t rows, int64_t column, int64_t columns, double* total,
+                   int64_t width) {
+    for (int64_t r = 0; r < rows; r++) {
+        double* line = total + r * width;
+        for (int64_t j = 0; g.bias && j < columns; j++)
+            line[j] += g.bias_kind == BF16 ? decode_scalar(((const uint16_t*)g.bias)[column + j])
+                                           : decode_scalar(((const float*)g.bias)[column + j]);
+        round_row(line, columns, (T*)g.out + (row + r) * g.n + column);
+    }
+}
+
+// Rows row0..row1 times panels panel0..panel1.
+static void product_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1) {
+    static thread_local Scratch scratch;
+    const int64_t steps = (g.k + STEP - 1) / STEP, width = GROUP * PANEL;
+    int64_t chunk = (1 << 17) / (steps * STEP) / 8 * 8;  // rows of A whose decoded values stay within a megabyte
+    chunk = chunk < 32 ? 32 : chunk > 256 ? 256 : chunk;
+    if (chunk > row1 - row0) chunk = padded(row1 - row0, 8);
+    double* decoded_a = scratch.get(chunk * steps * (STEP + 1) + width * (STEP + 1) + chunk * width);
+    double* decoded_b = decoded_a + chunk * steps * STEP;
+    double *total = decoded_b + width * STEP, *scale_a = total + chunk * width, *scale_b = scale_a + chunk * steps;
+    for (int64_t row = row0; row < row1; row += chunk) {
+        int64_t rows = row1 - row < chunk ? row1 - row : chunk;
+        for (int64_t s = 0; s < steps; s++) {
+            int64_t count = g.k - s * STEP < STEP ? g.k - s * STEP : STEP;
+            decode_a(g, row, rows, s * STEP, count, decoded_a + s * chunk * STEP);
+            if (g.scaled) g.scale_a.fill(row, rows, g.m, s * STEP, scale_a + s * chunk);
+        }
+        for (int64_t panel = panel0; panel < panel1; panel += GROUP) {
+            int64_t panels = panel1 - panel < GROUP ? panel1 - panel : GROUP, column = panel * PANEL;
+            std::memset(total, 0, rows * width * sizeof(double));
+            for (int64_t s = 0; s < steps; s++) {
+                int64_t k = s * STEP, count = g.k - k < STEP ? g.k - k : STEP;
+                const double* a = decoded_a + s * chunk * STEP;
+                for (int64_t p = 0; p < panels; p++) decode_b(g, panel + p, k, count, decoded_b + p * PANEL * STEP);
+                if (g.scaled) {
+                    g.scale_b.fill(column, panels * PANEL, g.n, k, scale_b);
+                    tile_product<ADD_SCALED>(rows, panels, a, STEP, decoded_b, PANEL, PANEL * STEP, count, total, width,
+                                             {scale_a + s * chunk, scale_b});
+                } else {
+                    tile_product<CONTINUE>(rows, panels, a, STEP, decoded_b, PANEL, PANEL * STEP, count, total, width);
+                }
             }
-            std::memset(tile.dot, 0, sizeof tile.dot);
-            micro(panel, packed_b, tile.dot, k1 - k0);
-            add_scaled(total, tile.dot, a, b, t * MR, std::min(MR, M - t * MR), n, width, block);
+            int64_t columns = g.n - column < panels * PANEL ? g.n - column : panels * PANEL;
+            if (g.out_kind == BF16) finish<uint16_t>(g, row, rows, column, columns, total, width);
+            if (g.out_kind == FP32) finish<float>(g, row, rows, column, columns, total, width);
         }
     }
-    for (long t = 0; t < row_tiles; t++)
-        store(totals + t * MR * NR, out, out_type, bias, t * MR, std::min(MR, M - t * MR), n, width, N);
 }
 
-}  // namespace
+template <class T>
+static bool pack_is_stale(const Product& g) {
+    const T *source = (const T*)g.source, *packed = (const T*)g.packed;
+    for (int64_t i = 0; i < 32; i++) {
+        int64_t row = g.n * i / 32, column = (g.k * ((i * 13) % 32) / 32 + i) % g.k;
+        T expected = packed[(row / PANEL * g.k + column) * PANEL + row % PANEL];
+        if (std::memcmp(&expected, source + row * g.b_row + column * g.b_column, sizeof(T)) != 0) return true;
+    }
+    return false;
+}
 
-extern "C" void isobit_product(const Operand* a, const Operand* b, long M, long N, long K, const float* bias, void* out,
-                               int out_type, int threads) {
-    // Rows in slices, so that the decoded A and the totals stay in cache.
-    constexpr long SLICE = 256;
-    long column_tiles = (N + NR - 1) / NR;
-    bool parallel = threads > 1 && M * N * K > 1 << 15;
-    for (long m0 = 0; m0 < M; m0 += SLICE) {
-        long rows = std::min(SLICE, M - m0), row_tiles = (rows + MR - 1) / MR;
-        Operand slice = *a;
-        size_t element = a->type == 1 ? 2 : a->type == 2 ? 4 : 1;
-        slice.data = (const char*)a->data + m0 * a->row_stride * element;
-        if (a->scale) {
-            slice.scale = a->scale;
-            if (a->rows_per_scale == 1) slice.scale += m0 * a->scale_row_stride;
-            else slice.scale += m0 / a->rows_per_scale * a->scale_row_stride;  // SLICE is a multiple of 128
-        }
-        void* target = (char*)out + m0 * N * (out_type == 1 ? 2 : 4);
-        Buffer packed_a(row_tiles * MR * K);
-#pragma omp parallel for num_threads(threads) if (parallel) schedule(static)
-        for (long t = 0; t < row_tiles; t++)
-            pack(slice, t * MR, std::min(MR, rows - t * MR), 0, K, MR, packed_a.data + t * MR * K);
-#pragma omp parallel num_threads(threads) if (parallel)
-        {
-            Buffer packed_b(BLOCK * NR), totals(row_tiles * MR * NR);
-#pragma omp for schedule(static)
-            for (long t = 0; t < column_tiles; t++)
-                columns(slice, *b, packed_a.data, rows, N, K, t * NR, bias, target, out_type, packed_b.data, totals.data);
+// Returns 1, without computing, if a spot check finds that B is no longer what was packed.
+EXPORT int64_t isobit_product(const Product* arguments) {
+    const Product& g = *arguments;
+    if (g.m == 0 || g.n == 0) return 0;
+    if (g.source && g.k > 0) {
+        if (g.kind_b == E4M3 && pack_is_stale<uint8_t>(g)) return 1;
+        if (g.kind_b == BF16 && pack_is_stale<uint16_t>(g)) return 1;
+        if (g.kind_b == FP32 && pack_is_stale<float>(g)) return 1;
+    }
+    int64_t panels = padded(g.n, PANEL) / PANEL;
+    int parts = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 48);
+    bool by_rows = g.m >= 128 || (panels < 2 * parts && g.m >= 16);
+    if (parts == 1) {
+        product_part(g, 0, g.m, 0, panels);
+        return 0;
+    }
+#pragma omp parallel num_threads(parts)
+    {
+        int64_t part = 0, all = 1;
+#if defined(_OPENMP)
+        part = omp_get_thread_num(), all = omp_get_num_threads();
+#endif
+        if (by_rows) {
+            int64_t strips = padded(g.m, 8) / 8;
+            int64_t first = strips * part / all * 8, last = strips * (part + 1) / all * 8;
+            last = last > g.m ? g.m : last;
+            if (first < last) product_part(g, first, last, 0, panels);
+        } else {
+            int64_t first = panels * part / all, last = panels * (part + 1) / all;
+            if (first < last) product_part(g, 0, g.m, first, last);
         }
     }
+    return 0;
 }

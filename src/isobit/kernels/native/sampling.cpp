@@ -1,99 +1,126 @@
-// Log-probabilities and counter-based sampling, one row of logits at a time.
-#include "common.h"
+// Log-probabilities, entropy, and counter-based sampling: each a function of one row of logits [V].
+#include "native.h"
 
-namespace {
-
-constexpr int LANES = 16;
-
-// Philox4x32-10 (Salmon et al. 2011) for LANES consecutive token blocks.
-void philox(uint32_t first, uint32_t position, uint32_t sample, uint32_t prompt, uint64_t seed, uint32_t out[4][LANES]) {
-    uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES];
-    for (int l = 0; l < LANES; l++) c0[l] = first + l, c1[l] = position, c2[l] = sample, c3[l] = prompt;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        for (int l = 0; l < LANES; l++) {
-            uint64_t a = (uint64_t)c0[l] * 0xD2511F53u, b = (uint64_t)c2[l] * 0xCD9E8D57u;
-            c0[l] = (uint32_t)(b >> 32) ^ c1[l] ^ k0;
-            c1[l] = (uint32_t)b;
-            c2[l] = (uint32_t)(a >> 32) ^ c3[l] ^ k1;
-            c3[l] = (uint32_t)a;
-        }
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    std::memcpy(out[0], c0, sizeof c0);
-    std::memcpy(out[1], c1, sizeof c1);
-    std::memcpy(out[2], c2, sizeof c2);
-    std::memcpy(out[3], c3, sizeof c3);
+// z = logits / temperature in float32, then exp(z - max z) in float64, 16 at a time; tails are filled with -infinity.
+static INLINE f32x16 scaled_logits(const float* logits, int64_t i, int64_t count, f32x16 temperature) {
+    if (i + 16 <= count) return load<f32x16>(logits + i) / temperature;
+    f32x16 result = splat(-INFINITY);
+    for (int64_t j = i; j < count; j++) result[j - i] = logits[j] / temperature[0];
+    return result;
 }
 
-// weights[v] = exp(z_v - max z) with z = logits / temperature in float32; returns max z
-double row_weights(const float* logits, long V, float temperature, double* weights) {
-    float peak = -INFINITY;
-    for (long v = 0; v < V; v++) {
-        float z = logits[v] / temperature;
-        weights[v] = z;
-        peak = z > peak ? z : peak;
+// The largest scaled logit; NaN if there is one.
+static INLINE float peak_of(const float* logits, int64_t count, float temperature) {
+    f32x16 most = splat(-INFINITY), divisor = splat(temperature);
+    i32x16 unordered = {0};
+    for (int64_t i = 0; i < count; i += 16) {
+        f32x16 z = scaled_logits(logits, i, count, divisor);
+        i32x16 greater = z > most;
+        most = (f32x16)(((i32x16)z & greater) | ((i32x16)most & ~greater));
+        unordered |= z != z;
     }
-    for (long v = 0; v < V; v++) weights[v] = exp_negative(weights[v] - (double)peak);
+    float peak = -INFINITY;
+    for (int lane = 0; lane < 16; lane++) {
+        if (unordered[lane]) return NAN;
+        peak = most[lane] > peak ? most[lane] : peak;
+    }
     return peak;
 }
 
-inline double tree(const double* x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
+static void logprob_row(const float* logits, int64_t count, int64_t token, float temperature, float* logprob,
+                        float* entropy) {
+    double peak = peak_of(logits, count, temperature);
+    f32x16 divisor = splat(temperature);
+    f64x8 total[2] = {splat(0.0), splat(0.0)}, energy[2] = {splat(0.0), splat(0.0)};
+    for (int64_t i = 0; i < count; i += 16) {
+        f32x16 z = scaled_logits(logits, i, count, divisor);
+        f64x8 shifted[2] = {widen(low_half(z)) - splat(peak), widen(high_half(z)) - splat(peak)};
+        for (int half = 0; half < 2; half++) {
+            f64x8 weight = exponential(shifted[half]);
+            i64x8 positive = weight > 0.0;
+            total[half] = total[half] + weight;
+            energy[half] = energy[half] + (f64x8)((i64x8)(weight * shifted[half]) & positive);
+        }
+    }
+    double sum = lane_sum(total[0] + total[1]), log_total = std::log(sum);
+    if (!(sum > 0.0)) log_total = NAN;
+    *logprob = float((double(logits[token] / temperature) - peak) - log_total);
+    *entropy = float(log_total - lane_sum(energy[0] + energy[1]) / sum);
+}
 
-// argmax of p / E with E = -log u >= 1 - u: the logarithm is needed only where p / (1 - u) could win
-int64_t race(const double* weights, long V, const int64_t* key) {
-    double best = -1.0;
+EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, int64_t rows, int64_t count,
+                                  double temperature, float* logprobs, float* entropy, int64_t threads) {
+#pragma omp parallel for num_threads(useful_threads(threads, rows * count * 2)) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        logprob_row(logits + r * count, count, tokens[r], float(temperature), logprobs + r, entropy + r);
+}
+
+// Philox4x32-10 (Salmon et al. 2011) for 8 counters (token0 .. token0+7, position, sample, prompt): 32 words, in the
+// order word 0..3 of the first counter, then of the next.
+static INLINE void philox(uint64_t token, const int64_t* key, uint32_t* words) {
+    const u64x8 mask = u64x8{} + 0xffffffffull;
+    const uint64_t seed = uint64_t(key[0]);
+    uint64_t k0 = seed & 0xffffffffu, k1 = seed >> 32;
+    u64x8 c0 = (u64x8{0, 1, 2, 3, 4, 5, 6, 7} + token) & mask, c1 = (u64x8{} + uint64_t(key[3])) & mask;
+    u64x8 c2 = (u64x8{} + uint64_t(key[2])) & mask, c3 = (u64x8{} + uint64_t(key[1])) & mask;
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; round++) {
+        u64x8 first = c0 * 0xD2511F53ull, second = c2 * 0xCD9E8D57ull;
+        c0 = (second >> 32) ^ c1 ^ k0;
+        c1 = second & mask;
+        c2 = (first >> 32) ^ c3 ^ k1;
+        c3 = first & mask;
+        k0 = (k0 + 0x9E3779B9u) & 0xffffffffu, k1 = (k1 + 0xBB67AE85u) & 0xffffffffu;
+    }
+    u32x8 a = __builtin_convertvector(c0, u32x8), b = __builtin_convertvector(c1, u32x8);
+    u32x8 c = __builtin_convertvector(c2, u32x8), d = __builtin_convertvector(c3, u32x8);
+    u32x16 ac = __builtin_shufflevector(a, c, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    u32x16 bd = __builtin_shufflevector(b, d, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    store(words, __builtin_shufflevector(ac, bd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    store(words + 16, __builtin_shufflevector(ac, bd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+}
+
+static INLINE double uniform(uint32_t word) { return (double(word) + 0.5) * 0x1p-32; }
+
+// argmax of weight / -log(u). Since -log(u) >= 1 - u, a token whose weight is below best · (1 - u) cannot win, and only
+// the others need a logarithm. Where no logit is finite: the first NaN, else the first infinity, else token 0.
+static int64_t race(const float* logits, const int64_t* key, int64_t count, float temperature) {
+    float peak = peak_of(logits, count, temperature);
+    f32x16 divisor = splat(temperature);
+    if (peak != peak || std::isinf(peak)) {
+        for (int64_t i = 0; peak > 0 && i < count; i++)
+            if (logits[i] / temperature == peak) return i;
+        return 0;
+    }
+    double best = 0.0;
     int64_t winner = 0;
-    uint32_t words[4][LANES];
-    for (long v0 = 0; v0 < V; v0 += 4 * LANES) {
-        philox((uint32_t)(v0 / 4), (uint32_t)key[3], (uint32_t)key[2], (uint32_t)key[1], (uint64_t)key[0], words);
-        for (long v = v0; v < std::min(V, v0 + 4 * LANES); v++) {
-            double u = ((double)words[v & 3][(v - v0) / 4] + 0.5) * 0x1p-32;
-            if (weights[v] <= best * (1.0 - u) * (1.0 - 1e-12)) continue;
-            double ratio = weights[v] / -std::log(u);
-            if (ratio > best) best = ratio, winner = v;
+    for (int64_t i = 0; i < count; i += 32) {
+        uint32_t words[32];
+        philox(uint64_t(i / 4), key, words);
+        for (int64_t j = i; j < i + 32 && j < count; j += 16) {
+            f32x16 z = scaled_logits(logits, j, count, divisor);
+            for (int half = 0; half < 2; half++) {
+                f64x8 weight = exponential(widen(half ? high_half(z) : low_half(z)) - splat(double(peak)));
+                u32x8 bits = load<u32x8>(words + (j - i) + 8 * half);
+                f64x8 u = (to_double(bits) + splat(0.5)) * splat(0x1p-32);
+                i64x8 open = weight >= splat(best) * (splat(1.0) - u);
+                int64_t any = 0;
+                for (int lane = 0; lane < 8; lane++) any |= open[lane];
+                if (!any) continue;
+                for (int lane = 0; lane < 8 && j + 8 * half + lane < count; lane++) {
+                    if (!open[lane] || weight[lane] < best * (1.0 - u[lane])) continue;
+                    double score = weight[lane] / -std::log(u[lane]);
+                    if (score > best) best = score, winner = j + 8 * half + lane;
+                }
+            }
         }
     }
     return winner;
 }
 
-}  // namespace
-
-extern "C" {
-
-void isobit_token_logprobs(const float* logits, const int64_t* tokens, long T, long V, float temperature, float* logprobs,
-                           float* entropy, int threads) {
-#pragma omp parallel num_threads(threads) if (threads > 1 && T * V > 1 << 14)
-    {
-        Buffer weights(V);
-#pragma omp for schedule(static)
-        for (long t = 0; t < T; t++) {
-            const float* row = logits + t * V;
-            double peak = row_weights(row, V, temperature, weights.data);
-            double sum[8] = {0}, energy[8] = {0};
-            for (long v = 0; v < V; v++) sum[v & 7] += weights.data[v];
-            for (long v = 0; v < V; v++) {
-                double shifted = (double)(row[v] / temperature) - peak;
-                energy[v & 7] += weights.data[v] > 0 ? weights.data[v] * shifted : 0.0;
-            }
-            double total = tree(sum), log_total = std::log(total);
-            logprobs[t] = (float)((double)(row[tokens[t]] / temperature) - peak - log_total);
-            entropy[t] = (float)(log_total - tree(energy) / total);
-        }
-    }
+EXPORT void isobit_sample(const float* logits, const int64_t* keys, int64_t rows, int64_t count, double temperature,
+                          int64_t* tokens, int64_t threads) {
+#pragma omp parallel for num_threads(useful_threads(threads, rows * count * 2)) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        tokens[r] = race(logits + r * count, keys + r * 4, count, float(temperature));
 }
-
-void isobit_sample(const float* logits, const int64_t* keys, long B, long V, float temperature, int64_t* tokens, int threads) {
-#pragma omp parallel num_threads(threads) if (threads > 1 && B * V > 1 << 14)
-    {
-        Buffer weights(V);
-#pragma omp for schedule(static)
-        for (long b = 0; b < B; b++) {
-            row_weights(logits + b * V, V, temperature, weights.data);
-            tokens[b] = race(weights.data, V, keys + 4 * b);
-        }
-    }
-}
-
-}  // extern "C"

@@ -1,0 +1,94 @@
+// What the attention operators read: rows in sequences, keys and values in pages.
+#pragma once
+
+#include "quantize.h"
+#include "tile.h"
+
+struct Attention {
+    int64_t kind;        // of q and the result
+    int64_t store_kind;  // of k and v
+    const void *q, *k, *v;
+    const float *k_scale, *v_scale;  // [slots, kv_heads], for E4M3
+    const int64_t *row_start, *context;
+    const int32_t* page_table;
+    int64_t pages, page_size, sequences, heads, kv_heads, dim;
+    double scale;
+    void* out;
+    float* lse;
+    const void* dout;
+    void *dq, *dk, *dv;
+    int64_t threads, rows, single;
+
+    // Where the first `count` keys of a sequence are.
+    void slots(int64_t sequence, int64_t count, int64_t* out) const {
+        const int32_t* page = page_table + sequence * pages;
+        for (int64_t j = 0; j < count; page++)
+            for (int64_t i = 0; i < page_size && j < count; i++, j++) out[j] = *page * page_size + i;
+    }
+};
+
+// Values [count][width], natural order, as double or float; columns beyond dim are zero.
+template <class R, class T>
+static void read_rows(const Attention& g, const void* data, const float* scales, const int64_t* slots, int64_t kv_head,
+                      int64_t count, int64_t width, R* out) {
+    int64_t ahead = 0;  // rows of one head are far apart: ask for them early
+    for (int64_t j = 0; j < count; j++) {
+        for (; ahead < count && ahead <= j + 8; ahead++) {
+            const char* next = (const char*)((const T*)data + (slots[ahead] * g.kv_heads + kv_head) * g.dim);
+            for (int64_t byte = 0; byte < g.dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(next + byte);
+        }
+        int64_t row = slots[j] * g.kv_heads + kv_head, i = 0;
+        const T* source = (const T*)data + row * g.dim;
+        R* target = out + j * width;
+        f32x16 scale = splat(scales ? scales[row] : 1.0f);
+        for (; i + 16 <= g.dim; i += 16) put(target + i, scales ? decode(source + i) * scale : decode(source + i));
+        for (; i < g.dim; i++) target[i] = R(decode_scalar(source[i]) * scale[0]);
+        for (; i < width; i++) target[i] = R(0);
+    }
+}
+
+// Panels of 16 rows, transposed: out[panel][dim][16]; rows beyond count are zero.
+template <class R, class T>
+static void read_panels(const Attention& g, const void* data, const float* scales, const int64_t* slots,
+                        int64_t kv_head, int64_t count, R* out) {
+    static thread_local Scratch scratch;
+    T* zeros = (T*)scratch.get((17 * g.dim * sizeof(T) + 64) / 8 + 8);
+    T* turned = zeros + g.dim;
+    std::memset(zeros, 0, g.dim * sizeof(T));
+    for (int64_t p = 0; p * PANEL < count; p++, out += g.dim * PANEL) {
+        const T* rows[16];
+        f32x16 scale = splat(1.0f);
+        for (int64_t i = 0; i < PANEL; i++) {
+            rows[i] = zeros;
+            if (p * PANEL + i >= count) continue;
+            int64_t row = slots[p * PANEL + i] * g.kv_heads + kv_head;
+            rows[i] = (const T*)data + row * g.dim;
+            if (scales) scale[i] = scales[row];
+        }
+        transpose_rows(rows, g.dim, turned);
+        for (int64_t d = 0; d < g.dim; d++) {
+            f32x16 line = decode(turned + d * PANEL);
+            put(out + d * PANEL, scales ? line * scale : line);
+        }
+    }
+}
+
+#define FOR_STORE(g, NAME, ...)                                                    \
+    switch ((g).store_kind) {                                                      \
+        case E4M3: NAME<R, uint8_t>(__VA_ARGS__); break;                           \
+        case BF16: NAME<R, uint16_t>(__VA_ARGS__); break;                          \
+        default: NAME<R, float>(__VA_ARGS__);                                      \
+    }
+
+// Rows of q, out or their gradients: head `head` of `count` tokens from `first`, as R [count][width].
+template <class R>
+static void read_tokens(const Attention& g, const void* data, int64_t head, int64_t first, int64_t count, int64_t width,
+                        int64_t stride, R* out) {
+    for (int64_t t = 0; t < count; t++) {
+        int64_t offset = ((first + t) * g.heads + head) * g.dim;
+        R* target = out + t * stride;
+        if (g.kind == BF16) decode_row((const uint16_t*)data + offset, g.dim, target);
+        else decode_row((const float*)data + offset, g.dim, target);
+        for (int64_t i = g.dim; i < width; i++) target[i] = R(0);
+    }
+}

@@ -1,0 +1,158 @@
+// The inner loops of attention's forward: softmax of a row, rows times keys, weights times values.
+#pragma once
+
+#include "attention.h"
+
+// scores [stride] of one row, keys 0..last, to weights exp(score · scale - peak); weights beyond are zero, up to `stop`.
+template <class R>
+static void softmax_row(R* scores, int64_t last, int64_t stop, R scale, R* total, double* lse) {
+    typedef typename Columns<R>::V V;
+    constexpr int lanes = Columns<R>::lanes;
+    for (int64_t j = last + 1; j < stop; j++) scores[j] = -R(INFINITY);
+    V most = splat(-R(INFINITY)), sum = splat(R(0));
+    for (int64_t j = 0; j < stop; j += lanes) {
+        V value = load<V>(scores + j) * splat(scale);
+        store(scores + j, value);
+        auto greater = value > most;
+        most = (V)(((decltype(greater))value & greater) | ((decltype(greater))most & ~greater));
+    }
+    R peak = most[0];
+    for (int lane = 1; lane < lanes; lane++) peak = most[lane] > peak ? most[lane] : peak;
+    for (int64_t j = 0; j < stop; j += lanes) {
+        V weight = exponential(load<V>(scores + j) - splat(peak));
+        store(scores + j, weight);
+        sum = sum + weight;
+    }
+    *total = lane_sum(sum);
+    *lse = double(peak) + std::log(double(*total));
+}
+
+// Two rows of key lanes to one: the first half of each key's lanes plus the second half, keys side by side. Three levels
+// bring the lanes of 8 keys into one vector, each summed by the tree of `lane_sum`.
+INLINE f64x8 fold(f64x8 a, f64x8 b, int level) {
+    if (level == 0)
+        return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    if (level == 1)
+        return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13) +
+               __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+}
+INLINE f32x16 fold(f32x16 a, f32x16 b, int level) {
+    if (level == 0)
+        return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    if (level == 1)
+        return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+}
+INLINE void put_keys(f64x8 v, double* out) { store(out, v); }
+INLINE void put_keys(f32x16 v, float* out) {
+    f32x16 sum = __builtin_shufflevector(v, v, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14) +
+                 __builtin_shufflevector(v, v, 1, 3, 5, 7, 9, 11, 13, 15, 1, 3, 5, 7, 9, 11, 13, 15);
+    store(out, low_half(sum));
+}
+
+// out[r][j] = rows[r] · keys[j] for MR rows and 8 keys: lanes over the head dimension, then the tree. Keys are stored
+// values or decoded ones: the products and their order are the same.
+template <int MR, class R, class T>
+static INLINE void eight_keys(const R* rows, const T* const keys[8], const float* scales, int64_t width, R* out,
+                              int64_t stride) {
+    typedef typename Columns<R>::V V;
+    V sum[MR][8];
+#pragma GCC unroll 2
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) sum[r][j] = splat(R(0));
+    constexpr int halves = Columns<R>::vectors;
+    for (int64_t d = 0; d < width; d += PANEL) {
+        V row[MR][halves];
+#pragma GCC unroll 2
+        for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+            for (int i = 0; i < halves; i++) row[r][i] = load<V>(rows + r * width + d + i * Columns<R>::lanes);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            V key[halves];
+            decode_sixteen(keys[j] + d, scales[j], key);
+#pragma GCC unroll 2
+            for (int i = 0; i < halves; i++)
+#pragma GCC unroll 2
+                for (int r = 0; r < MR; r++) sum[r][j] = multiply_add(row[r][i], key[i], sum[r][j]);
+        }
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < MR; r++) {
+        V pairs[4], quads[2];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) pairs[j] = fold(sum[r][2 * j], sum[r][2 * j + 1], 0);
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) quads[j] = fold(pairs[2 * j], pairs[2 * j + 1], 1);
+        put_keys(fold(quads[0], quads[1], 2), out + r * stride);
+    }
+}
+
+// Rows times decoded keys [keys][width]; the number of keys is a multiple of 8.
+template <class R>
+static void row_products(int64_t rows, int64_t keys, const R* row, const R* key, int64_t width, R* out, int64_t stride) {
+    const float ones[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+    for (int64_t j = 0; j < keys; j += 8) {
+        const R* eight[8];
+        for (int i = 0; i < 8; i++) eight[i] = key + (j + i) * width;
+        int64_t r = 0;
+        for (; r + 2 <= rows; r += 2) eight_keys<2>(row + r * width, eight, ones, width, out + r * stride + j, stride);
+        if (r < rows) eight_keys<1>(row + r * width, eight, ones, width, out + r * stride + j, stride);
+    }
+}
+
+// Heads of tokens as they are stored.
+template <class T>
+struct Stored {
+    const T* data;
+    const float* scales;
+    const int64_t* slots;
+    int64_t kv_heads, dim, count;
+    INLINE const T* row(int64_t j, int64_t head) const { return data + (slots[j] * kv_heads + head) * dim; }
+    INLINE float scale(int64_t j, int64_t head) const { return scales ? scales[slots[j] * kv_heads + head] : 1.0f; }
+    INLINE void prefetch(int64_t j, int64_t head) const {
+        if (j >= count) return;
+        const char* next = (const char*)row(j, head);
+        for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(next + byte);
+    }
+};
+
+// out[MR][dim], NV vectors from column `first` on: the chain over keys goes on with up to 16 of them from key j.
+template <int MR, int NV, class R, class T>
+static INLINE void mix_columns(const Stored<T>& stored, int64_t head, int64_t j, int64_t first, const R* weights,
+                               int64_t stride, R* out) {
+    typedef typename Columns<R>::V V;
+    constexpr int lanes = Columns<R>::lanes;
+    V sum[MR][NV];
+#pragma GCC unroll 2
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+        for (int w = 0; w < NV; w++) sum[r][w] = j ? load<V>(out + r * stored.dim + first + w * lanes) : splat(R(0));
+    const int64_t end = j + 16 < stored.count ? j + 16 : stored.count;
+    for (; j < end; j++) {
+        const T* value = stored.row(j, head) + first;
+        const float scale = stored.scale(j, head);
+        if (first == 0) stored.prefetch(j + 16, head);
+#pragma GCC unroll 8
+        for (int w = 0; w < NV; w += Columns<R>::vectors) {
+            V column[Columns<R>::vectors];
+            decode_sixteen(value + w * lanes, scale, column);
+#pragma GCC unroll 2
+            for (int i = 0; i < Columns<R>::vectors; i++)
+#pragma GCC unroll 2
+                for (int r = 0; r < MR; r++)
+                    sum[r][w + i] = multiply_add(splat(weights[r * stride + j]), column[i], sum[r][w + i]);
+        }
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+        for (int w = 0; w < NV; w++) store(out + r * stored.dim + first + w * lanes, sum[r][w]);
+}

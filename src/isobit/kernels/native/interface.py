@@ -1,0 +1,54 @@
+"""The C interface of the native operators: argument structs and signatures, as the `.cpp` files declare them."""
+
+import ctypes
+
+_I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+
+class ProductArguments(ctypes.Structure):
+    """`struct Product` of product.cpp. A grid of scales is (pointer, block rows, block columns, strides)."""
+
+    _fields_ = [
+        ("kind_a", _I), ("m", _I), ("n", _I), ("k", _I), ("a", _P), ("a_row", _I), ("a_column", _I),
+        ("kind_b", _I), ("packed", _P), ("bias", _P), ("bias_kind", _I), ("out", _P), ("out_kind", _I),
+        ("threads", _I), ("scaled", _I), ("scale_a", _I * 5), ("scale_b", _I * 5),
+        ("source", _P), ("b_row", _I), ("b_column", _I),
+    ]  # fmt: skip
+
+
+class AttentionArguments(ctypes.Structure):
+    """`struct Attention` of attention.h."""
+
+    _fields_ = [
+        ("kind", _I), ("store_kind", _I), ("q", _P), ("k", _P), ("v", _P), ("k_scale", _P), ("v_scale", _P),
+        ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I), ("sequences", _I),
+        ("heads", _I), ("kv_heads", _I), ("dim", _I), ("scale", _D), ("out", _P), ("lse", _P), ("dout", _P),
+        ("dq", _P), ("dk", _P), ("dv", _P), ("threads", _I), ("rows", _I), ("single", _I),
+    ]  # fmt: skip
+
+
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "isobit_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
+    "isobit_product": (_I, [_P]),
+    "isobit_quantize": (_I, [_I, _P, _I, _I, _I, _I, _I, _P, _P, _I]),
+    "isobit_dequantize": (None, [_P, _I, _I, _P, _I, _I, _P, _I]),
+    "isobit_dequantized_is_stale": (_I, [_P, _I, _I, _P, _I, _I, _P]),
+    "isobit_kv_write": (_I, [_I, _P, _P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _P, _P]),
+    "isobit_rms_norm": (None, [_I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _I]),
+    "isobit_rms_norm_backward": (None, [_I, _P, _P, _P, _P, _I, _I, _P, _P, _I]),
+    "isobit_rotary": (None, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P, _I]),
+    "isobit_silu_mul": (None, [_I, _P, _I, _I, _P, _I]),
+    "isobit_silu_mul_backward": (None, [_I, _P, _P, _I, _I, _P, _I]),
+    "isobit_token_logprobs": (None, [_P, _P, _I, _I, _D, _P, _P, _I]),
+    "isobit_sample": (None, [_P, _P, _I, _I, _D, _P, _I]),
+    "isobit_attention": (None, [_P]),
+    "isobit_attention_backward": (None, [_P]),
+}
+
+
+def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """Set the signatures once, so that calls need no conversion of their own."""
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib

@@ -1,0 +1,303 @@
+// Vectors, number formats and elementary functions that the native operators share.
+//
+// Everything is compiled with -ffp-contract=off: a multiplication followed by an addition rounds twice unless it is
+// written as `multiply_add`. Vectors are GCC/clang vector extensions of a fixed width, so that the order of every sum is
+// the same on AVX-512, AVX2 and NEON; intrinsics appear only where a conversion has no portable spelling.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX2__) && !defined(ISOBIT_PORTABLE)
+#include <immintrin.h>
+#define ISOBIT_X86 1
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define ISOBIT_AVX512 1
+#endif
+#endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+typedef double f64x8 __attribute__((vector_size(64)));
+typedef int64_t i64x8 __attribute__((vector_size(64)));
+typedef uint64_t u64x8 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+enum Kind : int64_t { E4M3 = 0, BF16 = 1, FP32 = 2 };
+
+template <class V, class T>
+INLINE V load(const T* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class V, class T>
+INLINE void store(T* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+template <class To, class From>
+INLINE To bits_of(From from) {
+    static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+INLINE f64x8 splat(double x) { return f64x8{x, x, x, x, x, x, x, x}; }
+INLINE f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+// a * b + c, in one rounding where the machine has the instruction.
+INLINE f64x8 multiply_add(f64x8 a, f64x8 b, f64x8 c) {
+#if defined(ISOBIT_AVX512)
+    return (f64x8)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(ISOBIT_X86) && defined(__FMA__)
+    struct Halves { __m256d low, high; };
+    Halves x = bits_of<Halves>(a), y = bits_of<Halves>(b), z = bits_of<Halves>(c);
+    return bits_of<f64x8>(Halves{_mm256_fmadd_pd(x.low, y.low, z.low), _mm256_fmadd_pd(x.high, y.high, z.high)});
+#else
+    return a * b + c;
+#endif
+}
+INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(ISOBIT_AVX512)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(ISOBIT_X86) && defined(__FMA__)
+    struct Halves { __m256 low, high; };
+    Halves x = bits_of<Halves>(a), y = bits_of<Halves>(b), z = bits_of<Halves>(c);
+    return bits_of<f32x16>(Halves{_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)});
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE f32x8 low_half(f32x16 v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
+INLINE f32x8 high_half(f32x16 v) { return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); }
+
+// Conversions of lanes. GCC 12 splits the portable spelling into halves, at two to six times the instructions.
+#if defined(ISOBIT_AVX512)
+INLINE f64x8 widen(f32x8 v) { return (f64x8)_mm512_cvtps_pd((__m256)v); }
+INLINE f32x8 narrow(f64x8 v) { return (f32x8)_mm512_cvtpd_ps((__m512d)v); }
+INLINE f64x8 to_double(u32x8 v) { return (f64x8)_mm512_cvtepu32_pd((__m256i)v); }
+INLINE u32x16 widen(u16x16 v) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)v); }
+INLINE u16x16 narrow(u32x16 v) { return (u16x16)_mm512_cvtepi32_epi16((__m512i)v); }
+INLINE u8x16 to_bytes(u32x16 v) { return (u8x16)_mm512_cvtepi32_epi8((__m512i)v); }
+#else
+INLINE f64x8 widen(f32x8 v) { return __builtin_convertvector(v, f64x8); }
+INLINE f32x8 narrow(f64x8 v) { return __builtin_convertvector(v, f32x8); }
+INLINE f64x8 to_double(u32x8 v) { return __builtin_convertvector(v, f64x8); }
+INLINE u32x16 widen(u16x16 v) { return __builtin_convertvector(v, u32x16); }
+INLINE u16x16 narrow(u32x16 v) { return __builtin_convertvector(v, u16x16); }
+INLINE u8x16 to_bytes(u32x16 v) { return __builtin_convertvector(v, u8x16); }
+#endif
+
+// One fixed tree: the order of a sum over lanes.
+INLINE double lane_sum(f64x8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+INLINE float lane_sum(f32x16 v) {
+    f32x8 h = low_half(v) + high_half(v);
+    return ((h[0] + h[4]) + (h[2] + h[6])) + ((h[1] + h[5]) + (h[3] + h[7]));
+}
+
+// ---- decoding ----
+
+// E4M3 code to float: the code is the top byte of a float16 but for the sign, off by a factor 2^8. NaN codes do not occur.
+INLINE float decode_scalar(uint8_t code) {
+    uint32_t magnitude = code & 0x7f;
+    float value = magnitude < 8 ? float(magnitude) * 0x1p-9f : bits_of<float>((magnitude << 20) + (120u << 23));
+    return code & 0x80 ? -value : value;
+}
+INLINE float decode_scalar(uint16_t code) { return bits_of<float>(uint32_t(code) << 16); }
+INLINE float decode_scalar(float value) { return value; }
+
+#if defined(ISOBIT_AVX512)
+INLINE f32x16 decode_off(const uint8_t* p) {  // values times 2^-8
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
+}
+#endif
+INLINE f32x16 decode(const uint8_t* p) {
+#if defined(ISOBIT_AVX512)
+    return decode_off(p) * 256.0f;
+#else
+    u32x16 code = __builtin_convertvector(load<u8x16>(p), u32x16), magnitude = code & 0x7f;
+    f32x16 normal = (f32x16)((magnitude << 20) + (120u << 23));
+    f32x16 small = __builtin_convertvector((i32x16)magnitude, f32x16) * 0x1p-9f;
+    i32x16 is_small = (i32x16)(magnitude < 8);
+    u32x16 value = ((u32x16)small & (u32x16)is_small) | ((u32x16)normal & ~(u32x16)is_small);
+    return (f32x16)(value | ((code & 0x80) << 24));
+#endif
+}
+INLINE f32x16 decode(const uint16_t* p) {
+    return (f32x16)(widen(load<u16x16>(p)) << 16);
+}
+INLINE f32x16 decode(const float* p) { return load<f32x16>(p); }
+
+// Sixteen stored values as vectors of the arithmetic; E4M3 codes times their row's scale, rounded to float32. With F16C a
+// code comes off by 2^-8, which goes into the scale: both factors stay exact, so the one rounding is the same.
+template <class T>
+INLINE f32x16 decode_scaled(const T* p, float scale) {
+    if constexpr (sizeof(T) > 1) return decode(p);
+#if defined(ISOBIT_AVX512)
+    return decode_off((const uint8_t*)p) * splat(scale * 256.0f);
+#else
+    return decode((const uint8_t*)p) * splat(scale);
+#endif
+}
+template <class T>
+INLINE void decode_sixteen(const T* p, float scale, f64x8* out) {
+    f32x16 value = decode_scaled(p, scale);
+    out[0] = widen(low_half(value)), out[1] = widen(high_half(value));
+}
+INLINE void decode_sixteen(const double* p, float, f64x8* out) { out[0] = load<f64x8>(p), out[1] = load<f64x8>(p + 8); }
+template <class T>
+INLINE void decode_sixteen(const T* p, float scale, f32x16* out) {
+    out[0] = decode_scaled(p, scale);
+}
+
+INLINE void put(double* p, f32x16 v) {
+    store(p, widen(low_half(v)));
+    store(p + 8, widen(high_half(v)));
+}
+INLINE void put(float* p, f32x16 v) { store(p, v); }
+
+// `count` elements, contiguous, to double or float.
+template <class R, class T>
+INLINE void decode_row(const T* p, int64_t count, R* out) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) put(out + i, decode(p + i));
+    for (; i < count; i++) out[i] = decode_scalar(p[i]);
+}
+
+// ---- rounding ----
+
+INLINE uint16_t to_bf16(float x) {
+    uint32_t bits = bits_of<uint32_t>(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+INLINE u16x16 to_bf16(f32x16 x) {
+    u32x16 bits = (u32x16)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    u32x16 nan = (u32x16)((bits & 0x7fffffff) > 0x7f800000);
+    return narrow((rounded & ~nan) | (nan & 0x7fc0));
+}
+// One rounding from float64: through float32 rounded to odd, after which the second rounding is what one would have been.
+INLINE f32x8 round_to_odd(f64x8 x) {
+    f32x8 single = narrow(x);
+    f64x8 back = widen(single);
+    u64x8 magnitude_back = (u64x8)back & ~(1ull << 63), magnitude = (u64x8)x & ~(1ull << 63);
+    u32x8 bits = bits_of<u32x8>(single);
+    u32x8 above = __builtin_convertvector((u64x8)(magnitude_back > magnitude), u32x8);
+    u32x8 inexact = __builtin_convertvector((u64x8)(magnitude_back != magnitude), u32x8);
+    u32x8 finite = (u32x8)((bits & 0x7f800000) != 0x7f800000);
+    u32x8 odd = (bits + above) | (inexact & 1);  // above is -1 where the cast went away from zero
+    return bits_of<f32x8>((odd & finite) | (bits & ~finite));
+}
+INLINE f32x16 join(f32x8 low, f32x8 high) {
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+INLINE void round_once(f64x8 low, f64x8 high, uint16_t* out) {
+    store(out, to_bf16(join(round_to_odd(low), round_to_odd(high))));
+}
+INLINE void round_once(f64x8 low, f64x8 high, float* out) { store(out, join(narrow(low), narrow(high))); }
+INLINE void round_once(f32x16 x, uint16_t* out) { store(out, to_bf16(x)); }
+INLINE void round_once(f32x16 x, float* out) { store(out, x); }
+
+// `count` values of a row, from double or float to the result's type.
+template <class T>
+INLINE void round_row(const double* x, int64_t count, T* out) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) round_once(load<f64x8>(x + i), load<f64x8>(x + i + 8), out + i);
+    if (i < count) {
+        double rest[16] = {0};
+        T rounded[16];
+        for (int64_t j = i; j < count; j++) rest[j - i] = x[j];
+        round_once(load<f64x8>(rest), load<f64x8>(rest + 8), rounded);
+        for (int64_t j = i; j < count; j++) out[j] = rounded[j - i];
+    }
+}
+template <class T>
+INLINE void round_row(const float* x, int64_t count, T* out) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) round_once(load<f32x16>(x + i), out + i);
+    if (i < count) {
+        float rest[16] = {0};
+        T rounded[16];
+        for (int64_t j = i; j < count; j++) rest[j - i] = x[j];
+        round_once(load<f32x16>(rest), rounded);
+        for (int64_t j = i; j < count; j++) out[j] = rounded[j - i];
+    }
+}
+
+// ---- exp ----
+
+// e^x: x = n ln 2 + r, Taylor to r^13 (remainder below 2^-57 for |r| <= ln 2 / 2). 0 below -708; error about 1 ulp.
+INLINE f64x8 exponential(f64x8 x) {
+    const double magic = 0x1.8p52;
+    i64x8 tiny = x < -708.0, huge = x > 709.0;
+    x = (f64x8)(((i64x8)splat(709.0) & huge) | ((i64x8)x & ~huge));
+    f64x8 shifted = x * 1.4426950408889634 + magic;
+    f64x8 n = shifted - magic;
+    f64x8 r = multiply_add(n, splat(-6.93147180369123816490e-01), x);
+    r = multiply_add(n, splat(-1.90821492927058770002e-10), r);
+    f64x8 p = splat(1.0 / 6227020800.0);
+    const double terms[] = {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
+                            1.0 / 5040.0,      1.0 / 720.0,      1.0 / 120.0,     1.0 / 24.0,     1.0 / 6.0,
+                            0.5,               1.0,              1.0};
+#pragma GCC unroll 13
+    for (int i = 0; i < 13; i++) p = multiply_add(p, r, splat(terms[i]));
+    i64x8 exponent = ((i64x8)shifted - (i64x8)splat(magic) + 1023) << 52;
+    return (f64x8)((i64x8)(p * (f64x8)exponent) & ~tiny);
+}
+// The same in float32, for `fast`: Taylor to r^7; 0 below -87.
+INLINE f32x16 exponential(f32x16 x) {
+    const float magic = 0x1.8p23f;
+    i32x16 tiny = x < -87.0f, huge = x > 88.0f;
+    x = (f32x16)(((i32x16)splat(88.0f) & huge) | ((i32x16)x & ~huge));
+    f32x16 shifted = x * 1.44269504f + magic;
+    f32x16 n = shifted - magic;
+    f32x16 r = multiply_add(n, splat(-0.693359375f), x);
+    r = multiply_add(n, splat(2.12194440e-4f), r);
+    f32x16 p = splat(1.0f / 5040.0f);
+    const float terms[] = {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f};
+#pragma GCC unroll 7
+    for (int i = 0; i < 7; i++) p = multiply_add(p, r, splat(terms[i]));
+    i32x16 exponent = ((i32x16)shifted - (i32x16)splat(magic) + 127) << 23;
+    return (f32x16)((i32x16)(p * (f32x16)exponent) & ~tiny);
+}
+
+// ---- scratch and threads ----
+
+// Memory of one thread, kept between calls.
+struct Scratch {
+    double* data = nullptr;
+    size_t size = 0;
+    ~Scratch() { std::free(data); }
+    double* get(size_t doubles) {
+        if (doubles > size) {
+            std::free(data);
+            size = doubles + doubles / 4;
+            void* memory = nullptr;
+            if (posix_memalign(&memory, 64, size * sizeof(double)) != 0) std::abort();
+            data = static_cast<double*>(memory);
+        }
+        return data;
+    }
+};
+
+INLINE int64_t padded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Threads for `work` elementary steps (about a nanosecond each): a parallel region must be worth its start.
+INLINE int useful_threads(int64_t threads, int64_t work) { return work < 12000 ? 1 : int(threads); }
