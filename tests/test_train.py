@@ -81,11 +81,14 @@ def test_replay_repeats_the_learning_bit_for_bit(tmp_path: Path, base_model: Pat
 
 
 def test_results_do_not_depend_on_the_engine_settings(tmp_path: Path, base_model: Path) -> None:
-    plain = run(tmp_path, base_model)
-    cramped = "engine={kv_pages: 4, page_size: 4, max_batch_tokens: 5, max_sequences: 3}"
-    other = run(tmp_path, base_model, cramped, f"run.dir={tmp_path / 'cramped'}")
+    """Small pages, chunks and batches, and a cache so small that sequences are preempted and computed again."""
+    long = ("sampling.max_new_tokens=24", "sampling.ignore_eos=true")
+    plain = run(tmp_path, base_model, *long)
+    cramped = "engine={kv_pages: 24, page_size: 2, max_batch_tokens: 5, max_sequences: 4}"
+    other = run(tmp_path, base_model, *long, cramped, f"run.dir={tmp_path / 'cramped'}")
     for name in ("model.safetensors", "completions"):
         assert fingerprint(plain.run_dir)[name] == fingerprint(other.run_dir)[name]
+    assert sum(row["rollout/preemptions"] for row in plain.metrics) == 0
     assert sum(row["rollout/preemptions"] for row in other.metrics) > 0
 
 
@@ -111,7 +114,7 @@ def test_non_finite_steps_end_the_run_with_the_last_good_checkpoint(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isobit.rl.optim.Optimizer.gradient_norm", lambda self: float("nan"))
-    with pytest.raises(RunFailed, match=r"3 optimizer steps in a row .* step-000002"):
+    with pytest.raises(RunFailed, match=r"3 optimizer steps in a row .*step-000002"):
         run(tmp_path, base_model)
     path, warnings = checkpoints.newest(tmp_path / "run" / "checkpoints")
     assert (path.name, warnings) == ("step-000002", [])

@@ -55,8 +55,8 @@ class Session:
     def __enter__(self) -> "Session":
         for resource_ in (self.run, self.parts.rewards, self.interruption, self.display):
             self._stack.enter_context(resource_)
-        if self.state.step == 0:
-            self._evaluate_and_write(0)
+        if self._saved_step is None:
+            self._evaluate_and_write(self.state.step)
             self._save()
         return self
 
@@ -72,6 +72,7 @@ class Session:
         self._metrics, self._began = {}, time.perf_counter()
         with self._timed("sync"):
             self.model.sync()
+        self._metrics |= weight_metrics(self.model)
 
     def begin_batch(self) -> StepBatch:
         """The step's batch, beginning with the groups that the last step left over."""
@@ -131,7 +132,6 @@ class Session:
         measured = {
             **batch_metrics(batch),
             **learned,
-            **weight_metrics(self.model),
             **self._metrics,
             "prompts/consumed": float(state.cursor),
             "weights_version": float(self.model.weights_version),

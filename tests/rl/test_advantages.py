@@ -18,14 +18,14 @@ def close(left: list[float | None], right: list[float | None]) -> bool:
 @pytest.mark.parametrize(
     ("kind", "lone", "others"),
     [
-        # p = 1/16: (1 - p) / sqrt(p (1 - p)) = sqrt(15), and -p / sqrt(p (1 - p)) = -1 / sqrt(15)
-        ("grpo", math.sqrt(15), -1 / math.sqrt(15)),
+        # the sample's deviation is sqrt(16 p (1 - p) / 15) = 1/4 at p = 1/16
+        ("grpo", 3.75, -0.25),
         ("dr_grpo", 15 / 16, -1 / 16),
         ("rloo", 1.0, -1 / 15),
     ],
 )
 def test_lone_success_and_lone_failure_of_sixteen(kind: str, lone: float, others: float) -> None:
-    """A leave-one-out deviation would give the lone success +1.0; GRPO's is sqrt(15) = 3.873."""
+    """A leave-one-out deviation would give the lone success +1.0; GRPO's is 3.75."""
     success = group_advantages([0.0] * 5 + [1.0] + [0.0] * 10, kind)
     assert close(success, [others] * 5 + [lone] + [others] * 10)
     failure = group_advantages([1.0] * 5 + [0.0] + [1.0] * 10, kind)
@@ -35,7 +35,7 @@ def test_lone_success_and_lone_failure_of_sixteen(kind: str, lone: float, others
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("grpo", [-1.5 / math.sqrt(1.25), -0.5 / math.sqrt(1.25), 0.5 / math.sqrt(1.25), 1.5 / math.sqrt(1.25)]),
+        ("grpo", [d / math.sqrt(5 / 3) for d in (-1.5, -0.5, 0.5, 1.5)]),
         ("dr_grpo", [-1.5, -0.5, 0.5, 1.5]),
         ("rloo", [0 - 2, 1 - 5 / 3, 2 - 4 / 3, 3 - 1]),
     ],

@@ -13,8 +13,8 @@ _EPS = 1e-6
 def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float | None]:
     """Advantages of one group, None where the reward is None.
 
-    grpo: (r - mean) / (std + 1e-6), population standard deviation (Shao et al. 2024, arXiv 2402.03300, section 4.1.2;
-    dividing by n - 1 instead would make it smaller by sqrt((n - 1) / n)). dr_grpo: r - mean (Liu et al. 2025, arXiv
+    grpo: (r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the sample's standard
+    deviation (n - 1), as the field's trainers take it. dr_grpo: r - mean (Liu et al. 2025, arXiv
     2503.20783). rloo: r - mean of the others (Ahmadian et al. 2024, 2402.14740). A group of one scored sample, or of
     equal rewards, has advantage 0.
     """
@@ -25,7 +25,7 @@ def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float |
     count = len(scored)
     mean = math.fsum(scored) / count
     if kind == "grpo":
-        deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in scored) / count)
+        deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in scored) / (count - 1))
         factor = 1.0 / (deviation + _EPS)
     else:
         # r - mean of the others = (r - mean of all) * n / (n - 1)
