@@ -1,27 +1,14 @@
-"""The native operators' times on this machine, beside the reference backend and PyTorch's own products.
+"""The native operators' times, beside the reference backend and PyTorch's own products.
 
-    python benchmarks/kernels_cpu.py [--out FILE.json] [--rounds 15]
-
-Shapes are those of decoding and learning at hidden 512, 8 layers, intermediate 1536, vocabulary 4096. The contestants
-of a row run in turns, round by round, so that what else the machine does hits all of them; medians are reported.
+Shapes are those of decoding and learning at hidden 512, 8 layers, intermediate 1536, vocabulary 4096.
 """
 
-import argparse
-import json
-import platform
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
+from benchmarks.common import Contestants, Result, Row, race
 from isobit.kernels import KVStore, Layout, get_ops
 from isobit.precision import BF16, E4M3, QuantSpec
 
@@ -30,39 +17,16 @@ PRODUCTS = ((1, 512, 512), (32, 512, 512), (32, 1536, 512), (32, 3072, 512), (32
             (512, 1536, 512), (2048, 1536, 512))  # fmt: skip
 SEQUENCES, HEADS, DIM, CONTEXT, PAGE = 32, 8, 64, 160, 16
 
-Contestants = Mapping[str, Callable[[], object]]
 NATIVE, FAST, REFERENCE = get_ops("native"), get_ops("native", "fast"), get_ops("reference")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: an operation, who ran it, the median and the least time, and the rate for products."""
-
-    operation: str
-    contestant: str
-    median_us: float
-    least_us: float
-    gflops: float | None = None
-
-
-def race(operation: str, contestants: Contestants, rounds: int, flop: int | None) -> list[Row]:
-    """Run the contestants in turns; two warm-up rounds are not counted."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(rounds + 2):
-        for name, call in contestants.items():
-            start = time.perf_counter()
-            call()
-            if turn >= 2:
-                times[name].append((time.perf_counter() - start) * 1e6)
-    rows = []
-    for name, samples in times.items():
-        median = statistics.median(samples)
-        rows.append(Row(operation, name, median, min(samples), None if flop is None else flop / median / 1e3))
-    return rows
+def run(rounds: int) -> Result:
+    rounds = 2 * rounds + 1  # these are short
+    return Result("kernels_cpu", [*products(rounds), *rows_of_32(rounds), *attention(rounds)])
 
 
 def products(rounds: int) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for m, n, k in PRODUCTS:
         x, w = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
         codes_x, codes_w = NATIVE.quantize(x, ACTIVATION), NATIVE.quantize(w, WEIGHT)
@@ -75,7 +39,7 @@ def products(rounds: int) -> list[Row]:
             "float64 MKL alone": partial(torch.mm, wide_x, wide_w),
             "bf16 oneDNN (fast)": partial(FAST.product, x, w),
         }
-        rows += race(f"product {m}x{n}x{k}", contestants, rounds, 2 * m * n * k)
+        rows += race(f"product {m}x{n}x{k}", contestants, rounds, amount=2e-9 * m * n * k, unit="GFLOP")
     return rows
 
 
@@ -91,15 +55,15 @@ def rows_of_32(rounds: int) -> list[Row]:
         "sample 32x4096": lambda ops: ops.sample(logits, keys, 1.0),
         "token_logprobs 32x4096": lambda ops: ops.token_logprobs(logits, tokens, 1.0),
     }
-    rows = []
+    rows: list[Row] = []
     for name, case in cases.items():
         contestants = {"native": partial(case, NATIVE), "reference": partial(case, REFERENCE)}
-        rows += race(name, contestants, rounds, None)
+        rows += race(name, contestants, rounds)
     return rows
 
 
 def attention(rounds: int) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for name, kv in (("bf16", None), ("e4m3", KEYS)):
         pages = CONTEXT // PAGE
         table = torch.randperm(SEQUENCES * pages).view(SEQUENCES, pages).int()
@@ -127,42 +91,5 @@ def attention(rounds: int) -> list[Row]:
             },
         }
         for case, contestants in cases.items():
-            rows += race(case, contestants, max(3, rounds // 3), None)
+            rows += race(case, contestants, max(3, rounds // 3))
     return rows
-
-
-def machine() -> dict[str, object]:
-    """Where and of what the numbers are."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    model = next((line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")), "")
-    return {
-        "processor": model or platform.processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-    }
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write the rows and the machine as JSON")
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    rows = [*products(arguments.rounds), *rows_of_32(arguments.rounds), *attention(arguments.rounds)]
-    print(f"{'operation':34} {'contestant':20} {'median us':>10} {'least us':>10} {'GFLOP/s':>8}")
-    for row in rows:
-        rate = "" if row.gflops is None else f"{row.gflops:8.0f}"
-        print(f"{row.operation:34} {row.contestant:20} {row.median_us:10.0f} {row.least_us:10.0f} {rate}")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

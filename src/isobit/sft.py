@@ -5,6 +5,7 @@ supervised run here is short, and its result is cached by a hash of its config.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -57,16 +58,25 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
 def cached_model(path: str, *, quiet: bool = False) -> Path:
     """The model of a config of `isobit sft`: from the cache if it was made before, else made now."""
     config = load_sft_config(path)
-    identity = dump_config(config.model_copy(update={"out": ""})) + __version__
-    for file in (config.task.path, config.task.held_out_path):
-        if file is not None and Path(file).is_file():
-            identity += hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    place = cache_directory() / "sft" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    task = load_task(task_settings(config.task, config.seed))
+    place = cache_directory() / "sft" / _identity(config, task)
     if not (place / "config.json").is_file():
         if not quiet:
             print(f"making the base model of {path}, once", file=sys.stderr)
         supervised_run(config.model_copy(update={"out": str(place)}), quiet=quiet)
     return place
+
+
+def _identity(config: SftConfig, task: Task) -> str:
+    """A hash of all that the model is made from: the config, the examples, the weights it starts from, isobit's
+    version."""
+    digest = hashlib.sha256(f"{__version__}\n{dump_config(config.model_copy(update={'out': ''}))}".encode())
+    for example in task.train.examples:
+        digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
+    if config.model.path is not None:
+        for file in sorted(Path(config.model.path).glob("*.*")):
+            digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()[:16]
 
 
 def cache_directory() -> Path:

@@ -55,14 +55,19 @@ def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: b
 def training_loop(session: Session) -> None:
     """Until all steps are done, or someone interrupts."""
     while session.unfinished:
-        session.sync()
-        batch = session.begin_batch()
-        while batch.missing:
-            groups = session.roll_out(batch.missing)
-            batch.add(session.score(groups))
-        samples, advantages = assign_credit(batch.groups, session.objective)
-        learned = session.learn(samples, advantages)
-        session.record(batch, learned)
+        training_step(session)
+
+
+def training_step(session: Session) -> None:
+    """One step of the algorithm: the six verbs."""
+    session.sync()
+    batch = session.begin_batch()
+    while batch.missing:
+        groups = session.roll_out(batch.missing)
+        batch.add(session.score(groups))
+    samples, advantages = assign_credit(batch.groups, session.objective)
+    learned = session.learn(samples, advantages)
+    session.record(batch, learned)
 
 
 def _run(session: Session) -> TrainResult:
@@ -72,4 +77,4 @@ def _run(session: Session) -> TrainResult:
     return TrainResult(session.run.directory, metrics, session.interruption.exit_code)
 
 
-__all__ = ["StepBatch", "TrainResult", "replay", "resume", "train", "training_loop"]
+__all__ = ["StepBatch", "TrainResult", "replay", "resume", "train", "training_loop", "training_step"]

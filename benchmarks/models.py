@@ -1,0 +1,31 @@
+"""Random models of the benchmarks, as Hugging Face directories, so that every contestant loads the same weights."""
+
+import string
+from pathlib import Path
+
+from isobit import Model
+from isobit.model import ModelConfig, Tokenizer
+
+_CHARACTERS = string.digits + string.ascii_letters + "+-*= ."
+
+
+def save_model(directory: Path, hidden: int, layers: int, vocabulary: int, positions: int = 512) -> Path:
+    """A Qwen3 of random weights with heads of 64 (32 if that would leave fewer than four)."""
+    tokenizer = Tokenizer.characters(_CHARACTERS)
+    head = 64 if hidden >= 256 else 32
+    config = ModelConfig(
+        family="qwen3",
+        vocab_size=max(vocabulary, tokenizer.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_layers=layers,
+        num_heads=hidden // head,
+        num_kv_heads=hidden // head,
+        head_dim=head,
+        qk_norm=True,
+        tie_embeddings=True,
+        max_positions=positions,
+        eos_ids=tokenizer.eos_ids,
+    )
+    Model.init(config, tokenizer, "float32", seed=0).save(directory)
+    return directory
