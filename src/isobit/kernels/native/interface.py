@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_quantize": (_I, [_I, _P, _I, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_dequantize": (None, [_P, _I, _I, _P, _I, _I, _P, _I]),
     "isobit_dequantized_is_stale": (_I, [_P, _I, _I, _P, _I, _I, _P]),
+    "isobit_spot_check": (_I, [_P, _I, _I, _P]),
     "isobit_kv_write": (_I, [_I, _P, _P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _P, _P]),
     "isobit_rms_norm": (None, [_I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _I]),
     "isobit_rms_norm_backward": (None, [_I, _P, _P, _P, _P, _I, _I, _P, _P, _I]),
