@@ -118,4 +118,5 @@ def _write_files(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: in
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,180 @@
+"""The shape of the code: imports one way, small files and functions, nothing that executes what a user loads."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "isobit"
+MODULES = sorted(SOURCE.rglob("*.py"))
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
+
+LAYERS = [
+    {"cli"},
+    {"train"},
+    {"session"},
+    {"setup", "generate"},
+    {"sft"},
+    {"evaluate", "statistics"},
+    {"rl", "engine"},
+    {"model"},
+    {"kernels"},
+    {"precision"},
+]
+"""From the top down: a package imports only what stands below it. A layer's members do not import each other."""
+
+FREE = {"errors", "intervals", "metrics", "checkpoints", "run", "progress", "config", "tasks", "report"}
+"""What is beside the layers, and what each may import of isobit."""
+FREE_MAY = {
+    "errors": set(),
+    "intervals": set(),
+    "metrics": set(),
+    "checkpoints": {"errors"},
+    "run": {"errors", "checkpoints", "metrics"},
+    "progress": set(),
+    "tasks": {"errors"},
+    "report": {"errors", "run"},
+    "config": {"errors", "tasks", "precision"},
+}
+
+
+def package(path: Path) -> str:
+    """The module or package directly under isobit that a file belongs to; "" for isobit itself."""
+    part = path.relative_to(SOURCE).parts[0]
+    return part.removesuffix(".py").replace("__init__", "")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """What of isobit a file imports, anywhere in it: names directly under isobit."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "isobit":
+            names = [f"isobit.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module or ""]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.startswith("isobit."))
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def allowed(own: str) -> set[str]:
+    if own in FREE:
+        return FREE_MAY[own]
+    level = next(i for i, layer in enumerate(LAYERS) if own in layer)
+    return FREE.union(*LAYERS[level + 1 :])
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_one_way(path: Path) -> None:
+    own = package(path)
+    if own == "":  # `isobit` itself names its public surface
+        return
+    wrong = {name for name in imported(path) if name != own and not name.startswith("__")} - allowed(own)
+    assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+def test_every_module_has_a_place() -> None:
+    assert {package(path) for path in MODULES} - {""} == FREE.union(*LAYERS)
+
+
+def test_the_import_rule_can_fail() -> None:
+    """The control: kernels may not know models, and tasks may not know torch's side."""
+    assert "model" not in allowed("kernels")
+    assert "kernels" in allowed("model")
+    assert "engine" not in allowed("tasks")
+    assert "train" not in allowed("session")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_and_functions_are_small_and_documented(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_FILE_LINES
+    for node in functions(path):
+        assert (node.end_lineno or 0) - node.lineno + 1 <= MOST_FUNCTION_LINES, node.name
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree) or not tree.body, "a module opens with what it computes"
+    public = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
+    undocumented = [node.name for node in public if not ast.get_docstring(node)]
+    assert not undocumented
+
+
+def test_native_sources_are_small() -> None:
+    for path in [*SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")]:
+        assert len(path.read_text().splitlines()) <= MOST_FILE_LINES, path.name
+
+
+def test_the_loop_fits_on_a_page() -> None:
+    lines = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions(SOURCE / "train.py")}
+    assert lines["training_loop"] + lines["training_step"] <= MOST_FUNCTION_LINES
+
+
+FORBIDDEN = re.compile(
+    r"\bpickle\b|\btorch\.load\b|\btrust_remote_code\b|\bshell=True\b|(?<![.\w])eval\(|(?<![.\w])exec\("
+    r"|\bimport (?:requests|urllib|http|socket)\b|\bfrom (?:requests|urllib|http|socket)\b"
+)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_nothing_is_unpickled_evaluated_or_fetched(path: Path) -> None:
+    code = path.read_text(encoding="utf-8")
+    documented = {ast.get_docstring(n, clean=False) or "" for n in ast.walk(ast.parse(code)) if _can_have_docstring(n)}
+    for text in sorted(documented, key=len, reverse=True):
+        code = code.replace(text, "")
+    assert not (found := FORBIDDEN.search(code)), found
+
+
+def _can_have_docstring(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import isobit", ("torch", "pydantic", "matplotlib")),
+        ("import isobit.cli", ("torch", "pydantic", "matplotlib")),
+        ("import isobit.tasks, isobit.tasks.rewards, isobit.config", ("torch", "transformers")),
+        ("import isobit.report", ("torch",)),
+        ("import isobit.train", ("transformers",)),
+    ],
+)
+def test_imports_stay_light(statement: str, absent: tuple[str, ...]) -> None:
+    code = f"{statement}; import sys; print(sorted(set({absent!r}) & set(sys.modules)))"
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_public_surface_is_small_and_there() -> None:
+    import isobit
+
+    assert len(isobit.__all__) <= 12
+    assert {"Engine", "Model", "Precision", "Sampling", "load_config", "train"} <= set(isobit.__all__)
+    assert all(getattr(isobit, name) is not None for name in isobit.__all__)
+
+
+def test_dependencies_are_declared() -> None:
+    """Every module that the source imports is isobit's own, Python's, or named in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = set(re.findall(r'^    "([\w-]+)[>=]', text, re.M)) | {"yaml"}
+    names = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").split(".")[0])
+    foreign = names - set(sys.stdlib_module_names) - {"isobit"}
+    assert foreign <= declared, sorted(foreign - declared)
