@@ -1,0 +1,263 @@
+"""A user's mistake: one clear line on stderr, exit code 2, nothing written; the same message from Python."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isobit import cli
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.model import Model, Tokenizer
+from tests.runs import write_config
+
+Run = Callable[..., tuple[int, str]]
+REWARD = "def score(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, base_model: Path) -> Path:
+    """A run that would work, on a copy of the model that may be damaged."""
+    shutil.copytree(base_model, tmp_path / "model")
+    return write_config(tmp_path, tmp_path / "model")
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must be refused; returns its one line."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> str:
+        before = listing(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        line = capsys.readouterr().err
+        assert stop.value.code == 2, line
+        assert line.startswith("isobit: ")
+        assert line.count("\n") == 1, line
+        assert len(line) < 700
+        assert listing(tmp_path) == before
+        return line
+
+    return call
+
+
+def listing(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_size for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampling.temprature=1"], "unknown key 'sampling.temprature' (did you mean 'temperature'?)"),
+        (["steps=many"], "steps: input should be a valid integer"),
+        (["steps=0"], "steps: input should be greater than or equal to 1, got 0"),
+        (["sampling.top_p=0.9"], "the kept set is not replayed"),
+        (["algorithm.overlong_buffer=3"], "must be below sampling.max_new_tokens"),
+        (["algorithm.correction=token_tis", "algorithm.recompute_old_logprobs=never"], "makes equal"),
+        (["steps"], "expected key.sub=value"),
+        (["precision=fp9"], "did you mean 'fp8'"),
+        (["model.path=nowhere"], "nowhere: no such directory"),
+        (["task.options.digts=2"], "digts"),
+        (["task.name=chess"], "chess"),
+        (["sampling.max_new_tokens=1000", "algorithm.preset=dapo", "engine.kv_pages=1"], "page"),
+        (["rewards.functions=[{function: 'gone.py:score'}]"], "gone.py"),
+        (["rewards.functions=[{function: 'reward.py:scor'}]"], "scor"),
+        (["rewards.functions=[{function: 'broken.py:score'}]"], "broken.py"),
+        (["task.prompt_template='no place for it'"], "{prompt}"),
+        (["task.held_out_size=0", "evaluation.every=1"], "the held-out split is empty"),
+    ],
+    ids=lambda value: value[0][:40] if isinstance(value, list) else None,
+)
+def test_train(config: Path, refused: Callable[..., str], overrides: list[str], message: str) -> None:
+    (config.parent / "reward.py").write_text(REWARD)
+    (config.parent / "broken.py").write_text("def score(:\n")
+    assert message in refused("train", config, *overrides, "--quiet")
+    assert message in refused("train", config, *overrides, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "rows.jsonl"),
+        ("", "rows.jsonl: no examples"),
+        ('{"prompt": "1+1="}\n{"prompt": "1+2="\n', "rows.jsonl:2: malformed JSON"),
+        ('{"prompt": "1+1="}\n["1+2="]\n', "rows.jsonl:2: expected a JSON object"),
+        ('{"question": "1+1="}\n', "prompt"),
+        ('{"prompt": 3}\n', "rows.jsonl:1:"),
+        ('{"prompt": "' + "1" * 80 + '"}\n', "context of 64"),
+        ('{"prompt": "abc"}\n', "abc"),
+    ],
+    ids=["missing", "empty", "not JSON", "no object", "no prompt", "number", "too long", "alphabet"],
+)
+def test_data(config: Path, refused: Callable[..., str], content: str | None, message: str) -> None:
+    rows = config.parent / "rows.jsonl"
+    if content is not None:
+        rows.write_text(content)
+    task = ["task={path: rows.jsonl, held_out_size: 0}"]
+    assert message in refused("train", config, *task, "--quiet")
+
+
+def test_an_architecture_that_is_not_supported(config: Path, refused: Callable[..., str]) -> None:
+    def change(values: dict[str, object]) -> None:
+        values |= {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
+
+    edit_json(config.parent / "model" / "config.json", change)
+    line = refused("train", config)
+    assert "unsupported architecture 'bert': supported are llama, qwen2, qwen3" in line
+
+
+def edit_json(path: Path, change: Callable[[dict[str, object]], None]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def truncated(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def garbage(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"\x80\x04not a safetensors file" * 100)
+
+
+def no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def another_shape(model: Path) -> None:
+    edit_json(model / "config.json", lambda values: values.update(intermediate_size=40))
+
+
+def another_depth(model: Path) -> None:
+    edit_json(model / "config.json", lambda values: values.update(num_hidden_layers=3))
+
+
+def small_vocabulary(model: Path) -> None:
+    edit_json(model / "config.json", lambda values: values.update(vocab_size=5))
+
+
+def foreign_tokenizer(model: Path) -> None:
+    Tokenizer.characters("0123456789+-*=abcdefgh").save(model)
+
+
+def no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def no_config(model: Path) -> None:
+    (model / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncated, "model.safetensors"),
+        (garbage, "model.safetensors"),
+        (no_weights, "safetensors"),
+        (another_shape, "shape"),
+        (another_depth, "layers.2"),
+        (small_vocabulary, "embed_tokens.weight has shape (17, 32)"),
+        (foreign_tokenizer, "the tokenizer has ids up to"),
+        (no_tokenizer, "tokenizer.json"),
+        (no_config, "config.json"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_model_directories(
+    config: Path, refused: Callable[..., str], damage: Callable[[Path], None], message: str
+) -> None:
+    model = config.parent / "model"
+    damage(model)
+    line = refused("train", config, "--quiet")
+    assert message in line
+    assert refused("generate", model, "--prompt", "1+1=") == line
+    with pytest.raises(IsobitError) as raised:
+        Model.load(model)
+    assert line == f"isobit: {raised.value}\n"
+
+
+def test_the_same_line_from_python(config: Path, refused: Callable[..., str]) -> None:
+    with pytest.raises(IsobitError) as raised:
+        load_config(config, ["stesp=3"])
+    assert refused("train", config, "stesp=3") == f"isobit: {raised.value}\n"
+
+
+def test_run_directories(config: Path, refused: Callable[..., str]) -> None:
+    taken = config.parent / "run"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+    assert "exists and is not empty" in refused("train", config)
+    assert "not a run directory" in refused("train", "--resume", taken)
+    assert "not a run directory" in refused("report", taken)
+    assert "not a run directory" in refused("train", "--from-rollouts", taken, "--out", "again")
+    assert "leave 'x.yaml' out" in refused("train", "x.yaml", "--resume", taken)
+    assert "say where with --out" in refused("train", "--from-rollouts", taken)
+    assert "give a config" in refused("train")
+    assert "cannot read config" in refused("train", "gone.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--precision", "fp9"], "did you mean 'fp8'"),
+        (["--backend", "gpu"], "gpu"),
+        (["--consistency", "loose"], "loose"),
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["-n", "0"], "sampling.n"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--chat"], "chat template"),
+        (["--prompt", "1" * 70], "context"),
+        (["--prompt", ""], "empty"),
+    ],
+    ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else None,
+)
+def test_generate(config: Path, refused: Callable[..., str], options: list[str], message: str) -> None:
+    assert message in refused("generate", config.parent / "model", "--prompt", "1+1=", *options)
+
+
+def test_eval(config: Path, refused: Callable[..., str]) -> None:
+    model, rows = config.parent / "model", config.parent / "rows.jsonl"
+    rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    arithmetic = ("--task", "arithmetic", "--option", "digits=1")
+    assert "give a model to evaluate" in refused("eval", *arithmetic)
+    assert "give a model to evaluate" in refused("eval", model, *arithmetic, "--completions", "answer")
+    assert "no such column" in refused("eval", "--task", "gsm8k", "--data", rows, "--completions", "gold")
+    assert "expected whole numbers" in refused("eval", model, *arithmetic, "--pass-at", "one")
+    assert "needs 1 to -n samples" in refused("eval", model, *arithmetic, "--pass-at", "9", "-n", "4")
+    assert "expected KEY=VALUE" in refused("eval", model, "--task", "arithmetic", "--option", "digits")
+    assert "gone.jsonl" in refused("eval", model, "--task", "gsm8k", "--data", "gone.jsonl")
+    assert "reward" in refused("eval", model, "--data", rows, "--prompt-column", "question")
+
+
+def test_sft(tmp_path: Path, refused: Callable[..., str]) -> None:
+    config = tmp_path / "sft.yaml"
+    config.write_text("model: {init: {hidden_size: 16}}\ntask: {path: rows.jsonl, held_out_size: 0}\nsteps: 2\n")
+    assert "rows.jsonl" in refused("sft", config)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    assert "model.init.vocabulary" in refused("sft", config)
+    assert "no column 'completion'" in refused("sft", config, "model.init.vocabulary='0123456789+='", "--quiet")
+    assert "did you mean 'hidden_size'" in refused("sft", config, "model.init.hidden_sise=4")
+
+
+def test_as_a_process_and_wrong_options(config: Path) -> None:
+    """The real command, once; options that do not exist are typer's to refuse, with the same exit code."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+
+    def command(*words: str) -> "subprocess.CompletedProcess[str]":
+        line = [sys.executable, "-m", "isobit.cli", *words]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, cwd=config.parent)
+
+    done = command("train", str(config), "stesp=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"isobit: {config}: unknown key 'stesp' (did you mean 'steps'?)\n"
+    assert command("train", str(config), "--fast").returncode == 2
+    assert not (config.parent / "run").exists()
