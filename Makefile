@@ -45,7 +45,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.dev
+$(VENV)/.bench: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[bench]"
+	@touch $@
+
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --out benchmarks/results
 
 clean:

@@ -149,6 +149,20 @@ def test_what_documents_name_exists(path: Path) -> None:
         assert (ROOT / file).exists(), f"{path.name}: no {file}"
 
 
+def test_the_readme_figures_are_those_of_the_results() -> None:
+    """Every claim that was measured holds, and the ratios of the README's table are among them."""
+    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    claims = [claim for result in results for claim in result["claims"]]
+    assert all(claim["holds"] for claim in claims)
+    table = (ROOT / "README.md").read_text().split("## Measured")[1]
+    ratios = re.findall(r"\| ([\d.]+) × \|", table)
+    assert len(ratios) == 7
+    assert set(ratios) <= {f"{claim['value']:.2f}" for claim in claims}
+    rates = {f"{row['rate']:,.0f}" for result in results for row in result["rows"] if row["rate"]}
+    for pair in re.findall(r"([\d,]+) against ([\d,]+)", table):
+        assert set(pair) <= rates
+
+
 def test_the_maps_tree_names_files_that_exist() -> None:
     for path in (ROOT / "README.md", ROOT / "docs" / "map.md"):
         tree = next(text for text in blocks(path, "") if "src/" in text)
