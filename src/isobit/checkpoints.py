@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from isobit.errors import IsobitError, RunFailed
 
 _MANIFEST = "manifest.json"
@@ -40,7 +42,7 @@ def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: i
         _flush(directory)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) or "No space left" in str(error):  # safetensors wraps the system's error
+        if isinstance(error, (OSError, SafetensorError)):  # safetensors wraps the system's error
             reason = getattr(error, "strerror", None) or str(error)
             raise RunFailed(f"cannot save checkpoint {final}: {reason}; earlier checkpoints are intact") from None
         raise

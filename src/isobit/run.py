@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from isobit import checkpoints, metrics
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RunFailed
 
 CONFIG, METRICS, COMPLETIONS, CHECKPOINTS, REPORT = (
     "config.yaml",
@@ -57,7 +58,8 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # what a full disk did not take was said when it was written
+                file.close()
         self._lock.close()
 
     @property
@@ -77,9 +79,13 @@ class Run:
 
     def _write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         file = self._files[name]
-        for row in rows:
-            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-        file.flush()
+        try:
+            for row in rows:
+                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+            file.flush()
+        except OSError as error:
+            again = f"isobit train --resume {self.directory}"
+            raise RunFailed(f"cannot write {self.directory / name}: {error.strerror}; go on with: {again}") from None
 
 
 def refuse_existing(directory: Path) -> None:

@@ -7,12 +7,13 @@ supervised run here is short, and its result is cached by a hash of its config.
 import hashlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from isobit import __version__
 from isobit.config import ArchitectureConfig, OptimizerConfig, SftConfig, dump_config, load_sft_config, task_settings
@@ -42,17 +43,25 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     task = load_task(task_settings(config.task, config.seed))
     model = _initial_model(config, task)
     _train(model, config, task, quiet)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".sft-") as temporary:
-        model.save(Path(temporary) / "model")
-        if out.exists():
-            out.rmdir()
-        shutil.move(Path(temporary) / "model", out)
+    _save(model, out)
     if not quiet:
         print(f"base model in {out}", file=sys.stderr)
         if task.held_out.examples and task.rewards:
             print(f"held-out greedy accuracy  {_accuracy(model, task, config).accuracy}", file=sys.stderr)
     return out
+
+
+def _save(model: Model, out: Path) -> None:
+    """All of it or nothing."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".sft-") as temporary:
+            model.save(Path(temporary) / "model")
+            if out.exists():
+                out.rmdir()
+            (Path(temporary) / "model").rename(out)
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(f"cannot save model {out}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def cached_model(path: str, *, quiet: bool = False) -> Path:
