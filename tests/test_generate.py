@@ -1,0 +1,59 @@
+"""`isobit generate`: text, several completions, JSON, prompts from standard input."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isobit import cli
+from isobit.engine import Engine, Sampling
+from isobit.model import Model
+
+Generate = Callable[..., str]
+
+
+@pytest.fixture
+def generate(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    def call(*words: object, stdin: str = "") -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "argv", ["isobit", "generate", *map(str, (base_model, *words))])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        assert not done.value.code
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_the_text_is_the_engines(generate: Generate, base_model: Path) -> None:
+    sampling = Sampling(2, 6, 0.7, seed=5)
+    expected = Engine(Model.load(base_model)).generate(["1+2=", "3"], sampling)
+    options = ("-n", 2, "--max-new-tokens", 6, "--temperature", 0.7, "--seed", 5)
+    found = generate("--prompt", "1+2=", "--prompt", "3", *options)
+    lines = [f"[{i}.{j}] {p}{expected[i][j].text}" for i, p in enumerate(["1+2=", "3"]) for j in range(2)]
+    assert found.splitlines() == lines
+    assert generate(*options, stdin="1+2=\n3\n") == found
+
+
+def test_json_holds_tokens_and_their_logprobs(generate: Generate) -> None:
+    rows = [
+        json.loads(line) for line in generate("--prompt", "1+", "--json", "-n", 3, "--max-new-tokens", 5).splitlines()
+    ]
+    assert [row["sample_index"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert len(row["token_ids"]) == len(row["logprobs"]) <= 5
+        assert all(value <= 0 for value in row["logprobs"])
+        assert row["finish_reason"] in ("stop", "length")
+
+
+def test_greedy_ignores_the_seed_and_stop_strings_end_the_text(generate: Generate) -> None:
+    greedy = ("--prompt", "12", "--temperature", 0, "--max-new-tokens", 8)
+    text = generate(*greedy, "--seed", 1)
+    assert text == generate(*greedy, "--seed", 2)
+    stop = text.strip()[4]
+    assert generate(*greedy, "--stop", stop).strip() == text.strip()[: text.strip().index(stop, 2)]

@@ -1,0 +1,74 @@
+"""What a run is opened from: the memory plan, and a dry run that writes nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.setup import dry_run_report, objective_of, open_parts
+from tests.conftest import tiny_model
+from tests.runs import write_config
+
+
+def test_a_dry_run_says_what_would_be_and_writes_nothing(tmp_path: Path, base_model: Path) -> None:
+    config = load_config(write_config(tmp_path, base_model))
+    before = sorted(tmp_path.rglob("*"))
+    text = dry_run_report(config)
+    assert [p for p in sorted(tmp_path.rglob("*")) if "__pycache__" not in p.parts] == before
+    parameters = sum(p.numel() for p in tiny_model().named_parameters().values())
+    assert f"{parameters:,} parameters" in text
+    assert "task arithmetic: 60 training and 8 held-out prompts" in text
+    assert "4 steps of 4 prompts x 4 completions" in text
+    assert "e4m3 per token and head ue8m0" in text
+    masters = re.search(r"FP32 masters\s+([\d.]+)", text)
+    moments = re.search(r"AdamW moments\s+([\d.]+)", text)
+    assert masters is not None
+    assert moments is not None
+    assert float(masters[1]) == pytest.approx(4 * parameters / 2**20, abs=0.06)
+    assert float(moments[1]) == pytest.approx(8 * parameters / 2**20, abs=0.06)
+
+
+def test_longer_completions_need_more_memory(tmp_path: Path, base_model: Path) -> None:
+    config = write_config(tmp_path, base_model)
+    caches = []
+    for tokens in (3, 30):
+        parts = open_parts(load_config(config, [f"sampling.max_new_tokens={tokens}"]), quiet=True)
+        parts.rewards.close()
+        caches.append(parts.engine.kv_bytes)
+    assert caches[1] > caches[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "correction", "recompute"),
+    [
+        (["precision=fp8"], "none", False),
+        (["precision=bf16"], "none", False),
+        (["precision=fp8-rollout"], "token_tis", True),
+        (["precision=fp8-rollout", "algorithm.correction=none"], "none", True),
+        (["precision=fp8", "algorithm.recompute_old_logprobs=always"], "none", True),
+    ],
+)
+def test_auto_follows_the_precision(
+    tmp_path: Path, base_model: Path, overrides: list[str], correction: str, recompute: bool
+) -> None:
+    config = load_config(write_config(tmp_path, base_model), overrides)
+    objective = objective_of(config, tiny_model(str(config.precision)))
+    assert (objective.correction, objective.recompute_old) == (correction, recompute)
+
+
+def test_what_is_given_replaces_the_presets_part(tmp_path: Path, base_model: Path) -> None:
+    config = load_config(write_config(tmp_path, base_model), ["algorithm={preset: dapo, clip_high: 0.4}"])
+    objective = objective_of(config, tiny_model())
+    assert (objective.clip_low, objective.clip_high, objective.dynamic_sampling) == (0.2, 0.4, True)
+    assert objective.loss_aggregation == "token_mean"
+
+
+def test_columns_that_a_reward_needs_are_checked_before_anything_is_written(tmp_path: Path, base_model: Path) -> None:
+    reward = tmp_path / "needs.py"
+    reward.write_text("def f(prompts, completions, level):\n    return [1.0] * len(prompts)\n")
+    changes = [f"rewards.functions=[{{function: '{reward}:f'}}]"]
+    with pytest.raises(IsobitError, match="level"):
+        open_parts(load_config(write_config(tmp_path, base_model), changes), quiet=True)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,129 @@
+"""Supervised warm start: it learns, it is cached by all that it is made from, and leaves nothing half done."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from isobit.config import load_sft_config
+from isobit.engine import Engine, Sampling
+from isobit.errors import IsobitError, RunFailed
+from isobit.evaluate import evaluate_greedy
+from isobit.model import Model
+from isobit.sft import cached_model, supervised_run
+from isobit.tasks import TaskSettings, load_task
+from isobit.tasks.rewards import RewardPool
+
+WriteConfig = Callable[..., Path]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
+    monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "cache"))
+
+    def write(**changes: object) -> Path:
+        init = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "max_positions": 32}
+        values = {
+            "model": {"init": init},
+            "task": {"name": "arithmetic", "held_out_size": 16, "options": {"digits": 1}},
+            "steps": 3,
+            "batch_size": 16,
+            "max_new_tokens": 4,
+            "optimizer": {"learning_rate": 5e-3},
+            "out": str(tmp_path / "model"),
+            **changes,
+        }
+        path = tmp_path / "sft.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    return write
+
+
+@pytest.mark.slow
+def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
+    """From scratch, under `fp8`; before, it knows none."""
+    out = supervised_run(load_sft_config(config(steps=350)), quiet=True)
+    task = load_task(TaskSettings("arithmetic", held_out_size=16, options={"digits": 1}))
+    examples = list(task.train.examples)
+    untrained = supervised_run(load_sft_config(config(), ["steps=1", f"out={out.parent / 'untrained'}"]), quiet=True)
+    accuracy = {}
+    for path in (untrained, out):
+        engine = Engine.sized_for(Model.load(path), [e.prompt for e in examples], len(examples), 4)
+        with RewardPool(task.rewards) as pool:
+            accuracy[path] = evaluate_greedy(engine, examples, pool, Sampling(max_new_tokens=4)).accuracy.value
+    assert accuracy[untrained] < 0.2
+    assert accuracy[out] > 0.75
+
+
+def test_the_result_loads_in_transformers(config: WriteConfig) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = supervised_run(load_sft_config(config()), quiet=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.num_hidden_layers == 2
+
+
+def test_the_same_config_is_made_once(config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config()
+    first = cached_model(str(path))
+    assert "making the base model" in capsys.readouterr().err
+    made = (first / "model.safetensors").stat().st_mtime_ns
+    assert cached_model(str(path)) == first
+    assert capsys.readouterr().err == ""
+    assert (first / "model.safetensors").stat().st_mtime_ns == made
+    assert not (path.parent / "model").exists()
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"steps": 2}, {"precision": "bf16"}])
+def test_another_config_is_another_model(config: WriteConfig, changes: dict[str, object]) -> None:
+    first = cached_model(str(config()), quiet=True)
+    assert cached_model(str(config(**changes)), quiet=True) != first
+
+
+def test_other_data_and_other_weights_are_another_model(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    task = {"path": str(rows), "held_out_size": 0}
+    first = cached_model(str(config(task=task, model={"path": str(base_model)})), quiet=True)
+    rows.write_text('{"prompt": "1+1=", "completion": "3"}\n')
+    second = cached_model(str(config(task=task, model={"path": str(base_model)})), quiet=True)
+    assert cached_model(str(config(task=task, model={"path": str(first)})), quiet=True) not in (first, second)
+    assert first != second
+
+
+def test_an_existing_model_is_not_overwritten(config: WriteConfig) -> None:
+    settings = load_sft_config(config())
+    out = supervised_run(settings, quiet=True)
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(IsobitError, match="exists and is not empty"):
+        supervised_run(settings, quiet=True)
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_a_failure_leaves_nothing(config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Model, folder: Path) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Model, "save", full)
+    with pytest.raises(RunFailed, match=r"cannot save model .*: No space left on device"):
+        supervised_run(load_sft_config(config()), quiet=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["sft.yaml"]
+
+
+def test_steps_that_are_not_finite_end_the_run(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isobit.rl.optim.Optimizer.gradient_norm", lambda self: float("inf"))
+    with pytest.raises(RunFailed, match="sft: 3 steps in a row"):
+        supervised_run(load_sft_config(config(steps=5)), quiet=True)
+
+
+def test_examples_that_do_not_fit_are_named(config: WriteConfig, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2" * 40}) + "\n")
+    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
+    path = config(task={"path": str(rows), "held_out_size": 0}, model={"init": init})
+    with pytest.raises(IsobitError, match="exceeds the model's context of 32"):
+        supervised_run(load_sft_config(path), quiet=True)
