@@ -1,7 +1,8 @@
 """AdamW on FP32 masters, learning-rate schedules, and clipping by the global norm.
 
 Loshchilov and Hutter 2019, arXiv 1711.05101. Weight decay touches matrices only: no norms, no biases. The state is a
-flat mapping of tensors, so that safetensors can hold it. Left out: 8-bit state.
+flat mapping of tensors, so that safetensors can hold it. The update is PyTorch's fused kernel through its functional
+form, since `torch.optim.Optimizer` imports the compiler: 70 MiB and most of a second. Left out: 8-bit state.
 """
 
 import math
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from isobit.errors import IsobitError
 
@@ -53,15 +55,11 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings) -> None:
         self.parameters = dict(parameters)
         self.settings = settings
-        decayed = [p for p in self.parameters.values() if p.ndim > 1]
-        others = [p for p in self.parameters.values() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(
-            groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True
-        )
+        self._state: dict[str, dict[str, Tensor]] = {}
 
     def zero_grad(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def gradient_norm(self) -> float:
         """The global L2 norm, before clipping; inf if any gradient is not finite."""
@@ -77,16 +75,41 @@ class Optimizer:
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
+        decayed = [name for name, p in self.parameters.items() if p.grad is not None and p.ndim > 1]
+        others = [name for name, p in self.parameters.items() if p.grad is not None and p.ndim <= 1]
+        self._update(decayed, rate, self.settings.weight_decay)
+        self._update(others, rate, 0.0)
+
+    def _update(self, names: list[str], rate: float, weight_decay: float) -> None:
+        parameters = [self.parameters[name] for name in names]
+        for name, parameter in zip(names, parameters):
+            if name not in self._state:
+                moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
+                self._state[name] = {"step": torch.tensor(0.0), **moments}
+        states = [self._state[name] for name in names]
+        adamw(
+            list(parameters),
+            [p.grad for p in parameters if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=self.settings.betas[0],
+            beta2=self.settings.betas[1],
+            lr=rate,
+            weight_decay=weight_decay,
+            eps=self.settings.eps,
+            maximize=False,
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step counts: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            for key, value in self._adam.state.get(parameter, {}).items():
-                tensors[f"{name}.{key}"] = value.detach().clone()
+        for name, state in self._state.items():
+            for key, value in state.items():
+                tensors[f"{name}.{key}"] = value.clone()
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -94,11 +117,11 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             given = {k: tensors[f"{name}.{k}"] for k in ("step", *_MOMENTS) if f"{name}.{k}" in tensors}
             if not given:
-                self._adam.state.pop(parameter, None)
+                self._state.pop(name, None)
                 continue
             if len(given) != 3 or any(given[key].shape != parameter.shape for key in _MOMENTS):
                 raise IsobitError(f"optimizer state of {name} does not fit the model")
-            self._adam.state[parameter] = {key: value.clone() for key, value in given.items()}
+            self._state[name] = {key: value.clone() for key, value in given.items()}
         unknown = {key.rpartition(".")[0] for key in tensors} - set(self.parameters)
         if unknown:
             raise IsobitError(f"optimizer state has {min(unknown)!r}, which the model does not have")
