@@ -25,6 +25,7 @@ def run_directory(folder: Path, steps: int = 3, differing: int = 0, **extra: flo
             "length/mean": 5.0,
             "length/truncated_fraction": 0.0,
             "mismatch/differing_tokens": differing,
+            "mismatch/compared_tokens": 100,
             "mismatch/kl_k3": 0.0,
             "mismatch/token_mult_prob_error": 1.0 + differing / 1000,
             "throughput/rollout_tokens_per_s": 1000.0,
@@ -52,7 +53,10 @@ def page_of(*runs: Path) -> str:
 
 def test_the_page_holds_what_people_look_for(tmp_path: Path) -> None:
     page = page_of(run_directory(tmp_path / "run"))
-    assert "0 differing tokens in 3 of 3 steps: rollout and learner computed the same bits throughout" in page
+    assert (
+        "0 differing tokens in 3 of 3 steps, 300 tokens compared: rollout and learner computed the same bits throughout"
+        in page
+    )
     for title in ("Reward", "Held-out accuracy", "Completion length", "Mismatch", "Rollout throughput", "Memory"):
         assert re.search(f"<figcaption>{title}[^<]*</figcaption><svg", page), title
     assert "Gradient norm" not in page  # nothing finite to draw
@@ -73,7 +77,9 @@ def test_the_page_is_self_contained_and_harmless(tmp_path: Path) -> None:
 
 def test_mismatch_is_said_as_plainly(tmp_path: Path) -> None:
     page = page_of(run_directory(tmp_path / "run", differing=7))
-    assert "0 differing tokens in 0 of 3 steps; largest mean probability ratio error 1.0070" in page
+    assert (
+        "0 differing tokens in 0 of 3 steps, 300 tokens compared; largest mean probability ratio error 1.0070" in page
+    )
     assert "throughout" not in page
 
 

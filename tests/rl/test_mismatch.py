@@ -13,6 +13,7 @@ def test_perfect_agreement() -> None:
     logprobs = torch.tensor([-0.1, -5.0, 0.0])
     values = mismatch_metrics(logprobs, logprobs.clone())
     ones = {"mismatch/token_mult_prob_error", "mismatch/importance_ratio"}
+    assert values.pop("mismatch/compared_tokens") == 3
     assert values == {name: 1.0 if name in ones else 0.0 for name in values}
 
 
@@ -34,6 +35,7 @@ def test_every_formula_on_two_tokens() -> None:
         "js_divergence": (jensen_shannon(-1.0, -1.5) + jensen_shannon(-2.0, -1.75)) / 2,
         "max_abs_logprob_diff": 0.5,
         "differing_tokens": 2,
+        "compared_tokens": 2,
     }
     values = mismatch_metrics(learner, rollout)
     assert values == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()}, rel=1e-12)

@@ -74,8 +74,9 @@ def _headline(run: Series, several: bool) -> str:
     if not differing:
         return ""
     clean = sum(value == 0 for value in differing)
+    compared = sum(points(run.rows, "mismatch/compared_tokens")[1])
     name = f"{_text(run.name)}: " if several else ""
-    total = f"{name}0 differing tokens in {clean} of {len(differing)} steps"
+    total = f"{name}0 differing tokens in {clean} of {len(differing)} steps, {compared:,.0f} tokens compared"
     if clean == len(differing):
         return f"<p class='headline good'>{total}: rollout and learner computed the same bits throughout.</p>"
     _, errors = points(run.rows, "mismatch/token_mult_prob_error")
@@ -90,6 +91,7 @@ def _summary(runs: Sequence[Series]) -> str:
         ("held-out accuracy, first", "accuracy/held_out", "first"),
         ("held-out accuracy, last", "accuracy/held_out", "last"),
         ("differing tokens, total", "mismatch/differing_tokens", "sum"),
+        ("of tokens compared", "mismatch/compared_tokens", "sum"),
         ("largest |log-probability difference|", "mismatch/max_abs_logprob_diff", "max"),
         ("rollout tokens/s, median", "throughput/rollout_tokens_per_s", "median"),
         ("seconds per step, median", "time/step", "median"),

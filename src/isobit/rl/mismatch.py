@@ -27,6 +27,7 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
         "mismatch/js_divergence": float(_jensen_shannon(learner, rollout).mean()),
         "mismatch/max_abs_logprob_diff": float((learner - rollout).abs().max()),
         "mismatch/differing_tokens": float(differing(policy_logprobs, rollout_logprobs)),
+        "mismatch/compared_tokens": float(policy_logprobs.numel()),
     }
 
 
