@@ -35,7 +35,7 @@ METRICS: dict[str, str] = {
     "mismatch/js_divergence": "estimate of the Jensen-Shannon divergence (NeMo RL)",
     "mismatch/max_abs_logprob_diff": "largest |lr|",
     "mismatch/differing_tokens": "tokens whose two log-probabilities differ in any bit",
-    "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step, before the weights move on",
+    "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step (the weights move on)",
     "correction/mean_weight": "mean importance weight",
     "correction/clipped_fraction": "tokens whose weight was truncated",
     "correction/effective_sample_size": "1 / mean((w / mean w)²) of the truncated weights (veRL)",
