@@ -7,6 +7,7 @@ import pytest
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
+from isobit.rl.correction import CorrectionRule, Rejection
 from isobit.setup import dry_run_report, objective_of, open_parts
 from tests.conftest import tiny_model
 from tests.runs import write_config
@@ -55,7 +56,17 @@ def test_auto_follows_the_precision(
 ) -> None:
     config = load_config(write_config(tmp_path, base_model), overrides)
     objective = objective_of(config, tiny_model(str(config.precision)))
-    assert (objective.correction, objective.recompute_old) == (correction, recompute)
+    assert (str(objective.correction), objective.recompute_old) == (correction, recompute)
+
+
+def test_a_correction_put_together_by_hand(tmp_path: Path, base_model: Path) -> None:
+    """`{weight, cap, veto, rejection: {...}}`: what is not given has no bound."""
+    given = (
+        "algorithm.correction={weight: sequence, cap: 3, rejection: {measure: k3, level: sequence_mean, high: 0.02}}"
+    )
+    config = load_config(write_config(tmp_path, base_model), ["precision=fp8-rollout", given])
+    rule = objective_of(config, tiny_model("fp8-rollout")).correction
+    assert rule == CorrectionRule("sequence", 3.0, rejection=Rejection("k3", "sequence_mean", high=0.02))
 
 
 def test_what_is_given_replaces_the_presets_part(tmp_path: Path, base_model: Path) -> None:

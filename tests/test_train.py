@@ -7,6 +7,7 @@ import pytest
 from isobit import checkpoints
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
+from isobit.rl.correction import CORRECTIONS
 from isobit.run import read_jsonl
 from isobit.train import TrainResult, replay, train
 from tests.runs import fingerprint, write_config
@@ -30,6 +31,15 @@ def test_two_flows_differ_and_are_corrected(tmp_path: Path, base_model: Path) ->
     assert all(row["mismatch/differing_tokens"] > 0 for row in result.metrics)
     assert all(row["mismatch/token_mult_prob_error"] > 1 for row in result.metrics)
     assert all(0 < row["correction/effective_sample_size"] <= 1 for row in result.metrics)
+
+
+@pytest.mark.parametrize("name", ["none", *(name for name in CORRECTIONS if name not in ("none", "token_tis"))])
+def test_every_named_correction_runs_on_two_flows(tmp_path: Path, base_model: Path, name: str) -> None:
+    result = run(tmp_path, base_model, "precision=fp8-rollout", f"algorithm.correction={name}", "steps=2")
+    assert all(row["mismatch/differing_tokens"] > 0 for row in result.metrics)
+    assert all(("correction/mean_weight" in row) == (name != "none") for row in result.metrics)
+    if name == "geometric_mask":
+        assert all(row["correction/rejected_fraction"] > 0 for row in result.metrics)
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ METRICS: dict[str, str] = {
     "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step (the weights move on)",
     "correction/mean_weight": "mean importance weight",
     "correction/clipped_fraction": "tokens whose weight was truncated",
+    "correction/rejected_fraction": "tokens that the correction left out",
+    "correction/largest_ratio": "largest weight before truncation",
     "correction/effective_sample_size": "1 / mean((w / mean w)²) of the truncated weights (veRL)",
     "correction/effective_sample_size_untruncated": "the same of the untruncated weights, where heavy tails show",
     "steps/skipped": "optimizer steps skipped because a loss or a gradient was not finite",

@@ -13,11 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from isobit import checkpoints
-from isobit.config import Config, reward_specs, task_settings
+from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
 from isobit.engine import Engine, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
+from isobit.rl.correction import CorrectionRule, Rejection
 from isobit.run import refuse_existing
 from isobit.sft import cached_model, optimizer_settings
 from isobit.tasks import Example, Task, load_task
@@ -112,7 +113,19 @@ def objective_of(config: Config, model: Model) -> Objective:
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
     )
-    return for_precision(objective, model.precision, algorithm.correction, algorithm.recompute_old_logprobs)
+    return for_precision(
+        objective, model.precision, _correction(algorithm.correction), algorithm.recompute_old_logprobs
+    )
+
+
+def _correction(given: str | CorrectionConfig) -> str | CorrectionRule:
+    if isinstance(given, str):
+        return given
+    values = {key: value for key, value in given.model_dump(exclude={"rejection"}).items() if value is not None}
+    if given.rejection is None:
+        return CorrectionRule(**values)
+    bounds = {key: value for key, value in given.rejection.model_dump().items() if value is not None}
+    return CorrectionRule(**values, rejection=Rejection(**bounds))
 
 
 def _sampling(config: Config) -> Sampling:

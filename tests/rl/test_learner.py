@@ -11,6 +11,7 @@ from torch import Tensor
 from isobit import metrics
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, Sample, for_precision, supervised_update
+from isobit.rl.correction import CorrectionRule
 from isobit.rl.learner import forward
 from isobit.rl.packing import pack
 from tests.conftest import tiny_model
@@ -139,7 +140,8 @@ def test_recomputed_old_logprobs_and_their_correction() -> None:
     model = random_model("fp8-rollout")
     samples = roll_out(model)
     advantages = alternating(samples)
-    objective = for_precision(Objective(loss_aggregation="token_mean", tis_cap=1.01), model.precision, "auto", "auto")
+    rule = CorrectionRule("token", cap=1.01)
+    objective = for_precision(Objective(loss_aggregation="token_mean"), model.precision, rule, "auto")
     result = make_learner(model, objective).learn(samples, advantages, 0)
     fresh = random_model("fp8-rollout")
     weighted, losses = [], []

@@ -8,6 +8,7 @@ import torch
 
 from isobit import metrics
 from isobit.rl import OBJECTIVES, Objective, for_precision, supervised_update
+from isobit.rl.correction import CorrectionRule, Rejection
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 
@@ -114,3 +115,20 @@ def test_empty_completions_among_others_have_no_gradient() -> None:
     expected = without.learn([samples[1], samples[2]], [1.0, -1.0], 0)
     assert result["loss/policy"] == pytest.approx(expected["loss/policy"], rel=1e-6)
     assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+def test_a_batch_that_is_rejected_whole_is_a_skipped_step_and_no_crash() -> None:
+    """It says nothing about the weights, so it is not a bad step either. The control rejects nothing."""
+    model = tiny_model("fp8-rollout")
+    samples = roll_out(model)
+    for low, skipped in ((1e6, 2), (0.0, 0)):
+        rule = CorrectionRule("token", rejection=Rejection(low=low))
+        objective = for_precision(Objective(updates_per_batch=2), model.precision, rule, "auto")
+        learner = make_learner(model, objective)
+        before = snapshot(learner)
+        result = learner.learn(samples, alternating(samples), 0)
+        assert result["steps/skipped"] == skipped
+        assert learner.bad_steps_in_a_row == 0
+        assert same_bits(snapshot(learner), before) == (skipped == 2)
+        assert result["correction/rejected_fraction"] == (1.0 if skipped else 0.0)
+        metrics.check(result)

@@ -1,11 +1,15 @@
 """The named objectives, and what `auto` becomes under each precision."""
 
+from typing import get_args
+
 import pytest
 
-from isobit.config import AlgorithmConfig
+from isobit.config import AlgorithmConfig, CorrectionConfig
+from isobit.config.schema import CorrectionName
 from isobit.precision import PRESETS
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.advantages import KINDS
+from isobit.rl.correction import CORRECTIONS, CorrectionRule
 from isobit.rl.loss import AGGREGATIONS, KL_ESTIMATORS
 
 
@@ -27,7 +31,7 @@ def test_presets_are_the_papers() -> None:
 def test_the_config_has_the_same_fields_and_defaults() -> None:
     given = AlgorithmConfig().model_dump()
     shared = {key: value for key, value in given.items() if key in Objective.__dataclass_fields__ and value is not None}
-    assert {"kl_coefficient", "kl_estimator", "tis_cap", "updates_per_batch", "epochs"} <= shared.keys()
+    assert {"kl_coefficient", "kl_estimator", "updates_per_batch", "epochs"} <= shared.keys()
     defaults = {key: getattr(Objective(), key) for key in shared if key != "correction"}
     assert defaults == {key: value for key, value in shared.items() if key != "correction"}
 
@@ -36,13 +40,24 @@ def test_the_config_has_the_same_fields_and_defaults() -> None:
 def test_auto_recomputes_and_corrects_only_where_the_flows_differ(name: str) -> None:
     resolved = for_precision(Objective(), PRESETS[name], "auto", "auto")
     two_flows = name == "fp8-rollout"
-    assert (resolved.recompute_old, resolved.correction) == (two_flows, "token_tis" if two_flows else "none")
+    assert (resolved.recompute_old, resolved.correction) == (
+        two_flows,
+        CORRECTIONS["token_tis" if two_flows else "none"],
+    )
 
 
 def test_explicit_choices_win() -> None:
     split, unified = PRESETS["fp8-rollout"], PRESETS["fp8"]
     assert not for_precision(Objective(), split, "auto", "never").recompute_old
-    assert for_precision(Objective(), split, "auto", "never").correction == "none"  # the ratio is policy/rollout
-    assert for_precision(Objective(), split, "none", "auto").correction == "none"
+    assert not for_precision(Objective(), split, "auto", "never").correction.active  # the ratio is policy/rollout
+    assert for_precision(Objective(), split, "none", "auto").correction == CORRECTIONS["none"]
     assert for_precision(Objective(), unified, "auto", "always").recompute_old
-    assert for_precision(Objective(), unified, "token_tis", "always").correction == "token_tis"
+    assert for_precision(Objective(), unified, "token_tis", "always").correction == CORRECTIONS["token_tis"]
+    rule = CorrectionRule("sequence", cap=3.0)
+    assert for_precision(Objective(), split, rule, "auto").correction == rule
+
+
+def test_the_config_names_every_rule() -> None:
+    assert set(get_args(CorrectionName)) == {"auto", *CORRECTIONS}
+    defaults = CorrectionConfig(veto=0.1)
+    assert (defaults.weight, defaults.floor, defaults.normalize) == ("none", 0.0, False)

@@ -1,44 +1,162 @@
-"""Importance weights between the policy that sampled and the learner's, for recipes in which the two differ.
+"""Importance weights and rejection between the policy that sampled and the learner's, where the two differ.
 
-Weights multiply the per-token loss and carry no gradient. Under a unified precision there is nothing to correct.
+A correction is a weight and a rejection, each on its own: both multiply the per-token loss and carry no gradient. All
+is said in lr = log π_old - log π_rollout per token, clamped to ±20 before any exponential (veRL's safety bound), and
+bounds are bounds on the ratio π_old/π_rollout. Rejected tokens stay in the denominator of the loss. Under a unified
+precision lr is 0 and there is nothing to correct. Left out: the metrics of the mismatch itself (`mismatch.py`).
+
+Sources: token and sequence TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+training"; masks: Liu et al. 2025, "When speed kills stability"; IcePop: Ling team 2025.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+WEIGHTS = ("none", "token", "sequence")
+MEASURES = ("ratio", "k1", "k2", "k3")
+LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 _LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
+class Rejection:
+    """Keep what has `low` <= value <= `high`.
+
+    `measure` per token: ratio = exp(lr), k1 = -lr, k2 = lr²/2, k3 = exp(lr) - 1 - lr. `level`: the token's own value,
+    or that of its sequence: the sum, the mean or the maximum over its tokens. A sequence's ratio is exp of the sum or
+    of the mean (the geometric mean) of lr; its maximum is that of the tokens' ratios.
+    """
+
+    measure: str = "ratio"
+    level: str = "token"
+    low: float = -math.inf
+    high: float = math.inf
+
+
+@dataclass(frozen=True)
+class CorrectionRule:
+    """`weight`: none (1), token (exp(lr)) or sequence (exp of the sum of lr, for all its tokens); clamped to [`floor`,
+    `cap`]; with `normalize` divided by its mean over the batch. `rejection`, and `veto`: a sequence is out if any of
+    its tokens has a ratio below it."""
+
+    weight: str = "none"
+    cap: float = math.inf
+    floor: float = 0.0
+    normalize: bool = False
+    rejection: Rejection | None = None
+    veto: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        return self != CorrectionRule()
+
+    def __str__(self) -> str:
+        named = [name for name, rule in CORRECTIONS.items() if rule == self]
+        changed = [f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        return named[0] if named else ", ".join(changed)
+
+
+CORRECTIONS: dict[str, CorrectionRule] = {
+    "none": CorrectionRule(),
+    "token_tis": CorrectionRule("token", cap=2.0),
+    "sequence_tis": CorrectionRule("sequence", cap=2.0),
+    "token_mis": CorrectionRule("token", rejection=Rejection("ratio", "token", 0.5, 5.0)),
+    "sequence_mis": CorrectionRule("sequence", cap=2.0, rejection=Rejection("ratio", "sequence_sum", 0.5, 2.0)),
+    "geometric_mask": CorrectionRule("token", rejection=Rejection("ratio", "sequence_mean", 0.999, 1.002)),
+    "k3_mask": CorrectionRule(rejection=Rejection("k3", "sequence_mean", high=0.01)),
+}
+"""Named rules with the field's defaults; token_mis is IcePop, geometric_mask is seq-mask-TIS."""
+
+
+@dataclass(frozen=True)
 class Correction:
-    """Per-token `weights`, and the untruncated ones, whose tails say more."""
+    """Per token [tokens]: the `weights` float32 that multiply the loss (0 where rejected), the ratios as they were
+    before truncation, whose tails say more, which of them were truncated, and which tokens were kept."""
 
     weights: Tensor
     untruncated: Tensor
+    clipped: Tensor
+    kept: Tensor
 
 
-def token_tis(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Correction:
-    """Truncated importance sampling per token: min(exp(log old - log rollout), cap), [tokens] float32.
-
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-    """
-    ratio = torch.exp((old_logprobs - rollout_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
-    return Correction(ratio.clamp(max=cap), ratio)
+def correct(rule: CorrectionRule, old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Sequence[int]) -> Correction:
+    """Apply a rule to the tokens [tokens] float32 of sequences of `lengths`; empty ones have no part in anything."""
+    assert old_logprobs.shape == rollout_logprobs.shape == (sum(lengths),)
+    lr = (old_logprobs - rollout_logprobs).double()
+    counts = torch.tensor(list(lengths), dtype=torch.int64)
+    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, sequence, lr)
+    if rule.weight == "sequence":
+        untruncated = _exp(sums)[sequence]
+    else:
+        untruncated = _exp(lr)
+    weights = torch.ones_like(lr) if rule.weight == "none" else untruncated.clamp(rule.floor, rule.cap)
+    clipped = torch.zeros_like(lr, dtype=torch.bool) if rule.weight == "none" else weights != untruncated
+    kept = _kept(rule, lr, counts, sequence)
+    if rule.normalize and bool(kept.any()):
+        weights = weights / weights[kept].mean()
+    weights = torch.where(kept, weights, 0.0)
+    return Correction(weights.float(), untruncated.float(), clipped, kept)
 
 
 def correction_metrics(correction: Correction) -> dict[str, float]:
-    """Mean weight, fraction truncated, and the effective sample size 1 / mean((w / mean w)²) of both kinds of
-    weight."""
-    weights, ratio = correction.weights.double(), correction.untruncated.double()
+    """Mean weight, fractions truncated and rejected, and the effective sample size 1 / mean((w / mean w)²) of both
+    kinds of weight; of an entirely rejected batch it is 0."""
+    weights, ratio, kept = correction.weights.double(), correction.untruncated.double(), correction.kept
     return {
         "correction/mean_weight": float(weights.mean()),
-        "correction/clipped_fraction": float((ratio > weights).double().mean()),
+        "correction/clipped_fraction": float(correction.clipped.double().mean()),
+        "correction/rejected_fraction": float((~kept).double().mean()),
+        "correction/largest_ratio": float(ratio.max()),
         "correction/effective_sample_size": _effective_sample_size(weights),
         "correction/effective_sample_size_untruncated": _effective_sample_size(ratio),
     }
 
 
+def _kept(rule: CorrectionRule, lr: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
+    kept = torch.ones(lr.shape, dtype=torch.bool)
+    if rule.rejection is not None:
+        value = _measured(rule.rejection, lr, counts, sequence)
+        kept &= (value >= rule.rejection.low) & (value <= rule.rejection.high)
+    if rule.veto > 0:
+        vetoed = torch.zeros(len(counts), dtype=torch.bool)
+        vetoed[sequence[lr < math.log(rule.veto)]] = True
+        kept &= ~vetoed[sequence]
+    return kept
+
+
+def _measured(rejection: Rejection, lr: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
+    """The rejection's value for every token."""
+    if rejection.measure == "ratio" and rejection.level in ("sequence_sum", "sequence_mean"):
+        return _exp(_over_sequences(lr, rejection.level, counts, sequence))[sequence]
+    bounded = lr.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    values = {
+        "ratio": lambda: torch.exp(bounded),
+        "k1": lambda: -bounded,
+        "k2": lambda: 0.5 * bounded * bounded,
+        "k3": lambda: torch.expm1(bounded) - bounded,
+    }[rejection.measure]()
+    if rejection.level == "token":
+        return values
+    return _over_sequences(values, rejection.level, counts, sequence)[sequence]
+
+
+def _over_sequences(values: Tensor, level: str, counts: Tensor, sequence: Tensor) -> Tensor:
+    if level == "sequence_max":
+        lowest = torch.full(counts.shape, -math.inf, dtype=values.dtype)
+        return lowest.scatter_reduce(0, sequence, values, "amax")
+    sums = torch.zeros(counts.shape, dtype=values.dtype).index_add_(0, sequence, values)
+    return sums / counts.clamp(min=1) if level == "sequence_mean" else sums
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
+
+
 def _effective_sample_size(weights: Tensor) -> float:
-    return float(weights.mean() ** 2 / (weights * weights).mean())
+    square = float((weights * weights).mean())
+    return float(weights.mean() ** 2) / square if square > 0 else 0.0

@@ -7,8 +7,10 @@ Between optimizer steps the working weights are requantized; after the last one 
 The gradient is that of the whole optimizer batch, however it is split into micro-batches: up to the rounding of sums,
 and, where WGrad runs in FP8, up to its scales, which blocks of 128 tokens share (tests/rl/test_learner.py).
 
-A step whose loss or gradient is not finite changes neither weights nor optimizer; it is counted, and left out of the
-other metrics, which are NaN if no step was taken. Left out: rewards and rollouts.
+A step whose loss or gradient is not finite, or whose tokens a correction has all rejected, changes neither weights nor
+optimizer; it is counted, and left out of the other metrics, which are NaN if no step was taken.
+
+Left out: rewards and rollouts.
 """
 
 import math
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.model import Model
-from isobit.rl.correction import correction_metrics, token_tis
+from isobit.rl.correction import correct, correction_metrics
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 from isobit.rl.mismatch import mismatch_metrics
 from isobit.rl.objective import Objective
@@ -116,10 +118,11 @@ class Learner:
             metrics |= _mismatch(list(zip(batch.old, rollout)))
         if self.reference is not None:
             batch.reference = self._logprobs(self.reference, samples)
-        if self.objective.correction == "token_tis" and any(len(r) > 0 for r in rollout):
-            correction = token_tis(torch.cat(batch.old), torch.cat(rollout), self.objective.tis_cap)
+        lengths = [len(r) for r in rollout]
+        if self.objective.correction.active and any(lengths):
+            correction = correct(self.objective.correction, torch.cat(batch.old), torch.cat(rollout), lengths)
             metrics |= correction_metrics(correction)
-            batch.weights = list(correction.weights.split([len(r) for r in rollout]))
+            batch.weights = list(correction.weights.split(lengths))
         return batch
 
     @torch.no_grad()
@@ -138,6 +141,9 @@ class Learner:
         lengths = [len(batch.samples[i].completion_ids) for i in part]
         if not any(lengths):
             return  # nothing to learn from is no reason to decay the weights
+        if batch.weights is not None and not any(bool(batch.weights[i].any()) for i in part):
+            totals.skipped += 1  # all of it was rejected
+            return
         weights = token_weights(lengths, self.objective.loss_aggregation, self.objective.max_new_tokens)
         self.optimizer.zero_grad()
         own = _Totals()

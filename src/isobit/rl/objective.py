@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from isobit.precision import Precision
+from isobit.rl.correction import CORRECTIONS, CorrectionRule
 
 
 @dataclass(frozen=True)
@@ -10,7 +11,7 @@ class Objective:
     """What the learner minimizes.
 
     advantage: grpo | dr_grpo | rloo. loss_aggregation: token_mean | sequence_mean | constant (over `max_new_tokens`).
-    correction: none | token_tis, capped at `tis_cap`. recompute_old: whether the learner computes the log-probabilities
+    correction: see `rl/correction.py`. recompute_old: whether the learner computes the log-probabilities
     of the sampling weights before it changes them; otherwise the rollout's own serve. `temperature` is the sampling's.
     """
 
@@ -23,8 +24,7 @@ class Objective:
     overlong_penalty: float = 1.0
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
-    correction: str = "none"
-    tis_cap: float = 2.0
+    correction: CorrectionRule = CORRECTIONS["none"]
     recompute_old: bool = False
     updates_per_batch: int = 1
     epochs: int = 1
@@ -41,10 +41,16 @@ OBJECTIVES: dict[str, Objective] = {
 """Named combinations: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024; Yu et al. 2025."""
 
 
-def for_precision(objective: Objective, precision: Precision, correction: str, recompute_old: str) -> Objective:
-    """Resolve `auto`: the precision's default correction; no recomputation where rollout and learner are one flow."""
+def for_precision(
+    objective: Objective, precision: Precision, correction: str | CorrectionRule, recompute_old: str
+) -> Objective:
+    """Resolve `auto`: the precision's default correction; no recomputation where rollout and learner are one flow.
+
+    `correction` is a rule, the name of one, or auto.
+    """
     recompute = recompute_old == "always" or (recompute_old == "auto" and not precision.unified)
-    resolved = precision.correction if correction == "auto" else correction
+    if isinstance(correction, str):
+        correction = CORRECTIONS[precision.correction if correction == "auto" else correction]
     if not recompute:
-        resolved = "none"  # old log-probabilities are the rollout's own: every weight would be 1
-    return replace(objective, correction=resolved, recompute_old=recompute)
+        correction = CorrectionRule()  # old log-probabilities are the rollout's own: every weight would be 1
+    return replace(objective, correction=correction, recompute_old=recompute)

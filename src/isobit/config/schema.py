@@ -1,23 +1,12 @@
-"""The configuration of a run: strict YAML into frozen values.
+"""Every key of a configuration, declared once: its type, its range, its default and what it means.
 
-One file describes a run; `key.sub=value` overrides change it; the *resolved* value is what is used and what is written
-to the run directory. Every key is declared here, once, with its unit and its reason. An unknown key, a wrong type, a
-value out of range or a contradiction raises `IsobitError` with one line. Left out: whether files exist and models fit,
-which is found where they are opened. Relative paths are taken from the current directory.
+A value that contradicts another is refused here too. Left out: where the values come from (`load.py`), and whether
+files exist and models fit, which is found where they are opened.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
-from isobit.errors import IsobitError
-from isobit.tasks.data import TaskSettings
-from isobit.tasks.task import RewardSpec
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 Precision = str | dict[str, Any]
 
@@ -92,6 +81,55 @@ class EngineConfig(_Section):
     max_sequences: int = Field(512, ge=1, description="sequences that decode at the same time")
 
 
+class RejectionConfig(_Section):
+    """Which tokens or sequences a correction leaves out: those whose value is outside [low, high]."""
+
+    measure: Literal["ratio", "k1", "k2", "k3"] = Field("ratio", description="of log learner - log rollout")
+    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    low: float | None = None
+    high: float | None = None
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "RejectionConfig":
+        if self.low is None and self.high is None:
+            raise ValueError("give low, high, or both: bounds of what is kept")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low {self.low} must be below high {self.high}")
+        return self
+
+
+class CorrectionConfig(_Section):
+    """A correction put together by hand: a weight, a rejection, or both."""
+
+    weight: Literal["none", "token", "sequence"] = "none"
+    cap: float | None = Field(None, gt=0, description="largest weight; default: none")
+    floor: float = Field(0.0, ge=0, description="smallest weight")
+    normalize: bool = Field(False, description="divide weights by their mean over the batch")
+    rejection: RejectionConfig | None = None
+    veto: float = Field(0.0, ge=0, lt=1, description="a sequence is out if any token's ratio is below this; 0: off")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CorrectionConfig":
+        if self.cap is not None and self.floor > self.cap:
+            raise ValueError(f"floor {self.floor} exceeds cap {self.cap}")
+        if self.weight == "none" and (self.cap is not None or self.floor or self.normalize):
+            raise ValueError("cap, floor and normalize need a weight: token or sequence")
+        if self.weight == "none" and self.rejection is None and not self.veto:
+            raise ValueError("an empty correction: give a weight, a rejection or a veto, or write correction: none")
+        return self
+
+
+CorrectionName = Literal[
+    "auto", "none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric_mask", "k3_mask"
+]
+
+
+Correction = Annotated[
+    Annotated[CorrectionName, Tag("<name>")] | Annotated[CorrectionConfig, Tag("<rule>")],
+    Discriminator(lambda value: "<rule>" if isinstance(value, (dict, CorrectionConfig)) else "<name>"),
+]
+
+
 class AlgorithmConfig(_Section):
     """The objective. `preset` fills what is not given: grpo, dr_grpo, rloo or dapo."""
 
@@ -106,8 +144,7 @@ class AlgorithmConfig(_Section):
     overlong_penalty: float = Field(1.0, ge=0)
     kl_coefficient: float = Field(0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    correction: Literal["auto", "none", "token_tis"] = Field("auto", description="auto: the precision preset's")
-    tis_cap: float = Field(2.0, gt=0)
+    correction: Correction = Field("auto", description="auto: the precision preset's; a name; or a rule of your own")
     recompute_old_logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: never under a unified precision, whose rollout log-probabilities are the old ones"
     )
@@ -195,9 +232,9 @@ class Config(_Section):
             raise ValueError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
             raise ValueError("algorithm.updates_per_batch exceeds the completions of a step")
-        if algorithm.recompute_old_logprobs == "never" and algorithm.correction == "token_tis":
+        if algorithm.recompute_old_logprobs == "never" and algorithm.correction not in ("auto", "none"):
             raise ValueError(
-                "algorithm.correction token_tis weighs old against rollout log-probabilities, which "
+                "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
             )
         return self
@@ -248,139 +285,3 @@ class SftConfig(_Section):
     max_new_tokens: int = Field(64, ge=1, description="limit of the completions sampled by the evaluation")
     out: str = Field("runs/sft", description="where the model is written; must not exist yet, or be empty")
     seed: int = Field(0, ge=0, lt=2**63)
-
-
-_Schema = TypeVar("_Schema", Config, SftConfig)
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a training config and apply `key.sub=value` overrides; the values are YAML.
-
-    Raises IsobitError, in one line, for a missing or malformed file and for every key or value that is not right.
-    """
-    return _load(Config, path, overrides)
-
-
-def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
-    """Read a config of `isobit sft`; as `load_config`."""
-    return _load(SftConfig, path, overrides)
-
-
-def task_settings(task: TaskConfig, seed: int) -> TaskSettings:
-    """The task section, as the tasks take it."""
-    return TaskSettings(**task.model_dump(), seed=seed)
-
-
-def reward_specs(rewards: RewardsConfig) -> list[RewardSpec]:
-    """The reward functions that a config names; none means the task's own."""
-    return [RewardSpec(r.function, r.weight, r.name) for r in rewards.functions]
-
-
-def dump_config(config: BaseModel) -> str:
-    """The resolved config as YAML; reading it again gives an equal value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def parse_config(schema: type[_Schema], values: Mapping[str, Any], where: str) -> _Schema:
-    """Validate plain values; `where` names their origin in messages."""
-    try:
-        config = schema.model_validate(values)
-    except ValidationError as error:
-        raise IsobitError(f"{where}: {_message(error, schema)}") from None
-    _check_precision(config, where)
-    return config
-
-
-def _load(schema: type[_Schema], path: str | Path, overrides: Sequence[str]) -> _Schema:
-    values = _read_yaml(Path(path))
-    for override in overrides:
-        _override(values, override)
-    return parse_config(schema, values, str(path))
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise IsobitError(f"cannot read config {path}: {reason}") from None
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        raise IsobitError(
-            f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or 'syntax error'}"
-        ) from None
-    if not isinstance(values, dict):
-        raise IsobitError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
-    return values
-
-
-def _override(values: dict[str, Any], override: str) -> None:
-    key, sign, text = override.partition("=")
-    if not sign or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
-        raise IsobitError(f"override {override!r}: expected key.sub=value, such as sampling.temperature=0.8")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
-    *parents, last = key.split(".")
-    node: Any = values
-    for parent in parents:
-        child = node.get(parent) if isinstance(node, dict) else None
-        if parent == "precision" and isinstance(child, str):
-            child = {"preset": child}
-        if child is None:
-            child = {}
-        if not isinstance(child, dict):
-            raise IsobitError(f"override {override!r}: {parent} is not a section of keys")
-        node[parent] = child = dict(child)
-        node = child
-    node[last] = value
-
-
-def _check_precision(config: Config | SftConfig, where: str) -> None:
-    from isobit.precision import precision_from  # here, so that --help does not import torch
-
-    try:
-        precision = precision_from(config.precision)
-        if isinstance(config, Config) and config.reference.precision is not None:
-            precision_from(config.reference.precision)
-    except IsobitError as error:
-        raise IsobitError(f"{where}: {error}") from None
-    reason = precision.varies_with_batch()
-    if config.consistency == "bitwise" and reason is not None:
-        raise IsobitError(
-            f"{where}: consistency: bitwise cannot hold: {reason}; "
-            "use activation_granularity: 1x128 or row, or consistency: fast"
-        )
-
-
-def _message(error: ValidationError, schema: type[BaseModel]) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        known = _known_keys(schema, first["loc"][:-1])
-        close = get_close_matches(str(first["loc"][-1]), known, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else f"; known here: {', '.join(known)}"
-        return f"unknown key {key!r}{hint}"
-    text = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return f"{key}: required, but not given"
-    if first["type"] == "value_error":
-        return f"{key}: {text}" if key else text
-    return f"{key}: {text[0].lower()}{text[1:]}, got {first['input']!r}"
-
-
-def _known_keys(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation: Any = schema.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not sections:
-            return []
-        schema = sections[0]
-    return list(schema.model_fields)

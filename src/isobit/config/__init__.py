@@ -1,0 +1,26 @@
+"""The configuration of a run: strict YAML into frozen values. Relative paths are taken from the current directory."""
+
+from isobit.config.load import dump_config, load_config, load_sft_config, parse_config, reward_specs, task_settings
+from isobit.config.schema import (
+    AlgorithmConfig,
+    ArchitectureConfig,
+    Config,
+    CorrectionConfig,
+    OptimizerConfig,
+    SftConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "ArchitectureConfig",
+    "Config",
+    "CorrectionConfig",
+    "OptimizerConfig",
+    "SftConfig",
+    "dump_config",
+    "load_config",
+    "load_sft_config",
+    "parse_config",
+    "reward_specs",
+    "task_settings",
+]
