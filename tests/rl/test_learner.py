@@ -52,7 +52,10 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
     """Sample by sample, token by token, in the plain formulas of the papers; off-policy, so that some tokens clip."""
     model = random_model("float32")
-    samples = [replace(s, rollout_logprobs=tuple(x + 0.3 for x in s.rollout_logprobs)) for s in roll_out(model)[1::2]]
+    samples = [
+        replace(s, rollout_logprobs=tuple(x + 0.1 * i for i, x in enumerate(s.rollout_logprobs, 1)))
+        for s in roll_out(model)[1::2]
+    ]
     samples += roll_out(model)[0::2]
     advantages = alternating(samples)
     objective = replace(OBJECTIVES[preset], max_new_tokens=5)
@@ -63,9 +66,14 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
     for sample, advantage in zip(samples, advantages):
         logprobs, _ = forward(model, pack([sample]), 1.0)
         terms = []
+        whole = torch.exp((logprobs - torch.tensor(sample.rollout_logprobs)).mean())
         for logprob, old in zip(logprobs, sample.rollout_logprobs):
-            ratio = torch.exp(logprob - old)
-            terms.append(-min(ratio * advantage, ratio.clamp(0.8, 1 + objective.clip_high) * advantage))
+            ratio = whole if objective.ratio == "sequence" else torch.exp(logprob - old)
+            bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+            if objective.surrogate == "cispo":
+                terms.append(-bounded.detach() * advantage * logprob)
+            else:
+                terms.append(-min(ratio * advantage, bounded * advantage))
         scale = {
             "token_mean": 1 / num_tokens,
             "sequence_mean": 1 / len(samples) / len(terms),

@@ -144,3 +144,41 @@ def test_averages_per_micro_batch_would_not_be_the_average_of_the_batch() -> Non
     parts = [token_weights([length], "token_mean", 10)[0] / 2 for length in (4, 1)]
     assert whole == pytest.approx([0.2, 0.2])
     assert parts == pytest.approx([0.125, 0.5])
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
+    """ratio 5 with A = -2 costs 10; with c = 3 it costs 6 and has no gradient. Good tokens are as before."""
+    policy = f64(5.0, 2.0, 5.0).log().requires_grad_()
+    advantages = f64(-2.0, -2.0, 2.0)
+    result = policy_loss(policy, f64(0, 0, 0), advantages, clip_low=LOW, clip_high=HIGH, dual_clip=3.0)
+    torch.testing.assert_close(result.loss, f64(6.0, 4.0, -2.0 * (1 + HIGH)))
+    result.loss.sum().backward()
+    assert policy.grad is not None
+    torch.testing.assert_close(policy.grad, f64(0.0, 4.0, 0.0))
+    assert result.clipped.tolist() == [True, False, True]
+
+
+def test_cispo_keeps_a_gradient_where_the_clip_has_none() -> None:
+    """-sg(clip(ratio))·A·log p: the gradient is the clipped ratio times -A, for clipped tokens too."""
+    ratios, advantages = f64(0.5, 1.0, 3.0, 9.0), f64(1.0, -1.0, 2.0, -2.0)
+    policy = ratios.log().requires_grad_()
+    options = {"clip_low": 1.0, "clip_high": 4.0}
+    result = policy_loss(policy, torch.zeros(4), advantages, surrogate="cispo", **options)
+    result.loss.sum().backward()
+    assert policy.grad is not None
+    torch.testing.assert_close(policy.grad, -f64(0.5, 1.0, 3.0, 5.0) * advantages)
+    assert result.clipped.tolist() == [False, False, False, True]
+
+
+def test_one_ratio_for_a_sequence_is_the_geometric_mean() -> None:
+    """GSPO: ratios 2 and 0.5 make 1, 4 and 1 make 2; the gradient of a token is its share, ratio·A / tokens."""
+    policy = f64(2.0, 0.5, 4.0, 1.0, 1.1).log().requires_grad_()
+    advantages, sequence = f64(1.0, 1.0, -1.0, -1.0, 3.0), torch.tensor([0, 0, 2, 2, 3])
+    result = policy_loss(policy, torch.zeros(5), advantages, clip_low=0.2, clip_high=0.2, sequence=sequence)
+    torch.testing.assert_close(result.ratio, f64(1.0, 1.0, 2.0, 2.0, 1.1))
+    torch.testing.assert_close(result.loss, f64(-1.0, -1.0, 2.0, 2.0, -3.3))
+    result.loss.sum().backward()
+    assert policy.grad is not None
+    torch.testing.assert_close(policy.grad, f64(-1.0, -1.0, 2.0, 2.0, -3.3))
+    alone = policy_loss(policy.detach(), torch.zeros(5), advantages, clip_low=0.2, clip_high=0.2).loss
+    assert not torch.allclose(alone, result.loss)  # the control: a ratio per token

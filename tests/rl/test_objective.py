@@ -20,8 +20,13 @@ def test_presets_are_the_papers() -> None:
         "dr_grpo": ("dr_grpo", "constant", 0.2, 0.2),
         "rloo": ("rloo", "token_mean", 0.2, 0.2),
         "dapo": ("grpo", "token_mean", 0.2, 0.28),
+        "gspo": ("grpo", "sequence_mean", 3e-4, 4e-4),
+        "cispo": ("grpo", "token_mean", 1.0, 4.0),
+        "reinforce_pp": ("reinforce_pp", "token_mean", 0.2, 0.2),
     }
     assert [name for name, objective in OBJECTIVES.items() if objective.dynamic_sampling] == ["dapo"]
+    assert [name for name, o in OBJECTIVES.items() if o.ratio == "sequence"] == ["gspo"]
+    assert [name for name, o in OBJECTIVES.items() if o.surrogate == "cispo"] == ["cispo"]
     for objective in OBJECTIVES.values():
         assert objective.advantage in KINDS
         assert objective.loss_aggregation in AGGREGATIONS

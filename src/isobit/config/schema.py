@@ -131,12 +131,15 @@ Correction = Annotated[
 
 
 class AlgorithmConfig(_Section):
-    """The objective. `preset` fills what is not given: grpo, dr_grpo, rloo or dapo."""
+    """The objective. `preset` fills what is not given."""
 
-    preset: Literal["grpo", "dr_grpo", "rloo", "dapo"] = "grpo"
-    advantage: Literal["grpo", "dr_grpo", "rloo"] | None = None
+    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce_pp"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] | None = None
+    ratio: Literal["token", "sequence"] | None = Field(None, description="one ratio per token, or per sequence (GSPO)")
+    surrogate: Literal["clip", "cispo"] | None = None
+    dual_clip: float | None = Field(None, gt=1, description="bound of the loss over |A| where A < 0; default: none")
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
-    clip_low: float | None = Field(None, gt=0, lt=1)
+    clip_low: float | None = Field(None, gt=0, le=1)
     clip_high: float | None = Field(None, gt=0)
     dynamic_sampling: bool | None = Field(None, description="drop groups of equal rewards and sample others")
     max_resamples: int = Field(10, ge=1, description="rollout rounds a step may take under dynamic sampling")
@@ -228,6 +231,8 @@ class Config(_Section):
             )
         if sampling.group_size < 2:
             raise ValueError("sampling.group_size must be at least 2: an advantage is relative to the group")
+        if algorithm.dual_clip is not None and (algorithm.surrogate or algorithm.preset) == "cispo":
+            raise ValueError("algorithm.dual_clip bounds the clipped surrogate; cispo has none: leave one of them out")
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise ValueError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:

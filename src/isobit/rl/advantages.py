@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a group: GRPO, Dr. GRPO, RLOO; and which groups teach anything.
+"""Advantages from rewards: of a group (GRPO, Dr. GRPO, RLOO) or of a batch (REINFORCE++); which groups teach anything.
 
 An unscored sample (reward None) has no advantage and no part in its group's baseline. Equal rewards give exactly 0.
 """
@@ -6,7 +6,8 @@ An unscored sample (reward None) has no advantage and no part in its group's bas
 import math
 from collections.abc import Sequence
 
-KINDS = ("grpo", "dr_grpo", "rloo")
+GROUP_KINDS = ("grpo", "dr_grpo", "rloo")
+KINDS = (*GROUP_KINDS, "reinforce_pp")
 _EPS = 1e-6
 
 
@@ -18,7 +19,7 @@ def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float |
     2503.20783). rloo: r - mean of the others (Ahmadian et al. 2024, 2402.14740). A group of one scored sample, or of
     equal rewards, has advantage 0.
     """
-    assert kind in KINDS
+    assert kind in GROUP_KINDS
     scored = [reward for reward in rewards if reward is not None]
     if not has_spread(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
@@ -31,6 +32,18 @@ def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float |
         # r - mean of the others = (r - mean of all) * n / (n - 1)
         factor = count / (count - 1) if kind == "rloo" else 1.0
     return [None if reward is None else (reward - mean) * factor for reward in rewards]
+
+
+def batch_advantages(rewards: Sequence[Sequence[float | None]], kind: str) -> list[list[float | None]]:
+    """Advantages of all groups of a batch, None where the reward is None.
+
+    reinforce_pp: (r - mean) / (std + 1e-6) over all scored samples of the batch, without a baseline per group (Hu et
+    al. 2025, arXiv 2501.03262); 0 if all are equal. Else group by group.
+    """
+    if kind != "reinforce_pp":
+        return [group_advantages(group, kind) for group in rewards]
+    flat = iter(group_advantages([reward for group in rewards for reward in group], "grpo"))
+    return [[next(flat) for _ in group] for group in rewards]
 
 
 def has_spread(rewards: Sequence[float | None]) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from isobit.rl.advantages import group_advantages, has_spread, overlong_penalty
+from isobit.rl.advantages import batch_advantages, has_spread, overlong_penalty
 from isobit.rl.objective import Objective
 from isobit.rl.samples import Group, Sample
 
@@ -48,9 +48,9 @@ def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[S
     """
     samples: list[Sample] = []
     advantages: list[float] = []
-    for group in groups:
-        shaped = [_shaped_reward(sample, objective) for sample in group]
-        for sample, advantage in zip(group, group_advantages(shaped, objective.advantage)):
+    shaped = [[_shaped_reward(sample, objective) for sample in group] for group in groups]
+    for group, credited in zip(groups, batch_advantages(shaped, objective.advantage)):
+        for sample, advantage in zip(group, credited):
             if advantage is not None:
                 samples.append(sample)
                 advantages.append(advantage)

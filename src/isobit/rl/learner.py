@@ -186,6 +186,9 @@ class Learner:
             clip_low=objective.clip_low,
             clip_high=objective.clip_high,
             weights=None if batch.weights is None else torch.cat([batch.weights[i] for i in chosen]),
+            surrogate=objective.surrogate,
+            dual_clip=objective.dual_clip,
+            sequence=packed.sequence if objective.ratio == "sequence" else None,
         )
         loss = (surrogate.loss * token_weight).sum()
         total = loss

@@ -4,6 +4,7 @@ Every function is elementwise or a weighted sum, so that a batch split into micr
 batch: the weights come from the whole. Left out: where log-probabilities come from (`learner.py`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+SURROGATES = ("clip", "cispo")
+RATIOS = ("token", "sequence")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 _LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
 
@@ -32,20 +35,45 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     weights: Tensor | None = None,
+    surrogate: str = "clip",
+    dual_clip: float = math.inf,
+    sequence: Tensor | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A), all tensors [tokens].
+    """The loss per token, all tensors [tokens]; ratio = exp(log policy - log old).
 
-    Schulman et al. 2017, arXiv 1707.06347, eq. 7; with clip_high > clip_low DAPO's clip-higher. `weights` (importance
-    weights of the rollout, no gradient) multiply the clipped loss. The log of the ratio is bounded to ±20 before exp;
-    beyond, a token has no gradient.
+    clip: -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7; with
+    clip_high > clip_low DAPO's clip-higher), for A < 0 at most dual_clip·|A| (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+    cispo: -clip(ratio)·A·log policy, no gradient through the clipped ratio (MiniMax 2025, arXiv 2506.13585, eq. 4).
+    With `sequence` (the number of each token's sequence, from 0 on) the ratio is one for the whole sequence, exp of the
+    mean over its tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, eq. 7). `weights` (importance weights of the
+    rollout, no gradient) multiply the result. The log of the ratio is bounded to ±20 before exp; beyond, the clipped
+    surrogate has no gradient.
     """
-    ratio = torch.exp((policy_logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
-    unclipped = ratio * advantages
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = -torch.minimum(unclipped, bounded)
+    assert surrogate in SURROGATES
+    log_ratio = policy_logprobs - old_logprobs
+    if sequence is not None:
+        log_ratio = _mean_of_sequence(log_ratio, sequence)
+    ratio = torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
+    bounded_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if surrogate == "cispo":
+        loss = -bounded_ratio.detach() * advantages * policy_logprobs
+        clipped = bounded_ratio != ratio
+    else:
+        unclipped, bounded = ratio * advantages, bounded_ratio * advantages
+        loss, clipped = -torch.minimum(unclipped, bounded), bounded < unclipped
+        if dual_clip < math.inf:
+            most = torch.where(advantages < 0, -dual_clip * advantages, math.inf)
+            loss, clipped = torch.minimum(loss, most), clipped | (loss > most)
     if weights is not None:
         loss = loss * weights.detach()
-    return PolicyLoss(loss, (bounded < unclipped).detach(), ratio.detach())
+    return PolicyLoss(loss, clipped.detach(), ratio.detach())
+
+
+def _mean_of_sequence(values: Tensor, sequence: Tensor) -> Tensor:
+    count = int(sequence.max()) + 1 if sequence.numel() else 0
+    sums = torch.zeros(count, dtype=values.dtype).index_add(0, sequence, values)
+    tokens = torch.bincount(sequence, minlength=count).clamp(min=1)
+    return (sums / tokens)[sequence]
 
 
 def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:

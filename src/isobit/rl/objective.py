@@ -1,5 +1,6 @@
 """An objective as small parts: which advantage, which average, which clip; and the named combinations of them."""
 
+import math
 from dataclasses import dataclass, replace
 
 from isobit.precision import Precision
@@ -10,12 +11,16 @@ from isobit.rl.correction import CORRECTIONS, CorrectionRule
 class Objective:
     """What the learner minimizes.
 
-    advantage: grpo | dr_grpo | rloo. loss_aggregation: token_mean | sequence_mean | constant (over `max_new_tokens`).
+    advantage: grpo | dr_grpo | rloo | reinforce_pp. ratio: token | sequence. surrogate: clip | cispo.
+    loss_aggregation: token_mean | sequence_mean | constant (over `max_new_tokens`).
     correction: see `rl/correction.py`. recompute_old: whether the learner computes the log-probabilities
     of the sampling weights before it changes them; otherwise the rollout's own serve. `temperature` is the sampling's.
     """
 
     advantage: str = "grpo"
+    ratio: str = "token"
+    surrogate: str = "clip"
+    dual_clip: float = math.inf
     loss_aggregation: str = "sequence_mean"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -37,8 +42,12 @@ OBJECTIVES: dict[str, Objective] = {
     "dr_grpo": Objective(advantage="dr_grpo", loss_aggregation="constant"),
     "rloo": Objective(advantage="rloo", loss_aggregation="token_mean"),
     "dapo": Objective(loss_aggregation="token_mean", clip_high=0.28, dynamic_sampling=True),
+    "gspo": Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4),
+    "cispo": Objective(surrogate="cispo", loss_aggregation="token_mean", clip_low=1.0, clip_high=4.0),
+    "reinforce_pp": Objective(advantage="reinforce_pp", loss_aggregation="token_mean"),
 }
-"""Named combinations: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024; Yu et al. 2025."""
+"""Named combinations: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024; Yu et al. 2025; Zheng et al. 2025;
+MiniMax 2025, whose ratio has no lower bound, with the upper one of Khatri et al. 2025; Hu et al. 2025."""
 
 
 def for_precision(
