@@ -74,6 +74,19 @@ def test_variants_run_and_log_what_they_add(tmp_path: Path, base_model: Path, ov
         assert result.metrics[1]["loss/kl"] > 0
 
 
+def test_kl_in_the_reward(tmp_path: Path, base_model: Path) -> None:
+    """Zero before the first update, where reference and policy are one; then it moves the weights; a replay agrees."""
+    plain = run(tmp_path, base_model, "steps=3")
+    given = ["steps=3", "algorithm={kl_coefficient: 0.5, kl_in_reward: true}", f"run.dir={tmp_path / 'kl'}"]
+    result = run(tmp_path, base_model, *given)
+    assert result.metrics[0]["reward/reference_kl"] == 0
+    assert result.metrics[-1]["reward/reference_kl"] != 0
+    assert all(row["loss/kl"] == 0 for row in result.metrics)
+    assert fingerprint(result.run_dir)["model.safetensors"] != fingerprint(plain.run_dir)["model.safetensors"]
+    again = replay(result.run_dir, tmp_path / "again")
+    assert fingerprint(again.run_dir)["model.safetensors"] == fingerprint(result.run_dir)["model.safetensors"]
+
+
 def test_dynamic_sampling_drops_groups_and_keeps_the_surplus(tmp_path: Path, base_model: Path) -> None:
     result = run(tmp_path, base_model, "algorithm.preset=dapo", "prompts_per_step=3", "sampling.group_size=2")
     learned = [row for row in read_jsonl(result.run_dir / "completions.jsonl") if row["step"] == 1]

@@ -110,7 +110,14 @@ class Session:
         for reward in rewards:
             if reward.error is not None:
                 self.display.note(f"unscored: {reward.error}")
-        scored = iter(replace(s, reward=r.total, rewards=r.by_function) for s, r in zip(samples, rewards))
+        distances: Sequence[float | None] = [None] * len(samples)
+        if self.objective.kl_in_reward:
+            with self._timed("score"):
+                distances = self.parts.learner.reference_kl(samples)
+        scored = iter(
+            replace(s, reward=r.total, rewards=r.by_function, reference_kl=kl)
+            for s, r, kl in zip(samples, rewards, distances)
+        )
         return [[next(scored) for _ in group] for group in groups]
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[float]) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Which groups fill a step, and the credit of each sample."""
 
+from dataclasses import replace
+
 import pytest
 
 from isobit.rl import Group, Objective, Sample
@@ -62,3 +64,12 @@ def test_the_overlong_penalty_shapes_advantages_and_not_rewards() -> None:
     samples, advantages = assign_credit([mixed], objective)
     assert advantages == pytest.approx([0.375, -0.375])
     assert [s.reward for s in samples] == [1.0, 1.0]
+
+
+def test_kl_in_the_reward_shapes_the_credit() -> None:
+    """Rewards 1 and 1 with distances 2 and 4 at 0.25 are 0.5 and 0: without the penalty there is nothing to learn."""
+    samples = [replace(s, reference_kl=kl) for s, kl in zip(group(0, 1.0, 1.0), (2.0, 4.0))]
+    objective = Objective(advantage="dr_grpo", kl_coefficient=0.25, kl_in_reward=True)
+    assert assign_credit([samples], objective)[1] == pytest.approx([0.25, -0.25])
+    assert assign_credit([samples], replace(objective, kl_in_reward=False))[1] == [0.0, 0.0]
+    assert [s.reward for s in assign_credit([samples], objective)[0]] == [1.0, 1.0]

@@ -147,6 +147,9 @@ class AlgorithmConfig(_Section):
     overlong_penalty: float = Field(1.0, ge=0)
     kl_coefficient: float = Field(0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in_reward: bool = Field(
+        False, description="take k1, summed over the completion, from the reward; not in the loss"
+    )
     correction: Correction = Field("auto", description="auto: the precision preset's; a name; or a rule of your own")
     recompute_old_logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: never under a unified precision, whose rollout log-probabilities are the old ones"
@@ -231,6 +234,8 @@ class Config(_Section):
             )
         if sampling.group_size < 2:
             raise ValueError("sampling.group_size must be at least 2: an advantage is relative to the group")
+        if algorithm.kl_in_reward and not algorithm.kl_coefficient:
+            raise ValueError("algorithm.kl_in_reward needs a kl_coefficient above 0")
         if algorithm.dual_clip is not None and (algorithm.surrogate or algorithm.preset) == "cispo":
             raise ValueError("algorithm.dual_clip bounds the clipped surrogate; cispo has none: leave one of them out")
         if algorithm.overlong_buffer >= sampling.max_new_tokens:

@@ -44,7 +44,8 @@ class StepBatch:
 def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[Sample], list[float]]:
     """The samples that can be learned from, with their advantages; unscored samples are left out.
 
-    The overlong penalty shapes what the advantage is computed from, not the reward that is logged.
+    The overlong penalty and the KL in the reward shape what the advantage is computed from, not the reward that is
+    logged.
     """
     samples: list[Sample] = []
     advantages: list[float] = []
@@ -61,4 +62,8 @@ def _shaped_reward(sample: Sample, objective: Objective) -> float | None:
     if sample.reward is None:
         return None
     length, limit = len(sample.completion_ids), objective.max_new_tokens
-    return sample.reward + overlong_penalty(length, limit, objective.overlong_buffer, objective.overlong_penalty)
+    shaped = sample.reward + overlong_penalty(length, limit, objective.overlong_buffer, objective.overlong_penalty)
+    if objective.kl_in_reward:
+        assert sample.reference_kl is not None, "the reference has not seen this sample"
+        shaped -= objective.kl_coefficient * sample.reference_kl
+    return shaped

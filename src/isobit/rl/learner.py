@@ -106,6 +106,13 @@ class Learner:
                     metrics |= _mismatch([(logprobs, batch.rollout[index]) for index, logprobs in first])
         return metrics | _learning_metrics(totals, rate)
 
+    def reference_kl(self, samples: Sequence[Sample]) -> list[float]:
+        """Per sample, the sum over its tokens of log π_rollout - log π_reference: k1, for the reward."""
+        assert self.reference is not None
+        found = self._logprobs(self.reference, samples)
+        rollout = [torch.tensor(s.rollout_logprobs, dtype=torch.float32) for s in samples]
+        return [float((old.double() - new.double()).sum()) for old, new in zip(rollout, found)]
+
     def _count_bad(self, totals: _Totals) -> None:
         totals.skipped += 1
         self.bad_steps_in_a_row += 1
@@ -116,7 +123,7 @@ class Learner:
         if self.objective.recompute_old:
             batch.old = self._logprobs(self.model, samples)
             metrics |= _mismatch(list(zip(batch.old, rollout)))
-        if self.reference is not None:
+        if self.reference is not None and not self.objective.kl_in_reward:
             batch.reference = self._logprobs(self.reference, samples)
         lengths = [len(r) for r in rollout]
         if self.objective.correction.active and any(lengths):

@@ -29,6 +29,7 @@ class Objective:
     overlong_penalty: float = 1.0
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
+    kl_in_reward: bool = False
     correction: CorrectionRule = CORRECTIONS["none"]
     recompute_old: bool = False
     updates_per_batch: int = 1

@@ -15,7 +15,7 @@ class Sample:
 
     `rollout_logprobs` were recorded while sampling, one per token of `completion_ids`. `reward` is None if the
     completion could not be scored. `truncated`: it ended at the length limit. `weights_version`: of the weights that
-    sampled it.
+    sampled it. `reference_kl`: log π_rollout - log π_reference summed over its tokens, where the reward pays for it.
     """
 
     prompt_index: int
@@ -28,6 +28,7 @@ class Sample:
     weights_version: int
     reward: float | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reference_kl: float | None = None
 
     def __post_init__(self) -> None:
         assert len(self.completion_ids) == len(self.rollout_logprobs)
