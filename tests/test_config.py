@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from isobit.config import Config, SftConfig, dump_config, load_config, load_sft_config, parse_config
+from isobit.config.__main__ import markdown
 from isobit.errors import IsobitError
 
 MINIMAL = "model: {path: base}\n"
@@ -110,3 +111,13 @@ def test_sft_configs_are_read_by_the_same_rules(tmp_path: Path) -> None:
     assert parse_config(SftConfig, yaml.safe_load(dump_config(config)), "dump") == config
     with pytest.raises(IsobitError, match="did you mean 'num_layers'"):
         load_sft_config(path, ["model.init.num_layer=2"])
+
+
+def test_the_document_is_what_the_code_prints() -> None:
+    """And every key is in it, with no type that only Python would understand."""
+    text = (Path(__file__).parents[1] / "docs" / "config.md").read_text(encoding="utf-8")
+    assert text == markdown()
+    for key in ("algorithm.correction.rejection.measure", "optimizer.betas", "model.init.head_dim", "run.keep_last"):
+        assert f"| `{key}` |" in text
+    assert "typing." not in text
+    assert "<class" not in text

@@ -74,6 +74,8 @@ def train(
     isobit train --resume runs/quickstart                         go on after an interruption, bit for bit
     isobit train --resume runs/quickstart steps=200               the same, and extend it
     isobit train --from-rollouts runs/quickstart --out runs/again repeat the learning without rolling out
+
+    Every key of a config: docs/config.md, or python -m isobit.config
     """
     changes = list(overrides or [])
     if resume is not None or from_rollouts is not None:

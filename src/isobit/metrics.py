@@ -60,7 +60,7 @@ METRICS: dict[str, str] = {
     "throughput/learn_tokens_per_s": "prompt and completion tokens per second of learning",
     "memory/peak_rss_mib": "largest resident memory of the process so far",
     "memory/kv_cache_mib": "allocated for keys and values, scales included",
-    "memory/weights_mib": "masters and all working weights",
+    "memory/weights_mib": "masters and all working weights; copies that a backend repacks for itself are not counted",
 }
 """Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities in nats."""
 

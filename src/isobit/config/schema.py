@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 Precision = str | dict[str, Any]
+_PRECISION = "a preset: float32, bf16, fp8-rollout, fp8-unified, fp8; or {preset: ..., and what differs}"
+_CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the machine's own products"
+_BACKEND = "auto: native where a C++ compiler is found"
 
 
 class _Section(BaseModel):
@@ -210,9 +213,9 @@ class Config(_Section):
     model: ModelConfig
     task: TaskConfig = TaskConfig()
     rewards: RewardsConfig = RewardsConfig()
-    precision: Precision = "fp8"
-    consistency: Literal["bitwise", "fast"] = "bitwise"
-    backend: Literal["auto", "native", "reference"] = "auto"
+    precision: Precision = Field("fp8", description=_PRECISION)
+    consistency: Literal["bitwise", "fast"] = Field("bitwise", description=_CONSISTENCY)
+    backend: Literal["auto", "native", "reference"] = Field("auto", description=_BACKEND)
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -220,9 +223,9 @@ class Config(_Section):
     reference: ReferenceConfig = ReferenceConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
-    steps: int = Field(100, ge=1)
-    prompts_per_step: int = Field(8, ge=1)
-    seed: int = Field(0, ge=0, lt=2**63)
+    steps: int = Field(100, ge=1, description="rollout batches")
+    prompts_per_step: int = Field(8, ge=1, description="groups of a rollout batch")
+    seed: int = Field(0, ge=0, lt=2**63, description="of data order, sampling and shuffling")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -285,9 +288,9 @@ class SftConfig(_Section):
     model: SftModelConfig
     task: TaskConfig = TaskConfig()
     completion_column: str = Field("completion", description="column of the text to learn (file tasks)")
-    precision: Precision = "fp8"
-    consistency: Literal["bitwise", "fast"] = "bitwise"
-    backend: Literal["auto", "native", "reference"] = "auto"
+    precision: Precision = Field("fp8", description=_PRECISION)
+    consistency: Literal["bitwise", "fast"] = Field("bitwise", description=_CONSISTENCY)
+    backend: Literal["auto", "native", "reference"] = Field("auto", description=_BACKEND)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     steps: int = Field(100, ge=1)
     batch_size: int = Field(64, ge=1, description="examples per optimizer step")
