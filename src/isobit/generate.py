@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from isobit.engine import Completion, Engine, Sampling
+from isobit.engine import Calibrator, Completion, Engine, Sampling
 from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
 from isobit.model import Model
@@ -29,6 +29,7 @@ def print_completions(
     precision, backend, consistency = flow
     model = Model.load(path, precision=precision, backend=backend, consistency=consistency)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
+    Calibrator(model).calibrate(requests)
     groups = Engine(model).generate(requests, sampling)
     for prompt, group in zip(prompts, groups):
         for completion in group:

@@ -70,9 +70,19 @@ class Session:
     def sync(self) -> None:
         """Verb 1: the working weights become those of the masters."""
         self._metrics, self._began = {}, time.perf_counter()
+        self._refresh()
+        self._metrics["sync/bytes"] = float(self.model.transformer.sync_bytes)
+        self._metrics |= weight_metrics(self.model) | self.parts.calibrator.step_metrics()
+
+    def _refresh(self) -> None:
+        """The working weights become those of the masters, and the scales of a calibrated KV cache fit them."""
         with self._timed("sync"):
             self.model.sync()
-        self._metrics |= weight_metrics(self.model)
+        if self.parts.calibrator.active:
+            count = self.model.precision.calibration.prompts
+            first = self.state.cursor
+            with self._timed("calibrate"):
+                self.parts.calibrator.calibrate([self.parts.task.train.at(first + i).prompt for i in range(count)])
 
     def begin_batch(self) -> StepBatch:
         """The step's batch, beginning with the groups that the last step left over."""
@@ -92,6 +102,7 @@ class Session:
         with self._timed("rollout"):
             groups = self.parts.engine.generate([e.prompt for e in examples], self.parts.sampling, ids)
         self._count("rollout/preemptions", self.parts.engine.stats.preemptions)
+        self._metrics |= self.parts.engine.cache_metrics()
         self._count("rollout/tokens", sum(len(c.token_ids) for group in groups for c in group))
         self.state.cursor += count
         self._examples = dict(zip(ids, examples))
@@ -124,6 +135,7 @@ class Session:
         """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
         with self._timed("learn"):
             learned = self.parts.learner.learn(samples, advantages, self.state.step)
+        self.parts.calibrator.learner_amax = self.parts.learner.kv_amax
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
         self._metrics["throughput/learn_tokens_per_s"] = tokens / max(self._metrics["time/learn"], 1e-9)
         return learned
@@ -174,7 +186,7 @@ class Session:
         values = {"step": float(step), **(measured or {})}
         every = self.config.evaluation.every
         if every and (step % every == 0 or last):
-            self.model.sync()
+            self._refresh()
             examples = self.parts.held_out
             result = evaluate_greedy(self.parts.evaluator, examples, self.parts.rewards, self.parts.sampling)
             values |= {"accuracy/held_out": result.accuracy.value, "reward/held_out": result.mean_reward}

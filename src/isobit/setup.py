@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from isobit import checkpoints
 from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
-from isobit.engine import Engine, Sampling
+from isobit.engine import Calibrator, Engine, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
@@ -26,6 +26,7 @@ from isobit.tasks.rewards import RewardPool
 
 _MIB = 1024 * 1024
 _TRAINER = "trainer"
+_KV = "kv_scales.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,7 @@ class Parts:
     rewards: RewardPool
     engine: Engine
     evaluator: Engine
+    calibrator: Calibrator
     sampling: Sampling
     objective: Objective
     optimizer: Optimizer
@@ -97,7 +99,19 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     engine = _engine(config, model, list(task.train.examples), config.prompts_per_step * sampling.n)
     evaluator = _engine(config, model, held_out, len(held_out)) if held_out else engine
     return Parts(
-        config, model, reference, task, held_out, rewards, engine, evaluator, sampling, objective, optimizer, learner
+        config,
+        model,
+        reference,
+        task,
+        held_out,
+        rewards,
+        engine,
+        evaluator,
+        Calibrator(model),
+        sampling,
+        objective,
+        optimizer,
+        learner,
     )
 
 
@@ -163,6 +177,8 @@ def save_checkpoint(directory: Path, parts: Parts, state: dict[str, Any], keep_l
         trainer = folder / _TRAINER
         trainer.mkdir()
         save_file(parts.optimizer.state(), trainer / "optimizer.safetensors")
+        if parts.calibrator.active:
+            save_file(parts.calibrator.state(), trainer / _KV)
         (trainer / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     return checkpoints.save(directory, state["step"], write, keep_last)
@@ -173,10 +189,12 @@ def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
     trainer = checkpoint / _TRAINER
     try:
         tensors = load_file(trainer / "optimizer.safetensors")
+        scales = load_file(trainer / _KV) if parts.calibrator.active else {}
         state = json.loads((trainer / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, SafetensorError) as error:
         raise IsobitError(f"{trainer}: cannot be read: {error}") from None
     parts.optimizer.load_state(tensors)
+    parts.calibrator.load_state(scales)
     parts.learner.bad_steps_in_a_row = state["bad_steps_in_a_row"]
     parts.model.transformer.weights_version = state["weights_version"]
     return state

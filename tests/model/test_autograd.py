@@ -120,7 +120,7 @@ def test_fp8_linear_saves_about_half_of_bf16(columns: int) -> None:
 
 
 def test_rms_norm_and_residual(ops: Ops) -> None:
-    weight = Vector(torch.nn.Parameter(_random(_IN, dtype=torch.float32)), _random(_IN, dtype=torch.float32))
+    weight = Vector("norm", torch.nn.Parameter(_random(_IN, dtype=torch.float32)), _random(_IN, dtype=torch.float32))
     x, residual = (_random(_ROWS, _IN, seed=s, dtype=torch.float32).requires_grad_() for s in (1, 2))
     dy, ds = (_random(_ROWS, _IN, seed=s, dtype=torch.float32) for s in (3, 4))
     normed, summed = autograd.rms_norm(x, residual, weight, 1e-5, ops)
@@ -192,7 +192,7 @@ def test_silu_mul_and_embedding(ops: Ops) -> None:
     torch.testing.assert_close(gate_up.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
     master = torch.nn.Parameter(_random(11, 5, dtype=torch.float32))
-    table, tokens = Vector(master, master.detach().bfloat16()), torch.tensor([3, 0, 3, 10, 3])
+    table, tokens = Vector("embed", master, master.detach().bfloat16()), torch.tensor([3, 0, 3, 10, 3])
     rows = autograd.embedding(tokens, table)
     assert torch.equal(rows, table.working[tokens])
     gradient = torch.arange(25.0).view(5, 5).bfloat16()

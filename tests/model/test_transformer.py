@@ -173,9 +173,12 @@ def test_memory_of_working_weights() -> None:
     # 128x128 blocks of 288x144, 144x144, 416x144, 144x208: 6 + 4 + 8 + 4 scales a layer
     assert (rollout, learner) == (linear + 3 * 22 * 4 + 2 * (outside + norms), 0)
     _, rollout, learner = _bytes(random_model("fp8-rollout"))
+    # an engine of its own has a copy of everything
+    assert (rollout, learner) == (linear + 3 * 22 * 4 + 2 * (outside + norms), 2 * (linear + outside + norms))
+    _, rollout, learner = _bytes(random_model("fp8-rollout[engines=shared]"))
     # the learner has BF16 layers of its own, the final norm, embedding and head are the rollout's
     assert learner == 2 * (linear + 6 * 144)
-    _, _, learner = _bytes(random_model({"preset": "fp8-rollout", "bf16_first_layers": 1, "bf16_last_layers": 1}))
+    _, _, learner = _bytes(random_model("fp8-rollout[engines=shared, bf16_first_layers=1, bf16_last_layers=1]"))
     assert learner == 2 * (linear // 3 + 2 * 144)
     tied = random_model("bf16", tie_embeddings=True).memory()
     assert tied["rollout"] == 2 * (linear + 61 * 144 + norms)

@@ -9,7 +9,13 @@ from isobit.precision import PRESETS, precision_from
 
 
 def test_presets_are_what_the_design_says() -> None:
-    assert list(PRESETS) == ["float32", "bf16", "fp8-rollout", "fp8-unified", "fp8"]
+    assert list(PRESETS) == ["float32", "bf16", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-unified", "fp8"]
+    two_engines = ["fp8-rollout", "fp8-rollout-kv", "fp8-e2e"]
+    assert [name for name, preset in PRESETS.items() if not preset.shared] == two_engines
+    assert [name for name, preset in PRESETS.items() if preset.calibrated] == ["fp8-rollout-kv"]
+    assert {PRESETS[name].correction for name in two_engines} == {"token_tis"}
+    assert PRESETS["fp8-e2e"].rollout == PRESETS["fp8-e2e"].learner == PRESETS["fp8-unified"].learner
+    assert not PRESETS["fp8-e2e"].unified
     assert PRESETS["fp8"].unified
     assert PRESETS["fp8-unified"].unified
     assert not PRESETS["fp8-rollout"].unified
@@ -46,6 +52,31 @@ def test_options_change_one_thing() -> None:
     assert "wgrad=bf16" in precision.name
 
 
+def test_the_name_of_a_changed_preset_is_accepted_in_its_place() -> None:
+    given = {"preset": "fp8", "wgrad": "bf16", "kv_margin": 1.5, "rollout": {"kv_cache": "e4m3-calibrated"}}
+    precision = precision_from(given)
+    assert precision.name == "fp8[kv_margin=1.5, rollout={kv_cache=e4m3-calibrated}, wgrad=bf16]"
+    assert precision_from(precision.name) == precision
+
+
+def test_options_of_one_side_change_that_side_only() -> None:
+    precision = precision_from({"preset": "fp8", "rollout": {"activation_scale": "fp32"}})
+    assert precision.learner == PRESETS["fp8"].learner
+    assert precision.rollout.activation is not None
+    assert precision.rollout.activation.scale == "fp32"
+    assert not precision.unified
+
+
+def test_tensorwise_scaling_of_all_three_operands() -> None:
+    sides = ("weight", "activation", "gradient")
+    precision = precision_from({"preset": "fp8-e2e", **{f"{side}_granularity": "tensor" for side in sides}})
+    flow = precision.learner
+    assert flow.weight is not None
+    assert flow.activation is not None
+    assert precision.gradient is not None
+    assert {flow.weight.granularity, flow.activation.granularity, precision.gradient.granularity} == {"tensor"}
+
+
 def test_the_table_names_every_format() -> None:
     table = precision_from({"preset": "fp8", "bf16_first_layers": 1}).table(4)
     for text in ("e4m3 128x128 ue8m0", "e4m3 1x128 ue8m0", "per token and head", "first 1, last 0 of 4", "wgrad"):
@@ -62,6 +93,13 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "fp8", "bf16_first_layers": True}, "whole number"),
         ({"preset": "bf16", "wgrad": "fp8"}, "not quantized"),
         ({"preset": "bf16", "weight_scale": "fp32"}, "no linear layer"),
+        ({"preset": "fp8", "kv_margin": 1.1}, "no calibrated KV cache"),
+        ({"preset": "fp8-rollout-kv", "kv_percentile": 101}, "a percentage"),
+        ({"preset": "fp8", "rollout": "bf16"}, "expected a mapping"),
+        ({"preset": "fp8", "rollout": {"wgrad": "bf16"}}, "precision.rollout.wgrad: unknown option"),
+        ({"preset": "fp8", "engines": "two"}, "expected one of shared, separate"),
+        ("fp8[wgrad: {]", "expected PRESET"),
+        ("fp8[wgrad=bf16", "unknown precision preset"),
     ],
 )
 def test_what_cannot_work_is_refused(value: object, message: str) -> None:

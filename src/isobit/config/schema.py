@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 Precision = str | dict[str, Any]
-_PRECISION = "a preset: float32, bf16, fp8-rollout, fp8-unified, fp8; or {preset: ..., and what differs}"
+_PRECISION = (
+    "a preset: float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8; "
+    "or {preset: ..., and what differs}, also written fp8[wgrad=bf16]"
+)
 _CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the machine's own products"
 _BACKEND = "auto: native where a C++ compiler is found"
 

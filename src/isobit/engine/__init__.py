@@ -1,7 +1,8 @@
 """Rollout: continuous batching over a paged cache of keys and values, counter-based sampling."""
 
+from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.scheduler import Stats
 from isobit.engine.types import Completion, Sampling
 
-__all__ = ["Completion", "Engine", "Sampling", "Stats"]
+__all__ = ["Calibrator", "Completion", "Engine", "Sampling", "Stats"]

@@ -138,6 +138,14 @@ class Engine:
             generation.scheduler.release()
             self._generation = None
 
+    def cache_metrics(self) -> dict[str, float]:
+        """Which part of the keys and values of the last call a calibrated scale clamped; empty without one."""
+        counts = [store.counts for store in self.stores if store.counts is not None]
+        if not counts:
+            return {}
+        saturated, written = torch.stack(counts).sum(0).tolist()
+        return {"quant/kv_saturated_fraction": saturated / max(written, 1)}
+
     def integrity(self) -> None:
         """Prove that every page is either free or held by whom it should be, at any moment. Raises AssertionError."""
         if self._generation is not None:

@@ -40,6 +40,10 @@ class Generation:
         self.prompts, self.prompt_ids = prompts, prompt_ids
         self.page_size = page_size
         self.weights_version = model.weights_version
+        model.transformer.check_scales()
+        for layer, store in enumerate(stores):
+            if store.calibrated:
+                store.set_scales(model.transformer.layer_scales(layer))
         lengths = [len(prompt) for prompt in prompts]
         config, n = model.config, sampling.n
         limits = new_token_limits(lengths, sampling, config.max_positions, pages.num_pages, page_size)
@@ -97,7 +101,8 @@ class Generation:
 
     def _draw(self, hidden: Tensor, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens and log-probabilities of the step's sampled rows, holding a bounded number of logits at a time."""
-        transformer, ops = self.model.transformer, self.model.ops
+        transformer = self.model.transformer
+        ops = transformer.ops["rollout"]
         if batch.take is not None:
             hidden = hidden.index_select(0, batch.take)
         rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
@@ -137,7 +142,8 @@ class Generation:
             return
         source, target = torch.tensor(copies).unbind(1)
         for store in self.stores:
-            for tensor in (store.k, store.v, store.k_scale, store.v_scale):
+            scales = () if store.calibrated else (store.k_scale, store.v_scale)
+            for tensor in (store.k, store.v, *scales):
                 if tensor is not None:
                     pages = tensor.view(-1, self.page_size, *tensor.shape[1:])
                     pages[target] = pages[source]

@@ -2,6 +2,7 @@
 
 from isobit.errors import IsobitError
 from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.separate import SeparateOps
 from isobit.kernels.types import Ops
 
 BACKENDS = ("auto", "native", "reference")
@@ -29,3 +30,8 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     if backend == "native":
         raise IsobitError(f"backend: native cannot be built: {reason}; use backend: auto or reference")
     return ReferenceOps(consistency, f"reference backend, because native cannot be built: {reason}")
+
+
+def separate_ops() -> Ops:
+    """The operators of a rollout that runs in an engine of its own."""
+    return SeparateOps()

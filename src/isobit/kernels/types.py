@@ -72,7 +72,9 @@ class KVStore:
     """Keys and values of one layer.
 
     k, v [slots, kv_heads, head_dim]: in the compute format, or E4M3 codes as uint8 (torch lacks most operations on FP8
-    tensors). k_scale, v_scale [slots, kv_heads] float32, one per token and head, or None.
+    tensors). k_scale, v_scale [slots, kv_heads] float32: one per token and head; or one for all, expanded over a single
+    element, where scales are calibrated (`kv.granularity` tensor); or None. `counts` [2] int64 of a calibrated store:
+    elements that its scales clamped, and elements written.
     """
 
     k: Tensor
@@ -80,20 +82,49 @@ class KVStore:
     k_scale: Tensor | None
     v_scale: Tensor | None
     kv: QuantSpec | None
+    counts: Tensor | None = None
 
     @staticmethod
-    def allocate(num_slots: int, kv_heads: int, head_dim: int, kv: QuantSpec | None, compute: Format) -> "KVStore":
+    def allocate(
+        num_slots: int,
+        kv_heads: int,
+        head_dim: int,
+        kv: QuantSpec | None,
+        compute: Format,
+        scales: Tensor | None = None,
+    ) -> "KVStore":
+        """An empty store; `scales` [2] float32 are the calibrated ones of K and V, and may be set later."""
         shape = (num_slots, kv_heads, head_dim)
         dtype = torch.uint8 if kv is not None else compute.dtype
         k, v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         if kv is None:
             return KVStore(k, v, None, None, None)
+        if kv.granularity == "tensor":
+            one = (torch.ones(1, 1).expand(shape[:2]), torch.ones(1, 1).expand(shape[:2]))
+            store = KVStore(k, v, *one, kv, torch.zeros(2, dtype=torch.int64))
+            if scales is not None:
+                store.set_scales(scales)
+            return store
         return KVStore(k, v, torch.ones(shape[:2]), torch.ones(shape[:2]), kv)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether one scale for K and one for V hold for the whole store."""
+        return self.counts is not None
+
+    def set_scales(self, scales: Tensor) -> None:
+        """Set the calibrated scales [2] of K and V, and count from 0 again."""
+        assert self.counts is not None
+        assert self.k_scale is not None
+        assert self.v_scale is not None
+        self.k_scale.as_strided((1,), (1,)).copy_(scales[:1])
+        self.v_scale.as_strided((1,), (1,)).copy_(scales[1:])
+        self.counts.zero_()
 
     @property
     def nbytes(self) -> int:
         tensors = (self.k, self.v, self.k_scale, self.v_scale)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values at `slots` [...], dequantized: two float32 tensors [..., kv_heads, head_dim]."""

@@ -39,8 +39,9 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A norm's weight [C]: its master and its working copy."""
+    """A norm's weight [C] or an embedding [V, C]: its master and its working copy."""
 
+    name: str
     master: Tensor
     working: Tensor
 
@@ -74,6 +75,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, store: KVStore, layout: Layout, s
         return _Attention.apply(q, k, v, store, layout, scale, ops)
     ops.kv_write(store, k, v, layout)
     return ops.attention(q, store, layout, scale)[0]
+
+
+def rounded(x: Tensor, spec: QuantSpec, ops: Ops) -> Tensor:
+    """x [T, H, D] quantized per row and back, in x's dtype; the gradient goes straight through."""
+    flat = x.reshape(-1, x.shape[-1])
+    values = ops.quantize(flat.detach(), spec, "queries").dequantize().to(x.dtype).view(x.shape)
+    return _StraightThrough.apply(x, values) if torch.is_grad_enabled() else values
 
 
 def silu_mul(gate_up: Tensor, ops: Ops) -> Tensor:
@@ -195,6 +203,17 @@ class _Attention(Function):
         q, out, lse = ctx.saved_tensors
         gradients = ctx.ops.attention_backward(dout.contiguous(), q, out, lse, ctx.store, ctx.layout, ctx.scale)
         return (*gradients, None, None, None, None)
+
+
+class _StraightThrough(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, None
 
 
 class _SiluMul(Function):

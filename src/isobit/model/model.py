@@ -42,7 +42,7 @@ class Model:
         self.generation: dict[str, object] = {}  # of generation_config.json: kept for `save`
         self.config = config
         self.precision = transformer.precision
-        self.ops = transformer.ops
+        self.ops = transformer.ops["learner"]
 
     @staticmethod
     def load(
@@ -94,9 +94,9 @@ class Model:
         """Counts syncs: every change of the working weights."""
         return self.transformer.weights_version
 
-    def sync(self) -> None:
-        """Requantize the working weights from the masters."""
-        self.transformer.sync()
+    def sync(self, rollout: bool = True) -> None:
+        """Requantize the working weights from the masters; `rollout` False leaves a separate engine's copy alone."""
+        self.transformer.sync(rollout)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The FP32 masters, in a fixed order."""

@@ -1,67 +1,30 @@
 """One transformer for rollout, learner and reference: Llama, Qwen2 and Qwen3 in the same forward.
 
 FP32 masters are the parameters. `sync` makes *working* weights of them, once per flow: quantized, or in the compute
-format. Where rollout and learner have one flow, the working weights are one storage, and cannot be stale. The forward
-takes rows and a layout, so that decoding, chunked prefill and the learner's packed sequences are the same code.
+format. Where rollout and learner have one flow, the working weights are one storage, and cannot be stale; a rollout
+with an engine of its own is sent a copy, and has operators of its own. The forward takes rows and a layout, so that
+decoding, chunked prefill and the learner's packed sequences are the same code.
 
 Query, key and value projections are one matrix, and so are gate and up. Left out: where weights come from (`model.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from isobit.kernels import KVStore, Layout, Operand, Ops
+from isobit.errors import IsobitError
+from isobit.kernels import KVStore, Layout, Ops, separate_ops
 from isobit.model import autograd
-from isobit.model.autograd import Vector, Weight
+from isobit.model.autograd import Weight
 from isobit.model.config import ModelConfig
-from isobit.precision import Flow, Precision, QTensor
+from isobit.model.kv_scales import AmaxRecorder, KVScales
+from isobit.model.weight_sync import Receiver
+from isobit.model.working import Layer, Made, Working, make_working, nbytes
+from isobit.precision import Flow, Precision
 
 USES = ("rollout", "learner")
 _HEAD_ELEMENTS = 1 << 22  # logits held at a time by head_logprobs
-
-
-@dataclass(frozen=True, eq=False)
-class _Outside:
-    """Working weights outside the layers. A tied head is the embedding's storage."""
-
-    embed: Vector
-    final_norm: Vector
-    head: Weight
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    flow: Flow
-    input_norm: Vector
-    qkv: Weight
-    q_norm: Vector | None
-    k_norm: Vector | None
-    o: Weight
-    post_norm: Vector
-    gate_up: Weight
-    down: Weight
-
-
-@dataclass(frozen=True, eq=False)
-class _Working:
-    """All working weights of one use."""
-
-    outside: _Outside
-    layers: tuple[_Layer, ...]
-
-    def operands(self) -> dict[int, Operand]:
-        """Every working tensor, by identity."""
-        found: list[Operand | None] = []
-        for part in (self.outside, *self.layers):
-            for value in vars(part).values():
-                if isinstance(value, (Weight, Vector)):
-                    found.append(value.working)
-                if isinstance(value, Weight):
-                    found.append(value.bias)
-        return {id(operand): operand for operand in found if operand is not None}
 
 
 class Transformer:
@@ -73,19 +36,36 @@ class Transformer:
     def __init__(self, config: ModelConfig, precision: Precision, ops: Ops, masters: dict[str, Tensor]) -> None:
         shapes = parameter_shapes(config)
         assert {name: tuple(t.shape) for name, t in masters.items()} == shapes
-        self.config, self.precision, self.ops = config, precision, ops
+        self.config, self.precision = config, precision
+        self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(), "learner": ops}
         self.parameters = {name: nn.Parameter(masters[name].float()) for name in shapes}
         self.weights_version = -1
+        self.kv_scales: KVScales | None = None
+        self.recorder: AmaxRecorder | None = None
         self._tables = config.rope.tables(0, config.head_dim)
-        self._working: dict[str, _Working] = {}
+        self._receiver = None if precision.shared else Receiver()
+        self._working: dict[str, Working] = {}
         self.sync()
 
     @torch.no_grad()
-    def sync(self) -> None:
-        """Make working weights of the masters; both uses change at once, and the version with them."""
-        made: dict[tuple[int | None, Flow], _Layer | _Outside] = {}  # so that what has one flow has one storage
-        self._working = {use: self._make_working(use, made) for use in USES}
+    def sync(self, rollout: bool = True) -> None:
+        """Make working weights of the masters; both uses change at once, and the version with them.
+
+        With separate engines the rollout is sent its own copy, unless `rollout` is False. Raises RunFailed, naming the
+        tensor, if one arrives broken.
+        """
+        made: Made = {}  # so that what has one flow has one storage
+        self._working["learner"] = self._make("learner", made)
+        if self._receiver is None:
+            self._working["rollout"] = self._make("rollout", made)
+        elif rollout:
+            self._working["rollout"] = self._receiver.receive(self._make("rollout", {}))
         self.weights_version += 1
+
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes that the last sync sent to the rollout: none where the engines share one storage."""
+        return 0 if self._receiver is None else self._receiver.bytes
 
     def hidden(
         self, tokens: Tensor, layout: Layout, stores: Sequence[KVStore] | None = None, use: str = "learner"
@@ -95,13 +75,15 @@ class Transformer:
         `stores` hold the keys and values of earlier rows and receive the new ones, one per layer; without them the rows
         are whole packed sequences, and temporary stores serve.
         """
-        working, eps, ops = self._working[use], self.config.rms_eps, self.ops
+        working, eps, ops = self._working[use], self.config.rms_eps, self.ops[use]
         tables, outside = self._rope_tables(layout), working.outside
         x, residual = autograd.embedding(tokens, outside.embed), None
+        if self.recorder is not None:
+            self.recorder.begin()
         for index, layer in enumerate(working.layers):
             normed, residual = autograd.rms_norm(x, residual, layer.input_norm, eps, ops)
-            store = stores[index] if stores is not None else self._temporary_store(layout, layer.flow)
-            x = self._attend(normed, layer, tables, store, layout)
+            store = stores[index] if stores is not None else self._temporary_store(layout, index, layer.flow)
+            x = self._attend(normed, index, layer, tables, store, layout, ops)
             normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
             gate_up = autograd.linear(normed, layer.gate_up, ops)
             x = autograd.linear(autograd.silu_mul(gate_up, ops), layer.down, ops)
@@ -109,29 +91,57 @@ class Transformer:
 
     def logits(self, hidden: Tensor, use: str = "learner") -> Tensor:
         """Logits [T, vocabulary] float32, without gradient."""
-        return self.ops.product(hidden, self._working[use].outside.head.working, None, torch.float32)
+        return self.ops[use].product(hidden, self._working[use].outside.head.working, None, torch.float32)
 
     def head_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, use: str = "learner", chunk: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
         rows = chunk if chunk is not None else max(16, _HEAD_ELEMENTS // self.config.vocab_size)
-        return autograd.head_logprobs(hidden, self._working[use].outside.head, targets, temperature, rows, self.ops)
+        head = self._working[use].outside.head
+        return autograd.head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
 
     def rollout_weights(self) -> list[Weight]:
         """The linear layers as the rollout multiplies them."""
-        return [w for layer in self._working["rollout"].layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return list(self._working["rollout"].linear_layers())
 
     def working_bytes(self) -> tuple[int, int]:
         """Bytes of the rollout's working weights, and of those of the learner that are not the rollout's."""
-        rollout, learner = (self._working[use].operands() for use in USES)
-        own = [operand for key, operand in learner.items() if key not in rollout]
-        return sum(map(_nbytes, rollout.values())), sum(map(_nbytes, own))
+        rollout, learner = ({id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES)
+        return sum(rollout.values()), sum(size for key, size in learner.items() if key not in rollout)
+
+    def _make(self, use: str, made: Made) -> Working:
+        return make_working(self.config, self.precision, self.ops["learner"], self.parameters, use, made)
+
+    def layer_scales(self, layer: int) -> Tensor:
+        """Calibrated scales [2] of K and V. Raises IsobitError if there are none."""
+        if self.kv_scales is None:
+            raise IsobitError("the KV cache has calibrated scales, and nothing has calibrated them yet")
+        return self.kv_scales.values[layer]
+
+    def check_scales(self) -> None:
+        """Raise IsobitError unless the calibrated scales, where a rollout has them, are of the present weights."""
+        if not self.precision.rollout.calibrated:
+            return
+        version = -1 if self.kv_scales is None else self.kv_scales.version
+        if version != self.weights_version:
+            found = "not calibrated" if self.kv_scales is None else f"those of version {version} of the weights"
+            raise IsobitError(
+                f"the scales of the KV cache are {found}, and the weights are at version {self.weights_version}: "
+                "calibrate after every sync"
+            )
 
     def _attend(
-        self, normed: Tensor, layer: _Layer, tables: tuple[Tensor, Tensor], store: KVStore, layout: Layout
+        self,
+        normed: Tensor,
+        index: int,
+        layer: Layer,
+        tables: tuple[Tensor, Tensor],
+        store: KVStore,
+        layout: Layout,
+        ops: Ops,
     ) -> Tensor:
-        config, ops = self.config, self.ops
+        config = self.config
         rows, dim = normed.shape[0], config.head_dim
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = autograd.linear(normed, layer.qkv, ops).view(rows, heads + 2 * kv_heads, dim)
@@ -141,6 +151,10 @@ class Transformer:
             k = autograd.rms_norm(k.reshape(-1, dim), None, layer.k_norm, config.rms_eps, ops)[0].view(k.shape)
         q = autograd.rotary(q, tables, layout.positions, ops)
         k = autograd.rotary(k, tables, layout.positions, ops)
+        if layer.flow.query is not None:
+            q = autograd.rounded(q, layer.flow.query, ops)
+        if self.recorder is not None:
+            self.recorder.see(index, k, v)
         out = autograd.attention(q, k, v, store, layout, dim**-0.5, ops)
         return autograd.linear(out.view(rows, heads * dim), layer.o, ops)
 
@@ -151,56 +165,10 @@ class Transformer:
             self._tables = self.config.rope.tables(size, self.config.head_dim)
         return self._tables
 
-    def _temporary_store(self, layout: Layout, flow: Flow) -> KVStore:
+    def _temporary_store(self, layout: Layout, index: int, flow: Flow) -> KVStore:
         slots, config = layout.num_slots_needed, self.config
-        return KVStore.allocate(slots, config.num_kv_heads, config.head_dim, flow.kv, flow.compute)
-
-    def _make_working(self, use: str, made: "dict[tuple[int | None, Flow], _Layer | _Outside]") -> _Working:
-        parts: list[_Layer | _Outside] = []
-        for index in (None, *range(self.config.num_layers)):
-            flow = self.precision.flow(use, index, self.config.num_layers)
-            if (index, flow) not in made:
-                made[index, flow] = self._make_outside(flow) if index is None else self._make_layer(index, flow)
-            parts.append(made[index, flow])
-        outside, *layers = parts
-        assert isinstance(outside, _Outside)
-        return _Working(outside, tuple(layer for layer in layers if isinstance(layer, _Layer)))
-
-    def _make_outside(self, flow: Flow) -> _Outside:
-        embed = self._vector("embed", flow)
-        head = embed if self.config.tie_embeddings else self._vector("head", flow)
-        return _Outside(embed, self._vector("final_norm", flow), Weight("head", head.master, head.working, None, None))
-
-    def _make_layer(self, index: int, flow: Flow) -> _Layer:
-        config, prefix = self.config, f"layers.{index}."
-        dgrad, wgrad = self.precision.backward(index, config.num_layers)
-        gradient = self.precision.gradient if flow.activation is not None else None
-
-        def weight(name: str) -> Weight:
-            master, bias = self.parameters[prefix + name], self.parameters.get(f"{prefix}{name}_bias")
-            working: Operand = (
-                self.ops.quantize(master.detach(), flow.weight, prefix + name)
-                if flow.weight is not None
-                else master.detach().to(flow.compute.dtype, copy=True)
-            )
-            rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
-            return Weight(prefix + name, master, working, bias, rounded, flow.activation, gradient, dgrad, wgrad)
-
-        return _Layer(
-            flow=flow,
-            input_norm=self._vector(prefix + "input_norm", flow),
-            qkv=weight("qkv"),
-            q_norm=self._vector(prefix + "q_norm", flow) if config.qk_norm else None,
-            k_norm=self._vector(prefix + "k_norm", flow) if config.qk_norm else None,
-            o=weight("o"),
-            post_norm=self._vector(prefix + "post_norm", flow),
-            gate_up=weight("gate_up"),
-            down=weight("down"),
-        )
-
-    def _vector(self, name: str, flow: Flow) -> Vector:
-        master = self.parameters[name]
-        return Vector(master, master.detach().to(flow.compute.dtype, copy=True))
+        scales = self.layer_scales(index) if flow.calibrated else None
+        return KVStore.allocate(slots, config.num_kv_heads, config.head_dim, flow.kv, flow.compute, scales)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -227,7 +195,3 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes["head"] = (config.vocab_size, hidden)
     return shapes
-
-
-def _nbytes(operand: Operand) -> int:
-    return operand.nbytes if isinstance(operand, QTensor) else operand.numel() * operand.element_size()

@@ -1,7 +1,8 @@
 """Formats, scales, blocks, quantized tensors, and `Precision`: which tensor is in what format."""
 
-from isobit.precision.flow import PRESETS, Flow, Precision, precision_from
+from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
 from isobit.precision.formats import BF16, E4M3, E5M2, FORMATS, FP32, Format
+from isobit.precision.options import precision_from
 from isobit.precision.quantize import (
     BLOCK,
     QTensor,
@@ -10,6 +11,7 @@ from isobit.precision.quantize import (
     expand_scale,
     nonfinite_message,
     quantize,
+    quantize_with_scale,
     scales,
     statistics,
 )
@@ -22,6 +24,7 @@ __all__ = [
     "FORMATS",
     "FP32",
     "PRESETS",
+    "Calibration",
     "Flow",
     "Format",
     "Precision",
@@ -32,6 +35,7 @@ __all__ = [
     "nonfinite_message",
     "precision_from",
     "quantize",
+    "quantize_with_scale",
     "scales",
     "statistics",
 ]

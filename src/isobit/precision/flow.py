@@ -1,17 +1,14 @@
 """`Precision`: one frozen value that says which tensor is stored and multiplied in which format.
 
 A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the backward's formats and
-the layers that are excepted. The presets are the rows of `docs/numerics.md`; a mapping composes any other flow.
+the layers that are excepted. The presets are the rows of `docs/numerics.md`; `options.py` composes any other flow.
 Left out: the arithmetic itself (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 
-from isobit.errors import IsobitError
-from isobit.precision.formats import BF16, E4M3, FORMATS, FP32, Format
-from isobit.precision.quantize import GRANULARITIES, SCALE_FORMATS, QuantSpec
+from isobit.precision.formats import BF16, E4M3, FP32, Format
+from isobit.precision.quantize import QuantSpec
 
 
 @dataclass(frozen=True)
@@ -19,22 +16,45 @@ class Flow:
     """Formats of one use of a model. `None` means: stays in `compute`.
 
     `compute` is the format of activations between operators, embedding, norms and output head. `weight` and
-    `activation` quantize the two operands of each linear layer, `kv` the keys and values (granularity `row`: per
-    token and head).
+    `activation` quantize the two operands of each linear layer, `kv` the keys and values (granularity `row`: one scale
+    per token and head; `tensor`: one calibrated scale per layer for K and one for V), `query` the queries.
     """
 
     compute: Format = BF16
     weight: QuantSpec | None = None
     activation: QuantSpec | None = None
     kv: QuantSpec | None = None
+    query: QuantSpec | None = None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether keys and values have static scales, which come from a calibration."""
+        return self.kv is not None and self.kv.granularity == "tensor"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How static scales of keys and values are found, in every step after the weights changed (NeMo RL's rule).
+
+    scale = amax · `margin` / 448, with amax the `percentile` over batches of the largest magnitude in each. `side`:
+    rollout (a forward over the first `prompts` of the step) or learner (recorded while it learned from the last batch).
+    """
+
+    side: str = "rollout"
+    percentile: float = 99.9
+    margin: float = 1.05
+    prompts: int = 8
 
 
 @dataclass(frozen=True)
 class Precision:
     """The whole precision flow of a run.
 
-    `gradient` quantizes output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16`
-    (over the dequantized operands of the forward). `correction` is what the objective applies by default.
+    `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has its own copy of the
+    weights, sent at every sync, and rounds like an inference engine: `isobit.kernels.separate`). `gradient` quantizes
+    output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized
+    operands of the forward). `correction` is what the objective applies by default; `calibration` is of a KV cache
+    with static scales.
     """
 
     name: str
@@ -46,11 +66,23 @@ class Precision:
     bf16_first_layers: int = 0
     bf16_last_layers: int = 0
     correction: str = "none"
+    engines: str = "shared"
+    calibration: Calibration = Calibration()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any flow has calibrated keys and values."""
+        return self.rollout.calibrated or self.learner.calibrated
+
+    @property
+    def shared(self) -> bool:
+        """Whether rollout and learner run on one engine."""
+        return self.engines == "shared"
 
     @property
     def unified(self) -> bool:
-        """Whether rollout and learner are one flow, and so compute the same bits."""
-        return self.rollout == self.learner
+        """Whether rollout and learner are one flow on one engine, and so compute the same bits."""
+        return self.shared and self.rollout == self.learner
 
     @property
     def fprop(self) -> str:
@@ -83,7 +115,7 @@ class Precision:
     def table(self, num_layers: int | None = None) -> str:
         """A table, in plain text, of which tensor is in which format in the rollout and in the learner."""
         rows = [("tensor", "rollout", "learner")]
-        for label, role in (("weights", "weight"), ("activations", "activation"), ("keys and values", "kv")):
+        for label, role in _ROLES:
             rows.append((label, _cell(self.rollout, role), _cell(self.learner, role)))
         compute = (str(self.rollout.compute), str(self.learner.compute))
         rows.append(("embedding, norms, head", *compute))
@@ -94,6 +126,7 @@ class Precision:
             value = getattr(self, product)
             rows.append((product, "", str(self.learner.compute) if value == "bf16" else value))
         rows.append(("master weights, optimizer", "", "fp32"))
+        rows.append(("engine", *(("one", "the same") if self.shared else ("its own", "its own"))))
         if self.bf16_first_layers or self.bf16_last_layers:
             of = "" if num_layers is None else f" of {num_layers}"
             exception = f"first {self.bf16_first_layers}, last {self.bf16_last_layers}{of}: {self.learner.compute}"
@@ -103,19 +136,25 @@ class Precision:
         return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+_ROLES = (("weights", "weight"), ("activations", "activation"), ("keys and values", "kv"), ("queries", "query"))
+
+
 def _cell(flow: Flow, role: str) -> str:
     spec = getattr(flow, role)
     if spec is None:
         return str(flow.compute)
-    return f"{spec.format} per token and head {spec.scale}" if role == "kv" else str(spec)
+    if role == "kv":
+        scales = "per layer, calibrated," if flow.calibrated else "per token and head"
+        return f"{spec.format} {scales} {spec.scale}"
+    return str(spec)
 
 
-def _fp8_flow(scale: str, kv: bool = False) -> Flow:
-    cache = QuantSpec(E4M3, "row", scale) if kv else None
+def _fp8_flow(scale: str, kv: str | None = None) -> Flow:
+    cache = QuantSpec(E4M3, kv, scale) if kv is not None else None
     return Flow(BF16, QuantSpec(E4M3, "128x128", scale), QuantSpec(E4M3, "1x128", scale), cache)
 
 
-def _unified(name: str, scale: str, kv: bool = False) -> Precision:
+def _unified(name: str, scale: str, kv: str | None = None) -> Precision:
     flow = _fp8_flow(scale, kv)
     return Precision(name, flow, flow, QuantSpec(E4M3, "1x128", scale), "fp8", "fp8")
 
@@ -125,122 +164,13 @@ PRESETS: dict[str, Precision] = {
     for preset in (
         Precision("float32", Flow(FP32), Flow(FP32)),
         Precision("bf16"),
-        Precision("fp8-rollout", _fp8_flow("fp32"), Flow(BF16), correction="token_tis"),
+        Precision("fp8-rollout", _fp8_flow("fp32"), Flow(BF16), correction="token_tis", engines="separate"),
+        Precision(
+            "fp8-rollout-kv", _fp8_flow("fp32", "tensor"), Flow(BF16), correction="token_tis", engines="separate"
+        ),
+        replace(_unified("fp8-e2e", "fp32"), correction="token_tis", engines="separate"),
         _unified("fp8-unified", "fp32"),
-        _unified("fp8", "ue8m0", kv=True),
+        _unified("fp8", "ue8m0", kv="row"),
     )
 }
 """The named flows: see `docs/numerics.md` for whose they are."""
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "dgrad": ("fp8", "bf16"),
-    "wgrad": ("fp8", "bf16"),
-    "kv_cache": ("bf16", "e4m3"),
-    "weight_scale": SCALE_FORMATS,
-    "activation_scale": SCALE_FORMATS,
-    "gradient_scale": SCALE_FORMATS,
-    "activation_granularity": tuple(name for name in GRANULARITIES if name != "column"),
-    "gradient_format": ("e4m3", "e5m2"),
-}
-_COUNTS = ("bf16_first_layers", "bf16_last_layers")
-
-
-def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:
-    """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
-
-    Options: `dgrad`, `wgrad` (fp8 | bf16), `kv_cache` (bf16 | e4m3), `weight_scale`, `activation_scale`,
-    `gradient_scale` (fp32 | ue8m0), `activation_granularity` (1x128 | row | tensor ...), `gradient_format` (e4m3 |
-    e5m2), `bf16_first_layers`, `bf16_last_layers`. Raises IsobitError for an unknown name or a combination that cannot
-    work.
-    """
-    if isinstance(value, Precision):
-        return value
-    options = {"preset": value} if isinstance(value, str) else dict(value)
-    precision = _preset(options.pop("preset", "fp8"))
-    for key, option in options.items():
-        _check_option(key, option)
-    if not options:
-        return precision
-    precision = _apply(precision, options)
-    changes = ", ".join(f"{key}={option}" for key, option in sorted(options.items()))
-    return replace(precision, name=f"{precision.name}[{changes}]")
-
-
-def _preset(name: object) -> Precision:
-    if isinstance(name, str) and name in PRESETS:
-        return PRESETS[name]
-    raise IsobitError(f"unknown precision preset {name!r}{_nearest(name, PRESETS)}: choose from {', '.join(PRESETS)}")
-
-
-def _nearest(name: object, choices: "Mapping[str, object] | list[str]") -> str:
-    close = get_close_matches(str(name), list(choices), 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _check_option(key: str, option: object) -> None:
-    known = [*_CHOICES, *_COUNTS]
-    if key not in known:
-        raise IsobitError(
-            f"precision.{key}: unknown option{_nearest(key, known)}; choose from preset, {', '.join(known)}"
-        )
-    if key in _COUNTS:
-        if not isinstance(option, int) or isinstance(option, bool) or option < 0:
-            raise IsobitError(f"precision.{key}: expected a whole number of layers, at least 0, got {option!r}")
-    elif option not in _CHOICES[key]:
-        raise IsobitError(f"precision.{key}: expected one of {', '.join(_CHOICES[key])}, got {option!r}")
-
-
-def _apply(precision: Precision, options: Mapping[str, object]) -> Precision:
-    flows = [_change_flow(flow, options, precision.name) for flow in (precision.rollout, precision.learner)]
-    changed = replace(precision, rollout=flows[0], learner=flows[1])
-    gradient = changed.gradient
-    backward = ("dgrad", "wgrad", "gradient_scale", "gradient_format")
-    if gradient is None:
-        refused = [key for key in backward if key in options and options[key] != "bf16"]
-        if refused:
-            raise IsobitError(
-                f"precision.{refused[0]}: preset {precision.name!r} has a {precision.learner.compute} learner, "
-                "whose backward is not quantized; start from fp8 or fp8-unified"
-            )
-    else:
-        gradient = replace(
-            gradient,
-            scale=str(options.get("gradient_scale", gradient.scale)),
-            format=FORMATS[str(options.get("gradient_format", gradient.format.name))],
-        )
-    return replace(
-        changed,
-        gradient=gradient,
-        dgrad=str(options.get("dgrad", changed.dgrad)),
-        wgrad=str(options.get("wgrad", changed.wgrad)),
-        bf16_first_layers=_count(options, "bf16_first_layers", changed.bf16_first_layers),
-        bf16_last_layers=_count(options, "bf16_last_layers", changed.bf16_last_layers),
-    )
-
-
-def _count(options: Mapping[str, object], key: str, default: int) -> int:
-    value = options.get(key, default)
-    assert isinstance(value, int)
-    return value
-
-
-def _change_flow(flow: Flow, options: Mapping[str, object], preset: str) -> Flow:
-    weight, activation, kv = flow.weight, flow.activation, flow.kv
-    touched = [key for key in ("weight_scale", "activation_scale", "activation_granularity") if key in options]
-    if touched and all(f.weight is None for f in (PRESETS[preset].rollout, PRESETS[preset].learner)):
-        raise IsobitError(
-            f"precision.{touched[0]}: preset {preset!r} quantizes no linear layer; start from an fp8 preset"
-        )
-    if weight is not None:
-        weight = replace(weight, scale=str(options.get("weight_scale", weight.scale)))
-    if activation is not None:
-        activation = replace(
-            activation,
-            scale=str(options.get("activation_scale", activation.scale)),
-            granularity=str(options.get("activation_granularity", activation.granularity)),
-        )
-    if options.get("kv_cache") == "bf16":
-        kv = None
-    elif options.get("kv_cache") == "e4m3" and kv is None:
-        kv = QuantSpec(E4M3, "row", activation.scale if activation is not None else "ue8m0")
-    return Flow(flow.compute, weight, activation, kv)

@@ -147,8 +147,14 @@ def quantize(x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
     amax = block_amax(x, block)
     if not torch.isfinite(amax).all():
         raise NonFiniteError(nonfinite_message(name, spec))
-    scale = scales(amax, spec.format, spec.scale)
-    scaled = x.float() / expand_scale(scale, block, shape)
+    return quantize_with_scale(x, scales(amax, spec.format, spec.scale), spec)
+
+
+def quantize_with_scale(x: Tensor, scale: Tensor, spec: QuantSpec) -> QTensor:
+    """Quantize a finite matrix [R, C] with block scales [ceil(R / block rows), ceil(C / block columns)] that are given:
+    what exceeds them saturates."""
+    shape = (x.shape[0], x.shape[1])
+    scaled = x.float() / expand_scale(scale, spec.block(shape), shape)
     # torch <= 2.11 casts overflow to NaN, later versions saturate: the clamp makes both the same.
     return QTensor(scaled.clamp(-spec.format.max, spec.format.max).to(spec.format.dtype), scale, spec)
 

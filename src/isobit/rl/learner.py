@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.model import Model
+from isobit.model.kv_scales import AmaxRecorder
 from isobit.rl.correction import correct, correction_metrics
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 from isobit.rl.mismatch import mismatch_metrics
@@ -63,7 +64,8 @@ class _Totals:
 class Learner:
     """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
 
-    `bad_steps_in_a_row` counts skipped optimizer steps since the last good one; a resumed run sets it again.
+    `bad_steps_in_a_row` counts skipped optimizer steps since the last good one; a resumed run sets it again. `kv_amax`
+    [layers, 2] is that of keys and values in the last batch, where a KV cache is calibrated from it.
     """
 
     def __init__(
@@ -81,8 +83,22 @@ class Learner:
         self.micro_batch_tokens = micro_batch_tokens
         self.seed = seed
         self.bad_steps_in_a_row = 0
+        self.kv_amax: Tensor | None = None
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[float], step: int) -> dict[str, float]:
+        """`optimize`, recording the amax of keys and values where they are calibrated from it."""
+        precision, transformer = self.model.precision, self.model.transformer
+        if not (precision.calibrated and precision.calibration.side == "learner"):
+            return self.optimize(samples, advantages, step)
+        transformer.recorder = recorder = AmaxRecorder(self.model.config.num_layers)
+        try:
+            return self.optimize(samples, advantages, step)
+        finally:
+            transformer.recorder = None
+            if recorder.batches:
+                self.kv_amax = recorder.amax(precision.calibration.percentile)
+
+    def optimize(self, samples: Sequence[Sample], advantages: Sequence[float], step: int) -> dict[str, float]:
         """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate. Returns metrics.
 
         The working weights must be those that sampled. Mismatch is measured with them: over all samples where old
@@ -99,7 +115,7 @@ class Learner:
         for epoch in range(objective.epochs):
             for part in minibatches(len(samples), objective.updates_per_batch, self.seed, step, epoch):
                 if totals.norms:  # the weights have changed
-                    self.model.sync()
+                    self.model.sync(rollout=False)
                     first = None
                 self._update(batch, part, rate, totals, first)
                 if first is not None:

@@ -81,7 +81,7 @@ static bool reads_stored(const Attention& g, int64_t tokens) {
 template <class R, class T>
 static void stored_scores(const Attention& g, const Task& task, const int64_t* slots, int64_t keys, int64_t rows,
                           const R* query, R* scores, int64_t stride) {
-    const Stored<T> stored{(const T*)g.k, g.k_scale, slots, g.kv_heads, g.dim, keys};
+    const Stored<T> stored{(const T*)g.k, g.k_scale, slots, g.kv_heads, g.dim, keys, g.scale_step};
     for (int64_t j = 0; j < keys; j += 8)
         for (int64_t h = 0; h < task.heads; h++) {
             const T* eight[8];
@@ -101,7 +101,7 @@ template <class R, class T>
 static void stored_mix(const Attention& g, const Task& task, const int64_t* slots, int64_t keys, int64_t rows,
                        const R* weights, int64_t stride, R* mixed) {
     constexpr int lanes = Columns<R>::lanes, many = 64 / lanes, few = 16 / lanes;
-    const Stored<T> stored{(const T*)g.v, g.v_scale, slots, g.kv_heads, g.dim, keys};
+    const Stored<T> stored{(const T*)g.v, g.v_scale, slots, g.kv_heads, g.dim, keys, g.scale_step};
     for (int64_t j = 0; j < keys; j += 16)
         for (int64_t h = 0; h < task.heads; h++) {
             const R* weight = weights + h * rows * stride;

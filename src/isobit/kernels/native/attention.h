@@ -8,7 +8,7 @@ struct Attention {
     int64_t kind;        // of q and the result
     int64_t store_kind;  // of k and v
     const void *q, *k, *v;
-    const float *k_scale, *v_scale;  // [slots, kv_heads], for E4M3
+    const float *k_scale, *v_scale;  // [slots, kv_heads], or one; for E4M3
     const int64_t *row_start, *context;
     const int32_t* page_table;
     int64_t pages, page_size, sequences, heads, kv_heads, dim;
@@ -18,6 +18,7 @@ struct Attention {
     const void* dout;
     void *dq, *dk, *dv;
     int64_t threads, rows, single;
+    int64_t scale_step;  // 1, or 0 where one scale holds for the whole store
 
     // Where the first `count` keys of a sequence are.
     void slots(int64_t sequence, int64_t count, int64_t* out) const {
@@ -40,7 +41,7 @@ static void read_rows(const Attention& g, const void* data, const float* scales,
         int64_t row = slots[j] * g.kv_heads + kv_head, i = 0;
         const T* source = (const T*)data + row * g.dim;
         R* target = out + j * width;
-        f32x16 scale = splat(scales ? scales[row] : 1.0f);
+        f32x16 scale = splat(scales ? scales[row * g.scale_step] : 1.0f);
         for (; i + 16 <= g.dim; i += 16) put(target + i, scales ? decode(source + i) * scale : decode(source + i));
         for (; i < g.dim; i++) target[i] = R(decode_scalar(source[i]) * scale[0]);
         for (; i < width; i++) target[i] = R(0);
@@ -63,7 +64,7 @@ static void read_panels(const Attention& g, const void* data, const float* scale
             if (p * PANEL + i >= count) continue;
             int64_t row = slots[p * PANEL + i] * g.kv_heads + kv_head;
             rows[i] = (const T*)data + row * g.dim;
-            if (scales) scale[i] = scales[row];
+            if (scales) scale[i] = scales[row * g.scale_step];
         }
         transpose_rows(rows, g.dim, turned);
         for (int64_t d = 0; d < g.dim; d++) {

@@ -114,9 +114,11 @@ struct Stored {
     const T* data;
     const float* scales;
     const int64_t* slots;
-    int64_t kv_heads, dim, count;
+    int64_t kv_heads, dim, count, scale_step;
     INLINE const T* row(int64_t j, int64_t head) const { return data + (slots[j] * kv_heads + head) * dim; }
-    INLINE float scale(int64_t j, int64_t head) const { return scales ? scales[slots[j] * kv_heads + head] : 1.0f; }
+    INLINE float scale(int64_t j, int64_t head) const {
+        return scales ? scales[(slots[j] * kv_heads + head) * scale_step] : 1.0f;
+    }
     INLINE void prefetch(int64_t j, int64_t head) const {
         if (j >= count) return;
         const char* next = (const char*)row(j, head);

@@ -346,4 +346,5 @@ def _attention_arguments(
         layout.row_start.data_ptr(), layout.context.data_ptr(), layout.page_table.data_ptr(),
         layout.page_table.shape[1], layout.page_size, layout.context.shape[0], heads, store.k.shape[1], dim, scale,
         out.data_ptr(), lse.data_ptr(), None, None, None, None, torch.get_num_threads(), rows, False,
+        0 if store.calibrated else 1,
     )  # fmt: skip

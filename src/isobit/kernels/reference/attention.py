@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isobit.errors import NonFiniteError
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.types import KVStore, Layout
-from isobit.precision import quantize
+from isobit.precision import QuantSpec, nonfinite_message, quantize, quantize_with_scale
 
 _PIECE_ROWS = 256
 _BATCH_ELEMENTS = 1 << 22  # of scores, or of keys and values, in a padded batch: bounds its memory to some 100 MB
@@ -32,16 +33,30 @@ def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         if store.kv is None or scale is None:
             data[layout.slots] = rows.to(data.dtype)
             continue
+        if store.counts is not None:
+            data[layout.slots] = _write_calibrated(rows, scale[:1, :1], store.kv, store.counts)
+            continue
         quantized = quantize(rows.reshape(-1, rows.shape[-1]), store.kv, "keys and values")
         data[layout.slots] = quantized.data.view(torch.uint8).view(rows.shape)
         scale[layout.slots] = quantized.scale.view(rows.shape[:2])
+
+
+def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tensor) -> Tensor:
+    """Codes of the rows under a scale that was found before; counts what it clamps."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    if not torch.isfinite(flat).all():
+        raise NonFiniteError(nonfinite_message("keys and values", spec))
+    # the largest magnitude of the calibration itself may exceed the limit by the rounding of its scale
+    counts[0] += (flat.float().abs() > spec.format.max * scale * (1 + 2**-20)).sum()
+    counts[1] += flat.numel()
+    return quantize_with_scale(flat, scale, spec).data.view(torch.uint8).view(rows.shape)
 
 
 def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1)."""
     out = torch.empty(q.shape, dtype=torch.float64)
     lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64)
-    for batch in _batches(layout, q.shape[1], store):
+    for batch in batches(layout, q.shape[1], store, torch.float64):
         keys, values = batch.read(store)
         scores = batch.scores(batch.gather(q), keys, scale)
         peak = scores.amax(-1, keepdim=True)
@@ -60,7 +75,7 @@ def attention_backward(
     dq = torch.empty(q.shape, dtype=torch.float64)
     dk = torch.zeros((q.shape[0], *store.k.shape[1:]), dtype=torch.float64)
     dv = torch.zeros_like(dk)
-    for batch in _batches(layout, q.shape[1], store):
+    for batch in batches(layout, q.shape[1], store, torch.float64):
         keys, values = batch.read(store)
         queries, gradient = batch.gather(q), batch.gather(dout)
         # padded rows: exp(score - inf) is 0, so that they give nothing to dk and dv
@@ -91,8 +106,8 @@ def _pieces(layout: Layout) -> Iterator[_Piece]:
             yield _Piece(sequence, first, last - first, stored + last - start[sequence])
 
 
-def _batches(layout: Layout, num_heads: int, store: KVStore) -> Iterator["_Batch"]:
-    """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory.
+def batches(layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype) -> Iterator["_Batch"]:
+    """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory, to compute in `dtype`.
 
     In which order the pieces of one sequence come, and so the order of the sums of `add_to_keys`, depends on the
     sequence alone.
@@ -107,20 +122,20 @@ def _batches(layout: Layout, num_heads: int, store: KVStore) -> Iterator["_Batch
         rows, keys = max(piece.rows for piece in pieces), max(piece.keys for piece in pieces)
         size = max(1, _BATCH_ELEMENTS // (keys * max(num_heads * rows, 2 * kv_heads * dim)))
         for start in range(0, len(pieces), size):
-            yield _Batch(layout, pieces[start : start + size], kv_heads)
+            yield _Batch(layout, pieces[start : start + size], kv_heads, dtype)
 
 
 class _Batch:
     """Some pieces, padded: S pieces of R rows and K keys each.
 
-    Tensors are float64. Those of queries are [S, KV, G·R, ...], where G query heads share a key head, so that all of
+    Tensors are of `dtype`. Those of queries are [S, KV, G·R, ...], where G query heads share a key head, so that all of
     them are one product with keys and values [S, KV, K, D].
     """
 
-    def __init__(self, layout: Layout, pieces: list[_Piece], kv_heads: int) -> None:
+    def __init__(self, layout: Layout, pieces: list[_Piece], kv_heads: int, dtype: torch.dtype) -> None:
         sequence, first, count, keys = (torch.tensor(column).unsqueeze(1) for column in zip(*pieces))
         row, key = torch.arange(int(count.max())), torch.arange(int(keys.max()))
-        self.pieces, self.kv_heads = pieces, kv_heads
+        self.pieces, self.kv_heads, self.dtype = pieces, kv_heads, dtype
         self.starts = [int(layout.row_start[piece.sequence]) for piece in pieces]
         self.valid = row < count
         self.rows = torch.where(self.valid, first + row, first)
@@ -133,11 +148,11 @@ class _Batch:
     def read(self, store: KVStore) -> tuple[Tensor, Tensor]:
         """Keys and values [S, KV, K, D]."""
         keys, values = store.gather(self.slots)
-        return keys.double().transpose(1, 2), values.double().transpose(1, 2)
+        return keys.to(self.dtype).transpose(1, 2), values.to(self.dtype).transpose(1, 2)
 
     def gather(self, rows: Tensor, padding: float | None = None) -> Tensor:
         """Rows [T, H, D] as [S, KV, G·R, D]; padded rows repeat the first one, or are `padding`."""
-        picked = rows[self.rows].double()
+        picked = rows[self.rows].to(self.dtype)
         if padding is not None:
             picked.masked_fill_(~self.valid[:, :, None, None], padding)
         pieces, count, heads, dim = picked.shape

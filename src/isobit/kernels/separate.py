@@ -1,0 +1,87 @@
+"""The operators of a second engine: what an inference engine of the field computes, where it differs from a trainer.
+
+The values are those of the same precision flow; rounding and order are not. Sums are float32 in the order of the BLAS,
+which depends on the batch; between them stand the roundings to BF16 that inference kernels have (vLLM's, as they were
+in 2025): the normalized row before the norm's weight, silu(gate) before it meets up, the probabilities before P·V, and
+the logits. FP8 products add their scaled blocks of 128 in float32. docs/numerics.md, section 5, lists all of it.
+
+For the rollout only, so there is no backward of its own; under float32 nothing is rounded to BF16.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from isobit.kernels.codes import decode
+from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.reference.attention import batches
+from isobit.kernels.types import KVStore, Layout, Operand
+from isobit.precision import QTensor, expand_scale
+
+
+class SeparateOps(ReferenceOps):
+    """`isobit.kernels.types.Ops` with the rounding of an inference engine."""
+
+    backend = "separate"
+
+    def __init__(self) -> None:
+        super().__init__("fast", "separate engine: float32 sums, BF16 between them")
+
+    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+        """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is float32: the
+        output head's logits are BF16."""
+        if isinstance(a, QTensor) and isinstance(b, QTensor):
+            total = _scaled_blocks(a, b)
+            return (total if bias is None else total + bias.float()).to(out)
+        assert isinstance(a, Tensor), "one operand quantized and the other not"
+        assert isinstance(b, Tensor), "one operand quantized and the other not"
+        return functional.linear(a, b, bias).to(out)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        summed = x if residual is None else x + residual
+        wide = summed.float()
+        rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+        return (wide * rstd.unsqueeze(-1)).to(x.dtype) * weight, summed, rstd
+
+    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty(q.shape), torch.empty((*q.shape[:2], 1))
+        for batch in batches(layout, q.shape[1], store, torch.float32):
+            keys, values = batch.read(store)
+            scores = batch.scores(batch.gather(q), keys, scale)
+            peak = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(peak).exp_()
+            total = weights.sum(-1, keepdim=True)
+            rounded = weights.to(q.dtype).float()
+            batch.scatter(torch.matmul(rounded, values).div_(total), out)
+            batch.scatter(peak.add_(total.log_()), lse)
+        return out.to(q.dtype), lse.squeeze(-1)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        wide = gate.float()
+        return (wide / (1.0 + torch.exp(-wide))).to(gate_up.dtype) * up
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(logits / temperature, -1)
+        entropy = -torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0).sum(-1)
+        return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _scaled_blocks(a: QTensor, b: QTensor) -> Tensor:
+    """Block sums of codes in float32, times their scales, added in ascending order in float32."""
+    size = min(a.block[1], b.block[1])
+    left, right = (decode(x.data, x.spec.format.dtype, torch.float32) for x in (a, b))
+    total = torch.zeros(a.shape[0], b.shape[0])
+    for start in range(0, a.shape[1], size):
+        columns = slice(start, start + size)
+        dot = left[:, columns] @ right[:, columns].t()
+        total += dot.mul_(_scale_of(a, start)).mul_(_scale_of(b, start).t())
+    return total
+
+
+def _scale_of(x: QTensor, column: int) -> Tensor:
+    """The scale of every row for the block that `column` is in: [rows, 1]."""
+    one = x.scale[:, column // x.block[1]].unsqueeze(1)
+    return expand_scale(one, (x.block[0], 1), (x.shape[0], 1))

@@ -1,0 +1,52 @@
+"""Static scales of an FP8 KV cache, one for K and one for V in each layer, and the amax that they are made of.
+
+NeMo RL's rule: amax of K and V after QK-norm and rotary embedding, per batch and layer; a percentile over the batches;
+times a margin; over 448. Left out: what is run to find them (`engine/calibration.py`, `rl/learner.py`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isobit.precision import E4M3, Calibration
+
+
+@dataclass(frozen=True, eq=False)
+class KVScales:
+    """`values` [layers, 2] float32: scales of K and of V; `version`: of the weights that they are for."""
+
+    values: Tensor
+    version: int
+
+    def drift(self, before: "KVScales | None") -> float:
+        """Largest relative change of a scale since `before`."""
+        return 0.0 if before is None else float((self.values / before.values - 1).abs().max())
+
+
+class AmaxRecorder:
+    """Largest magnitudes of K and V, per forward and layer, while it is attached to a transformer."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.batches: list[Tensor] = []
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self.batches.append(torch.zeros(self.num_layers, 2))
+
+    def see(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keys and values [T, KV, D] of a layer, as they go to the cache."""
+        for side, tensor in enumerate((k, v)):
+            if tensor.numel():
+                self.batches[-1][layer, side] = tensor.detach().abs().max().float()
+
+    def amax(self, percentile: float) -> Tensor:
+        """[layers, 2]: the percentile over the forwards seen, interpolated linearly."""
+        return torch.quantile(torch.stack(self.batches), percentile / 100.0, dim=0)
+
+
+def scales_from(amax: Tensor, calibration: Calibration, version: int) -> KVScales:
+    """amax · margin / 448, and 1 where nothing but zeros was seen."""
+    values = amax * calibration.margin / E4M3.max
+    return KVScales(torch.where(amax > 0, values, 1.0), version)

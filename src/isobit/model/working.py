@@ -1,0 +1,139 @@
+"""Working weights: what is multiplied, made of the FP32 masters once per sync, for each distinct flow.
+
+Where two uses have one flow and one engine, the result is one storage, which cannot be stale. Left out: when they are
+made (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isobit.kernels import Operand, Ops
+from isobit.model.autograd import Vector, Weight
+from isobit.model.config import ModelConfig
+from isobit.precision import Flow, Precision, QTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """Working weights outside the layers. A tied head is the embedding's storage."""
+
+    embed: Vector
+    final_norm: Vector
+    head: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Working weights of one layer, and the flow that they are for."""
+
+    flow: Flow
+    input_norm: Vector
+    qkv: Weight
+    q_norm: Vector | None
+    k_norm: Vector | None
+    o: Weight
+    post_norm: Vector
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Working:
+    """All working weights of one use."""
+
+    outside: Outside
+    layers: tuple[Layer, ...]
+
+    def tensors(self) -> Iterator[tuple[str, Operand, Tensor]]:
+        """(name, working tensor, master) of each that is stored, once."""
+        seen: set[int] = set()
+        for part in (self.outside, *self.layers):
+            for value in vars(part).values():
+                for name, working, master in _stored(value):
+                    if id(working) not in seen:
+                        seen.add(id(working))
+                        yield name, working, master
+
+    def linear_layers(self) -> Iterator[Weight]:
+        """The weights of the products inside the layers."""
+        for layer in self.layers:
+            yield from (value for value in vars(layer).values() if isinstance(value, Weight))
+
+
+Made = dict[tuple[int | None, Flow], Layer | Outside]
+"""What is made already, by layer and flow: what two uses have in common."""
+
+
+def make_working(
+    config: ModelConfig, precision: Precision, ops: Ops, masters: Mapping[str, Tensor], use: str, made: Made
+) -> Working:
+    """Working weights of a use; takes from `made` what is there, and adds what is not."""
+    parts: list[Layer | Outside] = []
+    for index in (None, *range(config.num_layers)):
+        flow = precision.flow(use, index, config.num_layers)
+        if (index, flow) not in made:
+            made[index, flow] = (
+                _make_outside(config, flow, masters)
+                if index is None
+                else _make_layer(config, precision, ops, masters, index, flow)
+            )
+        parts.append(made[index, flow])
+    outside, *layers = parts
+    assert isinstance(outside, Outside)
+    return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
+
+
+def nbytes(operand: Operand) -> int:
+    """Bytes of a working tensor, scales included."""
+    return operand.nbytes if isinstance(operand, QTensor) else operand.numel() * operand.element_size()
+
+
+def _stored(value: object) -> Iterator[tuple[str, Operand, Tensor]]:
+    if isinstance(value, (Weight, Vector)):
+        yield value.name, value.working, value.master
+    if isinstance(value, Weight) and value.bias is not None and value.bias_master is not None:
+        yield f"{value.name}_bias", value.bias, value.bias_master
+
+
+def _make_outside(config: ModelConfig, flow: Flow, masters: Mapping[str, Tensor]) -> Outside:
+    embed = _vector("embed", flow, masters)
+    head = embed if config.tie_embeddings else _vector("head", flow, masters)
+    final_norm = _vector("final_norm", flow, masters)
+    return Outside(embed, final_norm, Weight(head.name, head.master, head.working, None, None))
+
+
+def _make_layer(
+    config: ModelConfig, precision: Precision, ops: Ops, masters: Mapping[str, Tensor], index: int, flow: Flow
+) -> Layer:
+    prefix = f"layers.{index}."
+    dgrad, wgrad = precision.backward(index, config.num_layers)
+    gradient = precision.gradient if flow.activation is not None else None
+
+    def weight(name: str) -> Weight:
+        master, bias = masters[prefix + name], masters.get(f"{prefix}{name}_bias")
+        working: Operand = (
+            ops.quantize(master.detach(), flow.weight, prefix + name)
+            if flow.weight is not None
+            else master.detach().to(flow.compute.dtype, copy=True)
+        )
+        rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
+        return Weight(prefix + name, master, working, bias, rounded, flow.activation, gradient, dgrad, wgrad)
+
+    return Layer(
+        flow=flow,
+        input_norm=_vector(prefix + "input_norm", flow, masters),
+        qkv=weight("qkv"),
+        q_norm=_vector(prefix + "q_norm", flow, masters) if config.qk_norm else None,
+        k_norm=_vector(prefix + "k_norm", flow, masters) if config.qk_norm else None,
+        o=weight("o"),
+        post_norm=_vector(prefix + "post_norm", flow, masters),
+        gate_up=weight("gate_up"),
+        down=weight("down"),
+    )
+
+
+def _vector(name: str, flow: Flow, masters: Mapping[str, Tensor]) -> Vector:
+    master = masters[name]
+    return Vector(name, master, master.detach().to(flow.compute.dtype, copy=True))

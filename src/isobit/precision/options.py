@@ -1,0 +1,203 @@
+"""`precision_from`: a precision flow from a preset's name, or from a mapping that changes one.
+
+Every option is checked here, and what cannot work is refused with the reason. Left out: the flows themselves.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+
+from isobit.errors import IsobitError
+from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
+from isobit.precision.formats import E4M3, FORMATS
+from isobit.precision.quantize import GRANULARITIES, SCALE_FORMATS, QuantSpec
+
+_USES = ("rollout", "learner")
+_KV = {"bf16": None, "e4m3": "row", "e4m3-calibrated": "tensor"}
+_ACTIVATIONS = tuple(name for name in GRANULARITIES if name != "column")
+_FLOW_CHOICES: dict[str, tuple[str, ...]] = {
+    "kv_cache": tuple(_KV),
+    "query": ("bf16", "e4m3"),
+    "weight_scale": SCALE_FORMATS,
+    "weight_granularity": ("128x128", "row", "tensor"),
+    "activation_scale": SCALE_FORMATS,
+    "activation_granularity": _ACTIVATIONS,
+}
+_CHOICES: dict[str, tuple[str, ...]] = _FLOW_CHOICES | {
+    "dgrad": ("fp8", "bf16"),
+    "wgrad": ("fp8", "bf16"),
+    "gradient_scale": SCALE_FORMATS,
+    "gradient_granularity": ("1x128", "row", "tensor"),
+    "gradient_format": ("e4m3", "e5m2"),
+    "engines": ("shared", "separate"),
+    "kv_calibration": ("rollout", "learner"),
+}
+_COUNTS = ("bf16_first_layers", "bf16_last_layers")
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "kv_percentile": (lambda value: 0 < value <= 100, "a percentage above 0, at most 100"),
+    "kv_margin": (lambda value: value > 0, "a factor above 0, such as 1.05"),
+    "kv_calibration_prompts": (lambda value: value >= 1 and value == int(value), "a whole number, at least 1"),
+}
+OPTIONS = (*_CHOICES, *_COUNTS, *_NUMBERS, *_USES)
+"""What a mapping may hold besides `preset`."""
+
+
+def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:
+    """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
+
+    Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated), `query`
+    (bf16 | e4m3), `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | row | tensor),
+    `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16), `gradient_scale`,
+    `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `engines` (shared
+    | separate), `kv_calibration` (rollout | learner), `kv_percentile`, `kv_margin`, `kv_calibration_prompts`. The name
+    of the result, such as `fp8[wgrad=bf16]`, is accepted in place of the mapping.
+
+    Raises IsobitError for an unknown name or a combination that cannot work.
+    """
+    if isinstance(value, Precision):
+        return value
+    options = _parse_name(value) if isinstance(value, str) else dict(value)
+    precision = _preset(options.pop("preset", "fp8"))
+    for key, option in options.items():
+        _check_option(key, option)
+    if not options:
+        return precision
+    precision = _apply(precision, options)
+    changes = ", ".join(f"{key}={_text(option)}" for key, option in sorted(options.items()))
+    return replace(precision, name=f"{precision.name}[{changes}]")
+
+
+def _parse_name(name: str) -> dict[str, object]:
+    """`preset[key=value, key=value]` as a mapping; a plain name is its preset."""
+    preset, bracket, rest = name.partition("[")
+    if not bracket or not rest.endswith("]"):
+        return {"preset": name}
+    try:
+        options = yaml.safe_load("{" + rest[:-1].replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        raise IsobitError(f"precision {name!r}: expected PRESET[option=value, option=value]") from None
+    return {"preset": preset, **options}
+
+
+def _text(option: object) -> str:
+    if isinstance(option, Mapping):
+        return "{" + ", ".join(f"{key}={_text(value)}" for key, value in sorted(option.items())) + "}"
+    return str(option)
+
+
+def _preset(name: object) -> Precision:
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    raise IsobitError(f"unknown precision preset {name!r}{_nearest(name, PRESETS)}: choose from {', '.join(PRESETS)}")
+
+
+def _nearest(name: object, choices: Iterable[str]) -> str:
+    close = get_close_matches(str(name), list(choices), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _check_option(key: str, option: object, within: str = "") -> None:
+    known = list(_FLOW_CHOICES) if within else [*OPTIONS]
+    where = f"precision.{within}{key}"
+    if key not in known:
+        also = "" if within else "preset, "
+        raise IsobitError(f"{where}: unknown option{_nearest(key, known)}; choose from {also}{', '.join(known)}")
+    if key in _USES:
+        if not isinstance(option, Mapping):
+            raise IsobitError(f"{where}: expected a mapping of options, such as {{kv_cache: e4m3}}, got {option!r}")
+        for inner, value in option.items():
+            _check_option(inner, value, f"{key}.")
+    elif key in _COUNTS:
+        if not isinstance(option, int) or isinstance(option, bool) or option < 0:
+            raise IsobitError(f"{where}: expected a whole number of layers, at least 0, got {option!r}")
+    elif key in _NUMBERS:
+        fits, wanted = _NUMBERS[key]
+        if not isinstance(option, (int, float)) or isinstance(option, bool) or not fits(option):
+            raise IsobitError(f"{where}: expected {wanted}, got {option!r}")
+    elif option not in _CHOICES[key]:
+        raise IsobitError(f"{where}: expected one of {', '.join(_CHOICES[key])}, got {option!r}")
+
+
+def _apply(precision: Precision, options: Mapping[str, Any]) -> Precision:
+    flows = {use: getattr(precision, use) for use in _USES}
+    linear = any(flow.weight is not None for flow in flows.values())
+    for use in _USES:
+        flows[use] = _change_flow(flows[use], {**options, **options.get(use, {})}, precision.name, linear)
+    changed = replace(precision, **flows)
+    changed = replace(
+        changed,
+        gradient=_gradient(changed, options),
+        dgrad=options.get("dgrad", changed.dgrad),
+        wgrad=options.get("wgrad", changed.wgrad),
+        engines=options.get("engines", changed.engines),
+        bf16_first_layers=options.get("bf16_first_layers", changed.bf16_first_layers),
+        bf16_last_layers=options.get("bf16_last_layers", changed.bf16_last_layers),
+    )
+    return replace(changed, calibration=_calibration(changed, options))
+
+
+def _gradient(precision: Precision, options: Mapping[str, Any]) -> QuantSpec | None:
+    given = precision.gradient
+    if given is None:
+        backward = ("dgrad", "wgrad", "gradient_scale", "gradient_granularity", "gradient_format")
+        refused = [key for key in backward if key in options and options[key] != "bf16"]
+        if refused:
+            raise IsobitError(
+                f"precision.{refused[0]}: preset {precision.name!r} has a {precision.learner.compute} learner, "
+                "whose backward is not quantized; start from fp8, fp8-unified or fp8-e2e"
+            )
+        return None
+    return replace(
+        given,
+        scale=options.get("gradient_scale", given.scale),
+        granularity=options.get("gradient_granularity", given.granularity),
+        format=FORMATS[options.get("gradient_format", given.format.name)],
+    )
+
+
+def _calibration(precision: Precision, options: Mapping[str, Any]) -> Calibration:
+    given = [key for key in ("kv_calibration", *_NUMBERS) if key in options]
+    if given and not precision.calibrated:
+        raise IsobitError(
+            f"precision.{given[0]}: there is no calibrated KV cache; set kv_cache: e4m3-calibrated, or start from "
+            "fp8-rollout-kv"
+        )
+    default = precision.calibration
+    return Calibration(
+        options.get("kv_calibration", default.side),
+        float(options.get("kv_percentile", default.percentile)),
+        float(options.get("kv_margin", default.margin)),
+        int(options.get("kv_calibration_prompts", default.prompts)),
+    )
+
+
+def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bool) -> Flow:
+    """Quantized operands as the options say; a plain operand stays plain."""
+    touched = [key for key in options if key.startswith(("weight_", "activation_"))]
+    if touched and not linear:
+        raise IsobitError(
+            f"precision.{touched[0]}: preset {preset!r} quantizes no linear layer; start from an fp8 preset"
+        )
+    weight, activation = (
+        None if spec is None else _change_spec(spec, options, role)
+        for spec, role in ((flow.weight, "weight"), (flow.activation, "activation"))
+    )
+    kv, query = flow.kv, flow.query
+    if "kv_cache" in options:
+        granularity = _KV[options["kv_cache"]]
+        scale = activation.scale if activation is not None else "ue8m0"
+        kv = None if granularity is None else QuantSpec(E4M3, granularity, kv.scale if kv is not None else scale)
+    if "query" in options:  # a power of two: the value of a code is then exact in BF16
+        query = QuantSpec(E4M3, "row", "ue8m0") if options["query"] == "e4m3" else None
+    return Flow(flow.compute, weight, activation, kv, query)
+
+
+def _change_spec(spec: QuantSpec, options: Mapping[str, Any], role: str) -> QuantSpec:
+    return replace(
+        spec,
+        scale=options.get(f"{role}_scale", spec.scale),
+        granularity=options.get(f"{role}_granularity", spec.granularity),
+    )

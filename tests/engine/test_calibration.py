@@ -1,0 +1,109 @@
+"""Static scales of the KV cache: where they come from, that both sides use them, and that stale ones are noticed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.config import load_config
+from isobit.engine import Calibrator, Engine, Sampling
+from isobit.engine.calibration import prompt_amax
+from isobit.errors import IsobitError
+from isobit.model.kv_scales import AmaxRecorder, scales_from
+from isobit.precision import Calibration
+from isobit.run import read_jsonl
+from isobit.train import resume, train
+from tests.conftest import tiny_model
+from tests.engine.helpers import require
+from tests.runs import fingerprint, write_config
+
+PROMPTS = ["1+1=", "23*4=", "99-98="]
+CALIBRATED = "fp8[kv_cache=e4m3-calibrated]"
+
+
+def test_the_rule_is_a_percentile_over_batches_a_margin_and_448() -> None:
+    recorder = AmaxRecorder(1)
+    for peak in (1.0, 2.0, 4.0):
+        recorder.begin()
+        recorder.see(0, torch.tensor([[[-peak, 0.5]]]), torch.zeros(1, 1, 2))
+    assert recorder.amax(100.0).tolist() == [[4.0, 0.0]]
+    assert recorder.amax(50.0).tolist() == [[2.0, 0.0]]
+    assert recorder.amax(75.0).tolist() == [[3.0, 0.0]]
+    scales = scales_from(recorder.amax(100.0), Calibration(margin=1.05), 7)
+    assert scales.version == 7
+    assert scales.values.tolist() == [[pytest.approx(4.0 * 1.05 / 448), 1.0]]
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_a_unified_flow_with_calibrated_scales_agrees_bit_for_bit(backend: str) -> None:
+    """No recipe of the field joins an FP8 learner with a calibrated FP8 cache; here both read the same codes."""
+    require(backend)
+    model = tiny_model(CALIBRATED)
+    Calibrator(model).calibrate(PROMPTS)
+    groups = Engine(model, kv_pages=32, page_size=4).generate(PROMPTS, Sampling(n=3, max_new_tokens=12))
+    completions = [c for group in groups for c in group]
+    found = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
+    assert all(row[-len(c.logprobs) :].tolist() == c.logprobs for row, c in zip(found, completions))
+    assert model.transformer.kv_scales is not None
+    model.transformer.kv_scales = scales_from(
+        prompt_amax(model, PROMPTS) * 1.3, model.precision.calibration, model.weights_version
+    )
+    control = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
+    assert any(row[-len(c.logprobs) :].tolist() != c.logprobs for row, c in zip(control, completions))
+
+
+def test_scales_that_are_missing_or_stale_are_noticed() -> None:
+    model = tiny_model("fp8-rollout-kv")
+    engine = Engine(model, kv_pages=16)
+    with pytest.raises(IsobitError, match="not calibrated"):
+        engine.generate(PROMPTS, Sampling(max_new_tokens=2))
+    Calibrator(model).calibrate(PROMPTS)
+    engine.generate(PROMPTS, Sampling(max_new_tokens=2))
+    model.sync()
+    with pytest.raises(IsobitError, match=r"those of version 0 of the weights, and the weights are at version 1"):
+        engine.generate(PROMPTS, Sampling(max_new_tokens=2))
+
+
+def test_one_scale_per_layer_is_what_is_allocated_and_what_it_clamps_is_counted() -> None:
+    per_head, calibrated = Engine(tiny_model("fp8"), 8), Engine(tiny_model(CALIBRATED), 8)
+    layers = calibrated.model.config.num_layers
+    codes = 8 * 16 * 2 * 2 * 8 * layers  # pages, tokens, K and V, heads, dimension
+    assert calibrated.kv_bytes == codes + 2 * 4 * layers
+    assert per_head.kv_bytes == codes + codes // 8 * 4
+    model = calibrated.model
+    Calibrator(model).calibrate(PROMPTS)
+    calibrated.generate(PROMPTS, Sampling(max_new_tokens=8))
+    assert calibrated.cache_metrics()["quant/kv_saturated_fraction"] < 0.02
+    assert model.transformer.kv_scales is not None
+    model.transformer.kv_scales = scales_from(
+        prompt_amax(model, PROMPTS) / 4, model.precision.calibration, model.weights_version
+    )
+    calibrated.generate(PROMPTS, Sampling(max_new_tokens=8))
+    assert calibrated.cache_metrics()["quant/kv_saturated_fraction"] > 0.02
+    assert per_head.cache_metrics() == {}
+
+
+@pytest.mark.parametrize("side", ["rollout", "learner"])
+@pytest.mark.parametrize("preset", ["fp8-rollout-kv", "fp8"])
+def test_a_run_recalibrates_every_step_and_resumes_bit_for_bit(
+    tmp_path: Path, base_model: Path, preset: str, side: str
+) -> None:
+    precision = {"preset": preset, "kv_calibration": side, "kv_percentile": 99.0}
+    if preset == "fp8":
+        precision["kv_cache"] = "e4m3-calibrated"
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    evaluation = {"every": 2, "samples": 4}
+    optimizer = {"learning_rate": 1e-2}
+    settings = {"precision": precision, "evaluation": evaluation, "optimizer": optimizer}
+    whole = train(load_config(write_config(tmp_path / "whole", base_model, **settings)))
+    drift = [row["quant/kv_scale_drift"] for row in whole.metrics if row["step"] > 0]
+    assert drift[0] == 0
+    assert all(value > 0 for value in drift[1:])
+    if preset == "fp8":
+        assert all(row["mismatch/differing_tokens"] == 0 for row in whole.metrics if row["step"] > 0)
+    config = load_config(write_config(tmp_path / "cut", base_model, **settings))
+    train(config.model_copy(update={"steps": 2}))
+    resume(tmp_path / "cut" / "run", ["steps=4"])
+    assert fingerprint(tmp_path / "cut" / "run") == fingerprint(whole.run_dir)
+    assert all("time/calibrate" in row for row in read_jsonl(whole.run_dir / "metrics.jsonl") if row["step"] > 0)

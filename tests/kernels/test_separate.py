@@ -1,0 +1,71 @@
+"""The operators of a second engine: near the reference, and rounded where an inference engine rounds."""
+
+import torch
+
+from isobit.kernels import KVStore, Layout, get_ops, separate_ops
+from isobit.precision import BF16, E4M3, QuantSpec, quantize
+
+REFERENCE, SEPARATE = get_ops("reference"), separate_ops()
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def test_fp8_products_are_scaled_block_sums() -> None:
+    for columns in (48, 128, 300):
+        a = quantize(_random(9, columns), QuantSpec(E4M3, "1x128", "fp32"))
+        b = quantize(_random(140, columns, seed=1), QuantSpec(E4M3, "128x128", "fp32"))
+        bias = _random(140, seed=2)
+        exact = REFERENCE.product(a, b, bias, torch.float32)
+        assert _error(SEPARATE.product(a, b, bias, torch.float32), exact) < 1e-6
+        assert not torch.equal(SEPARATE.product(a, b, bias, torch.float32), exact)
+
+
+def test_logits_are_rounded_to_bf16() -> None:
+    hidden, head = _random(5, 64).bfloat16(), _random(30, 64, seed=1).bfloat16()
+    logits = SEPARATE.product(hidden, head, None, torch.float32)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, logits.bfloat16().float())
+    assert not torch.equal(REFERENCE.product(hidden, head, None, torch.float32), logits)
+
+
+def test_row_operators_round_in_between() -> None:
+    x, residual = _random(7, 64).bfloat16(), _random(7, 64, seed=1).bfloat16()
+    weight = (1 + 0.1 * _random(64, seed=2)).bfloat16()
+    y, summed, rstd = SEPARATE.rms_norm(x, weight, 1e-6, residual)
+    expected = REFERENCE.rms_norm(x, weight, 1e-6, residual)
+    assert torch.equal(summed, expected[1])
+    assert torch.equal(y, (summed.float() * rstd.unsqueeze(-1)).bfloat16() * weight)
+    assert 0 < _error(y, expected[0]) < 0.005
+    gate_up = _random(7, 128, seed=3).bfloat16()
+    assert 0 < _error(SEPARATE.silu_mul(gate_up), REFERENCE.silu_mul(gate_up)) < 0.005
+
+
+def test_attention_rounds_the_probabilities() -> None:
+    layout = Layout.packed([37, 5])
+    q, k, v = (_random(42, heads, 16, seed=heads).bfloat16() for heads in (4, 2, 2))
+    for kv, limit in ((None, 0.01), (QuantSpec(E4M3, "row", "fp32"), 0.01)):
+        store = KVStore.allocate(layout.num_slots_needed, 2, 16, kv, BF16)
+        REFERENCE.kv_write(store, k, v, layout)
+        found, lse = SEPARATE.attention(q, store, layout, 0.25)
+        expected, expected_lse = REFERENCE.attention(q, store, layout, 0.25)
+        assert 0 < _error(found, expected) < limit
+        torch.testing.assert_close(lse, expected_lse)
+
+
+def test_logprobs_are_a_float32_log_softmax() -> None:
+    logits, tokens = _random(6, 50), torch.arange(6)
+    found, entropy = SEPARATE.token_logprobs(logits, tokens, 0.7)
+    expected, expected_entropy = REFERENCE.token_logprobs(logits, tokens, 0.7)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_that_was_cut_off_has_no_part_in_the_entropy() -> None:
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+    assert SEPARATE.token_logprobs(logits, torch.tensor([0]), 1.0)[1].item() == torch.tensor(2.0).log().item()
