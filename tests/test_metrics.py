@@ -27,8 +27,8 @@ def test_json_has_no_nan() -> None:
 
 
 def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path) -> None:
-    everything = ["precision=fp8-rollout", "algorithm.kl_coefficient=0.1", "evaluation={every: 1, samples: 4}"]
-    run = train(load_config(write_config(tmp_path, base_model), ["steps=1", "precision=fp8-rollout", *everything]))
+    everything = ["precision=fp8-rollout-kv", "algorithm.kl_coefficient=0.1", "evaluation={every: 1, samples: 4}"]
+    run = train(load_config(write_config(tmp_path, base_model), ["steps=1", *everything]))
     logged = {name for row in run.metrics for name in row}
     metrics.check(dict.fromkeys(logged, 0.0))
     unused = {name for name in metrics.METRICS if name not in logged and not name.endswith("*")}

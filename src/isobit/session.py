@@ -88,7 +88,7 @@ class Session:
         """The step's batch, beginning with the groups that the last step left over."""
         dynamic = self.objective.dynamic_sampling and self._recorded is None
         rounds = self.config.algorithm.max_resamples if dynamic else 1
-        batch = StepBatch(self.config.prompts_per_step, dynamic, rounds)
+        batch = StepBatch(self.config.prompts_per_step, dynamic, rounds, self.objective)
         batch.carry_over(self.state.pending)
         return batch
 

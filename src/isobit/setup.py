@@ -80,7 +80,8 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
     )
     model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
-    objective = objective_of(config, model)
+    weights = tuple((spec.label, spec.weight) for spec in rewards.specs)
+    objective = replace(objective_of(config, model), reward_weights=weights)
     reference = None
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision

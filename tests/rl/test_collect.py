@@ -73,3 +73,42 @@ def test_kl_in_the_reward_shapes_the_credit() -> None:
     assert assign_credit([samples], objective)[1] == pytest.approx([0.25, -0.25])
     assert assign_credit([samples], replace(objective, kl_in_reward=False))[1] == [0.0, 0.0]
     assert [s.reward for s in assign_credit([samples], objective)[0]] == [1.0, 1.0]
+
+
+def several(index: int, **rewards: list[float]) -> Group:
+    """A group scored by several functions of weight 1."""
+    return [
+        replace(sample, rewards={name: values[i] for name, values in rewards.items()})
+        for i, sample in enumerate(group(index, *[sum(values) for values in zip(*rewards.values())]))
+    ]
+
+
+DECOUPLED = Objective(advantage="grpo", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5)))
+
+
+def test_decoupled_rewards_keep_what_the_sum_confuses() -> None:
+    """GDPO's case: (0, 1), (0, 2) and their like have the same advantages once only sums are normalized."""
+    groups = [several(0, right=[1.0, 0.0], short=[0.0, 0.0]), several(1, right=[1.0, 0.0], short=[1.0, 0.0])]
+    coupled = assign_credit(groups, replace(DECOUPLED, decoupled_rewards=False))[1]
+    assert coupled[0] == pytest.approx(coupled[2], rel=1e-5)
+    found = assign_credit(groups, DECOUPLED)[1]
+    one = 0.5 / (0.5**0.5 + 1e-6)
+    assert found == pytest.approx([one, -one, 1.5 * one, -1.5 * one])
+
+
+def test_opposed_rewards_of_equal_sum_teach_only_when_decoupled() -> None:
+    opposed = several(0, right=[1.0, 0.0], short=[0.0, 1.0])
+    assert assign_credit([opposed], replace(DECOUPLED, decoupled_rewards=False))[1] == [0.0, 0.0]
+    assert assign_credit([opposed], DECOUPLED)[1][0] > 0
+    for decoupled, kept in ((False, 0), (True, 1)):
+        batch = StepBatch(1, True, 3, replace(DECOUPLED, decoupled_rewards=decoupled))
+        batch.add([opposed])
+        assert len(batch.groups) == kept
+
+
+def test_decoupled_rewards_leave_unscored_samples_out_and_add_the_shaping() -> None:
+    mixed = [*several(0, right=[1.0, 0.0], short=[0.0, 0.0]), replace(group(0, None)[0], sample_index=2)]
+    assert len(assign_credit([mixed], DECOUPLED)[1]) == 2
+    long = replace(mixed[0], completion_ids=(1,) * 10, rollout_logprobs=(-1.0,) * 10)
+    shaped = replace(DECOUPLED, max_new_tokens=10, overlong_buffer=4)
+    assert assign_credit([[long, mixed[1]]], shaped)[1] == pytest.approx([0.0, 0.0], abs=1e-5)

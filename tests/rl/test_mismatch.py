@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isobit import metrics
-from isobit.rl.mismatch import differing, mismatch_metrics
+from isobit.rl.mismatch import differing, mismatch_metrics, sequence_metrics
 
 
 def test_perfect_agreement() -> None:
@@ -75,3 +75,23 @@ def test_nothing_compared_is_refused() -> None:
     """It must not pass for agreement."""
     with pytest.raises(AssertionError):
         mismatch_metrics(torch.empty(0), torch.empty(0))
+
+
+def test_sequence_metrics_worked_out_by_hand() -> None:
+    rollout = [torch.tensor([-1.0, -3.0]), torch.tensor([-0.5])]
+    learner = [torch.tensor([-1.5, -3.5]), torch.tensor([-0.25])]
+    values = sequence_metrics(learner, rollout)
+    assert values == {
+        "mismatch/learner_ppl": pytest.approx((math.exp(2.5) + math.exp(0.25)) / 2),
+        "mismatch/rollout_ppl": pytest.approx((math.exp(2.0) + math.exp(0.5)) / 2),
+        "mismatch/log_ppl_diff": pytest.approx((0.5 - 0.25) / 2),
+        "mismatch/ppl_ratio": pytest.approx((math.exp(0.5) + math.exp(-0.25)) / 2),
+        "mismatch/chi2_sequence": pytest.approx((math.exp(-2.0) + math.exp(0.5)) / 2 - 1),
+    }
+
+
+def test_sequence_metrics_stay_finite_at_the_extremes() -> None:
+    values = sequence_metrics([torch.full((40,), -30.0)], [torch.full((40,), -1e-3)])
+    assert all(math.isfinite(value) for value in values.values())
+    same = sequence_metrics([torch.tensor([-2.0])], [torch.tensor([-2.0])])
+    assert (same["mismatch/ppl_ratio"], same["mismatch/chi2_sequence"], same["mismatch/log_ppl_diff"]) == (1, 0, 0)

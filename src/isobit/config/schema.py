@@ -141,6 +141,9 @@ class AlgorithmConfig(_Section):
 
     preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce_pp"] = "grpo"
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] | None = None
+    decoupled_rewards: bool = Field(
+        False, description="compute the advantages of each reward function apart and add them by weight (GDPO)"
+    )
     ratio: Literal["token", "sequence"] | None = Field(None, description="one ratio per token, or per sequence (GSPO)")
     surrogate: Literal["clip", "cispo"] | None = None
     dual_clip: float | None = Field(None, gt=1, description="bound of the loss over |A| where A < 0; default: none")

@@ -11,11 +11,12 @@ from isobit.rl.samples import Group, Sample
 @dataclass
 class StepBatch:
     """The groups of one step. Under dynamic sampling groups without spread are dropped and others sampled instead,
-    `rounds_left` times; what comes in beyond `wanted` is kept for the next step."""
+    `rounds_left` times; what comes in beyond `wanted` is kept for the next step. `objective` says what spread is."""
 
     wanted: int
     dynamic: bool = False
     rounds_left: int = 1
+    objective: Objective = field(default_factory=Objective)
     groups: list[Group] = field(default_factory=list)
     surplus: list[Group] = field(default_factory=list)
     dropped: int = 0
@@ -34,7 +35,7 @@ class StepBatch:
         """Take scored groups in."""
         self.rounds_left -= 1
         self.scored += groups
-        kept = [g for g in groups if not self.dynamic or has_spread([s.reward for s in g])]
+        kept = [g for g in groups if not self.dynamic or teaches(g, self.objective)]
         self.dropped += len(groups) - len(kept)
         room = self.wanted - len(self.groups)
         self.groups += kept[:room]
@@ -49,8 +50,7 @@ def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[S
     """
     samples: list[Sample] = []
     advantages: list[float] = []
-    shaped = [[_shaped_reward(sample, objective) for sample in group] for group in groups]
-    for group, credited in zip(groups, batch_advantages(shaped, objective.advantage)):
+    for group, credited in zip(groups, _advantages(groups, objective)):
         for sample, advantage in zip(group, credited):
             if advantage is not None:
                 samples.append(sample)
@@ -58,12 +58,46 @@ def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[S
     return samples, advantages
 
 
-def _shaped_reward(sample: Sample, objective: Objective) -> float | None:
-    if sample.reward is None:
-        return None
+def teaches(group: Group, objective: Objective) -> bool:
+    """Whether the rewards of a group differ: their sum, or, if they are decoupled, those of any function."""
+    if not objective.decoupled_rewards:
+        return has_spread([s.reward for s in group])
+    return any(has_spread(_component(group, name)) for name, weight in objective.reward_weights if weight)
+
+
+def _advantages(groups: Sequence[Group], objective: Objective) -> list[list[float | None]]:
+    """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages (after GDPO, Liu et al. 2026,
+    arXiv 2601.05242, without its normalization over the batch), what shapes the reward being a function of weight 1."""
+    shaping = [[_shaping(sample, objective) for sample in group] for group in groups]
+    if not objective.decoupled_rewards:
+        shaped = [[_plus(s.reward, extra) for s, extra in zip(group, row)] for group, row in zip(groups, shaping)]
+        return batch_advantages(shaped, objective.advantage)
+    extra = [[None if s.reward is None else e for s, e in zip(group, row)] for group, row in zip(groups, shaping)]
+    parts: list[tuple[float, list[list[float | None]]]] = [(1.0, batch_advantages(extra, objective.advantage))]
+    for name, weight in objective.reward_weights:
+        rewards = [_component(group, name) for group in groups]
+        parts.append((weight, batch_advantages(rewards, objective.advantage)))
+    return [
+        [
+            None if sample.reward is None else sum(weight * (part[g][i] or 0.0) for weight, part in parts if weight)
+            for i, sample in enumerate(group)
+        ]
+        for g, group in enumerate(groups)
+    ]
+
+
+def _component(group: Group, name: str) -> list[float | None]:
+    return [None if sample.reward is None else sample.rewards.get(name) for sample in group]
+
+
+def _plus(reward: float | None, extra: float) -> float | None:
+    return None if reward is None else reward + extra
+
+
+def _shaping(sample: Sample, objective: Objective) -> float:
     length, limit = len(sample.completion_ids), objective.max_new_tokens
-    shaped = sample.reward + overlong_penalty(length, limit, objective.overlong_buffer, objective.overlong_penalty)
-    if objective.kl_in_reward:
+    shaping = overlong_penalty(length, limit, objective.overlong_buffer, objective.overlong_penalty)
+    if objective.kl_in_reward and sample.reward is not None:
         assert sample.reference_kl is not None, "the reference has not seen this sample"
-        shaped -= objective.kl_coefficient * sample.reference_kl
-    return shaped
+        shaping -= objective.kl_coefficient * sample.reference_kl
+    return shaping

@@ -25,7 +25,7 @@ from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder
 from isobit.rl.correction import correct, correction_metrics
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
-from isobit.rl.mismatch import mismatch_metrics
+from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer, learning_rate
 from isobit.rl.packing import PackedBatch, Trainable, micro_batches, minibatches, pack
@@ -269,7 +269,8 @@ def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     measured = [pair for pair in pairs if pair[0].numel()]
     if not measured:
         return {}
-    return mismatch_metrics(torch.cat([pair[0] for pair in measured]), torch.cat([pair[1] for pair in measured]))
+    learner, rollout = [pair[0] for pair in measured], [pair[1] for pair in measured]
+    return mismatch_metrics(torch.cat(learner), torch.cat(rollout)) | sequence_metrics(learner, rollout)
 
 
 def _learning_metrics(totals: _Totals, rate: float) -> dict[str, float]:

@@ -1,8 +1,10 @@
 """The distance between rollout and learner for the same weights and tokens, as the field measures it.
 
-lr = log π_learner - log π_rollout of the sampled token; means are over all completion tokens. Formulas: NeMo RL's and
-veRL's, see docs/metrics.md. Left out: their metrics per sequence (perplexities).
+lr = log π_learner - log π_rollout of the sampled token; means are over all completion tokens, or over sequences.
+Formulas: NeMo RL's and veRL's, see docs/metrics.md.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +30,25 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
         "mismatch/max_abs_logprob_diff": float((learner - rollout).abs().max()),
         "mismatch/differing_tokens": float(differing(policy_logprobs, rollout_logprobs)),
         "mismatch/compared_tokens": float(policy_logprobs.numel()),
+    }
+
+
+def sequence_metrics(policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequence[Tensor]) -> dict[str, float]:
+    """veRL's metrics per sequence, of float32 log-probabilities [tokens] of each; at least one, and none empty."""
+    means, sums = [], []
+    for policy, rollout in zip(policy_logprobs, rollout_logprobs, strict=True):
+        learner, sampled = policy.double(), rollout.double()
+        means.append(torch.stack([learner.mean(), sampled.mean()]))
+        sums.append((learner - sampled).sum())
+    learner_mean, rollout_mean = torch.stack(means).clamp(-_LOG_RATIO_LIMIT, 0).unbind(1)
+    difference = rollout_mean - learner_mean
+    total = torch.stack(sums).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    return {
+        "mismatch/learner_ppl": float(torch.exp(-learner_mean).mean()),
+        "mismatch/rollout_ppl": float(torch.exp(-rollout_mean).mean()),
+        "mismatch/log_ppl_diff": float(difference.mean()),
+        "mismatch/ppl_ratio": float(torch.exp(difference).mean()),
+        "mismatch/chi2_sequence": float(torch.exp(2 * total).mean() - 1),
     }
 
 

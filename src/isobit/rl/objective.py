@@ -11,13 +11,17 @@ from isobit.rl.correction import CORRECTIONS, CorrectionRule
 class Objective:
     """What the learner minimizes.
 
-    advantage: grpo | dr_grpo | rloo | reinforce_pp. ratio: token | sequence. surrogate: clip | cispo.
-    loss_aggregation: token_mean | sequence_mean | constant (over `max_new_tokens`).
-    correction: see `rl/correction.py`. recompute_old: whether the learner computes the log-probabilities
-    of the sampling weights before it changes them; otherwise the rollout's own serve. `temperature` is the sampling's.
+    advantage: grpo | dr_grpo | rloo | reinforce_pp. decoupled_rewards: the advantages of each reward function are
+    computed apart and added by `reward_weights`, pairs of (name, weight); else those of the weighted sum. ratio: token
+    | sequence. surrogate: clip | cispo. loss_aggregation: token_mean | sequence_mean | constant (over
+    `max_new_tokens`). correction: see `rl/correction.py`. recompute_old: whether the learner computes the
+    log-probabilities of the sampling weights before it changes them; otherwise the rollout's own serve. `temperature`
+    is the sampling's.
     """
 
     advantage: str = "grpo"
+    decoupled_rewards: bool = False
+    reward_weights: tuple[tuple[str, float], ...] = ()
     ratio: str = "token"
     surrogate: str = "clip"
     dual_clip: float = math.inf
