@@ -16,6 +16,7 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
 
 LAYERS = [
     {"cli"},
+    {"compare"},
     {"train"},
     {"session"},
     {"setup", "generate"},
@@ -38,7 +39,7 @@ FREE_MAY = {
     "run": {"errors", "checkpoints", "metrics"},
     "progress": set(),
     "tasks": {"errors"},
-    "report": {"errors", "run"},
+    "report": {"errors", "intervals", "run"},
     "config": {"errors", "tasks", "precision"},
 }
 

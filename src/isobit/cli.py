@@ -1,10 +1,11 @@
-"""The command line: `isobit train | sft | generate | eval | report`.
+"""The command line: `isobit train | sft | generate | eval | report | compare`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an exit code: 2 for a
 user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted and saved. Heavy modules are imported
 inside the commands, so that `--help` answers at once.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -245,6 +246,30 @@ def report(
     from isobit.report import write_report
 
     print(write_report(runs, out if out is not None else runs[0] / "report.html"))
+
+
+@app.command()
+def compare(
+    config: Annotated[str, typer.Argument(help="YAML file: a comparison, or a training config")],
+    presets: Annotated[str, typer.Option(metavar="A,B,C", help="precision flows; default: the config's")] = "",
+    seeds: Annotated[int | None, typer.Option(help="runs per preset; default: the config's, or 1")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="default: the config's out, or runs/compare")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train under several precision flows, same data and seeds, and show what differs: one table, one page.
+
+    \b
+    isobit compare configs/compare-recipes.yaml
+    isobit compare configs/quickstart.yaml --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
+
+    The same command goes on after an interruption; what is finished is not repeated.
+    """
+    from isobit.compare import compare as run_comparison
+    from isobit.config import load_compare_config
+
+    names = [name.strip() for name in re.split(r",(?![^\[]*\])", presets) if name.strip()]
+    settings = load_compare_config(config, names, seeds, None if out is None else str(out))
+    raise typer.Exit(run_comparison(settings, quiet=quiet))
 
 
 if __name__ == "__main__":

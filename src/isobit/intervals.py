@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 _Z95 = 1.959963984540054
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t at 0.975 for 1, 2, ... degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,19 @@ def proportion(correct: int, total: int) -> Estimate:
     low = 0.0 if correct == 0 else max(0.0, center - half)
     high = 1.0 if correct == total else min(1.0, center + half)
     return Estimate(fraction, low, high, total)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """(mean, low, high) with Student's 95 % interval of the mean (Student 1908); of one value it is the value alone."""
+    count = len(values)
+    assert count > 0
+    mean = math.fsum(values) / count
+    if count == 1:
+        return mean, mean, mean
+    deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (count - 1))
+    quantile = _T95[count - 2] if count - 2 < len(_T95) else _Z95
+    half = quantile * deviation / math.sqrt(count)
+    return mean, mean - half, mean + half
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -1,9 +1,18 @@
 """The configuration of a run: strict YAML into frozen values. Relative paths are taken from the current directory."""
 
-from isobit.config.load import dump_config, load_config, load_sft_config, parse_config, reward_specs, task_settings
+from isobit.config.load import (
+    dump_config,
+    load_compare_config,
+    load_config,
+    load_sft_config,
+    parse_config,
+    reward_specs,
+    task_settings,
+)
 from isobit.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,
+    CompareConfig,
     Config,
     CorrectionConfig,
     OptimizerConfig,
@@ -13,11 +22,13 @@ from isobit.config.schema import (
 __all__ = [
     "AlgorithmConfig",
     "ArchitectureConfig",
+    "CompareConfig",
     "Config",
     "CorrectionConfig",
     "OptimizerConfig",
     "SftConfig",
     "dump_config",
+    "load_compare_config",
     "load_config",
     "load_sft_config",
     "parse_config",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from isobit.config.schema import Config, SftConfig
+from isobit.config.schema import CompareConfig, Config, SftConfig
 
 _HEAD = """# Configuration
 
@@ -23,7 +23,8 @@ def markdown() -> str:
     """The text of docs/config.md."""
     train = "\n".join(_section(Config, "", "isobit train", set()))
     sft = "\n".join(_section(SftConfig, "", "isobit sft", set(Config.model_fields)))
-    return f"{_HEAD}\n{train}\n{sft}"
+    compare = "\n".join(_section(CompareConfig, "", "isobit compare", set()))
+    return f"{_HEAD}\n{train}\n{sft}\n{compare}"
 
 
 def _section(schema: type[BaseModel], prefix: str, title: str, known: set[str]) -> list[str]:

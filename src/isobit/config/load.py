@@ -13,12 +13,12 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from isobit.config.schema import Config, RewardsConfig, SftConfig, TaskConfig
+from isobit.config.schema import CompareConfig, Config, RewardsConfig, SftConfig, TaskConfig
 from isobit.errors import IsobitError
 from isobit.tasks.data import TaskSettings
 from isobit.tasks.task import RewardSpec
 
-_Schema = TypeVar("_Schema", Config, SftConfig)
+_Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -32,6 +32,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
     """Read a config of `isobit sft`; as `load_config`."""
     return _load(SftConfig, path, overrides)
+
+
+def load_compare_config(path: str | Path, presets: Sequence[str], seeds: int | None, out: str | None) -> CompareConfig:
+    """Read a config of `isobit compare`, or take a training config with what the command line gives beside it."""
+    values = _read_yaml(Path(path))
+    if "presets" not in values and "train" not in values:
+        if not presets:
+            raise IsobitError(f"{path} is a training config: say what to compare with --presets bf16,fp8")
+        values = {"train": str(path)}
+    given = {"presets": list(presets) or None, "seeds": seeds, "out": out}
+    return parse_config(CompareConfig, values | {k: v for k, v in given.items() if v is not None}, str(path))
 
 
 def task_settings(task: TaskConfig, seed: int) -> TaskSettings:
@@ -108,10 +119,14 @@ def _override(values: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
-def _check_precision(config: Config | SftConfig, where: str) -> None:
+def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> None:
     from isobit.precision import precision_from  # here, so that --help does not import torch
 
     try:
+        if isinstance(config, CompareConfig):
+            for preset in config.presets:
+                precision_from(preset)
+            return
         precision = precision_from(config.precision)
         if isinstance(config, Config) and config.reference.precision is not None:
             precision_from(config.reference.precision)

@@ -259,6 +259,16 @@ class Config(_Section):
         return self
 
 
+class CompareConfig(_Section):
+    """One training config under several precision flows, each with several seeds."""
+
+    train: str = Field(description="the training config that all runs share")
+    changes: tuple[str, ...] = Field((), description="key.sub=value, for all runs")
+    presets: tuple[str, ...] = Field(min_length=1, description="precision flows, such as fp8 or fp8[wgrad=bf16]")
+    seeds: int = Field(1, ge=1, description="runs per preset: seeds 0, 1, ...")
+    out: str = Field("runs/compare", description="a directory for all runs, comparison.html and comparison.json")
+
+
 class ArchitectureConfig(_Section):
     """A model made from scratch, with a character tokenizer over the task's alphabet."""
 

@@ -19,16 +19,17 @@ from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from
 
 @torch.no_grad()
 def prompt_amax(model: Model, prompts: Sequence[Prompt]) -> Tensor:
-    """amax [layers, 2] of K and V over prompts under the rollout's flow; every prompt is a batch of its own."""
+    """amax [layers, 2] of K and V under the rollout's flow, in one forward over all: one batch of NeMo's rule."""
     transformer, config = model.transformer, model.config
     transformer.recorder = recorder = AmaxRecorder(config.num_layers)
     compute = model.precision.rollout.compute
     try:
-        for ids in encode(prompts, model.tokenizer, config.vocab_size):
-            layout = Layout.packed([len(ids)])
-            shape = (layout.num_slots_needed, config.num_kv_heads, config.head_dim)
-            stores = [KVStore.allocate(*shape, None, compute) for _ in range(config.num_layers)]
-            transformer.hidden(torch.tensor(ids, dtype=torch.int64), layout, stores, use="rollout")
+        token_ids = encode(prompts, model.tokenizer, config.vocab_size)
+        layout = Layout.packed([len(ids) for ids in token_ids])
+        shape = (layout.num_slots_needed, config.num_kv_heads, config.head_dim)
+        stores = [KVStore.allocate(*shape, None, compute) for _ in range(config.num_layers)]
+        tokens = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.int64)
+        transformer.hidden(tokens, layout, stores, use="rollout")
     finally:
         transformer.recorder = None
     return recorder.amax(model.precision.calibration.percentile)

@@ -39,7 +39,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     """Write the page; returns its path. Raises IsobitError if a run is missing or has no metrics."""
     runs = [_read(Path(directory)) for directory in run_dirs]
     body = [
-        f"<h1>isobit: {', '.join(_text(run.name) for run in runs)}</h1>",
+        f"<h1>isobit: {', '.join(escaped(run.name) for run in runs)}</h1>",
         *(_headline(run, len(runs) > 1) for run in runs),
         _summary(runs),
         _plots(runs),
@@ -49,7 +49,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     page = (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>isobit: {_text(runs[0].name)}</title><style>{_STYLE}</style></head><body>\n"
+        f"<title>isobit: {escaped(runs[0].name)}</title><style>{_STYLE}</style></head><body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )
@@ -58,6 +58,15 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     except OSError as error:
         raise IsobitError(f"cannot write report {out}: {error.strerror}") from None
     return out
+
+
+def html_page(title: str, body: str) -> str:
+    """A whole document around a body."""
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>isobit: {escaped(title)}</title><style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
+    )
 
 
 def _read(directory: Path) -> Series:
@@ -75,7 +84,7 @@ def _headline(run: Series, several: bool) -> str:
         return ""
     clean = sum(value == 0 for value in differing)
     compared = sum(points(run.rows, "mismatch/compared_tokens")[1])
-    name = f"{_text(run.name)}: " if several else ""
+    name = f"{escaped(run.name)}: " if several else ""
     total = f"{name}0 differing tokens in {clean} of {len(differing)} steps, {compared:,.0f} tokens compared"
     if clean == len(differing):
         return f"<p class='headline good'>{total}: rollout and learner computed the same bits throughout.</p>"
@@ -98,7 +107,7 @@ def _summary(runs: Sequence[Series]) -> str:
         ("peak memory, MiB", "memory/peak_rss_mib", "max"),
         ("skipped optimizer steps", "steps/skipped", "sum"),
     )
-    head = "".join(f"<th class='number'>{_text(run.name)}</th>" for run in runs)
+    head = "".join(f"<th class='number'>{escaped(run.name)}</th>" for run in runs)
     body = ""
     for label, metric, how in lines:
         cells = [_value(points(run.rows, metric)[1], how) for run in runs]
@@ -142,7 +151,7 @@ def _completions(directory: Path, name: str, several: bool) -> str:
     steps = sorted(by_step)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})[:_SAMPLE_STEPS]
     rows = "".join(_sample_row(step, kind, sample) for step in chosen for kind, sample in _extremes(by_step[step]))
-    title = f"Completions of {_text(name)}" if several else "Completions"
+    title = f"Completions of {escaped(name)}" if several else "Completions"
     return (
         f"<h2>{title}</h2><div class='wide'><table><tr><th>step</th><th></th><th class='number'>reward</th>"
         f"<th>prompt</th><th>completion</th></tr>{rows}</table></div>"
@@ -161,8 +170,8 @@ def _sample_row(step: int, kind: str, sample: Mapping[str, Any]) -> str:
     reward = "none" if sample["reward"] is None else f"{sample['reward']:.3g}"
     return (
         f"<tr><td>{step}</td><td class='soft'>{kind}</td><td class='number'>{reward}</td>"
-        f"<td class='text'>{_text(_shorten(str(sample['prompt'] or '')))}</td>"
-        f"<td class='text'>{_text(_shorten(str(sample['completion'])))}</td></tr>"
+        f"<td class='text'>{escaped(_shorten(str(sample['prompt'] or '')))}</td>"
+        f"<td class='text'>{escaped(_shorten(str(sample['completion'])))}</td></tr>"
     )
 
 
@@ -172,10 +181,10 @@ def _shorten(text: str) -> str:
 
 def _config(directory: Path, name: str, several: bool) -> str:
     text = (directory / CONFIG).read_text(encoding="utf-8")
-    title = f"Configuration of {_text(name)}" if several else "Configuration"
-    return f"<h2>{title}</h2><pre>{_text(text)}</pre>"
+    title = f"Configuration of {escaped(name)}" if several else "Configuration"
+    return f"<h2>{title}</h2><pre>{escaped(text)}</pre>"
 
 
-def _text(value: str) -> str:
+def escaped(value: str) -> str:
     """Escaped, without control characters other than line breaks and tabs."""
     return html.escape("".join(c for c in value if c in "\n\t" or (c.isprintable() or c == " ")))

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 Rows = Sequence[Mapping[str, float | None]]
-_COLORS = ("#3b7dd8", "#e07b39", "#3fa66b", "#a65bb5", "#c8a02b", "#d3506a")
+_COLORS = ("#3b7dd8", "#e07b39", "#3fa66b", "#a65bb5", "#c8a02b", "#d3506a", "#3aa6a6", "#8a6d5a")
 _GREY = "#888888"
 
 
@@ -97,13 +97,25 @@ def _draw_lines(axes: Axes, panel: Panel, runs: Sequence[Series]) -> None:
             style = ("-", "--", ":")[j % 3] if several else "-"
             marker = "o" if len(steps) <= 40 else None
             axes.plot(steps, values, style, color=color, label=label, linewidth=1.5, marker=marker, markersize=2.5)
-            band = dict(zip(*points(run.rows, panel.band))) if panel.band is not None and not several else {}
-            if band:
-                low = [v - band.get(s, 0.0) for s, v in zip(steps, values)]
-                high = [v + band.get(s, 0.0) for s, v in zip(steps, values)]
+            low, high = _band(run, metric, None if several else panel.band, steps, values)
+            if low:
                 axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     if panel.fraction:
         axes.set_ylim(-0.03, 1.03)
+
+
+def _band(
+    run: Series, metric: str, deviation: str | None, steps: list[float], values: list[float]
+) -> tuple[list[float], list[float]]:
+    """Between the lowest and the highest of several seeds, or a standard deviation around the line; or nothing."""
+    low, high = (dict(zip(*points(run.rows, f"{metric}:{end}"))) for end in ("low", "high"))
+    if low:
+        return [low.get(s, v) for s, v in zip(steps, values)], [high.get(s, v) for s, v in zip(steps, values)]
+    spread = dict(zip(*points(run.rows, deviation))) if deviation is not None else {}
+    if not spread:
+        return [], []
+    sides = [[v + sign * spread.get(s, 0.0) for s, v in zip(steps, values)] for sign in (-1, 1)]
+    return sides[0], sides[1]
 
 
 def _draw_log(axes: Axes, panel: Panel, runs: Sequence[Series]) -> None:

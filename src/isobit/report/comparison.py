@@ -1,0 +1,221 @@
+"""Several precision flows side by side, from their run directories: tables in plain text, one HTML page, one JSON file.
+
+A value is the mean over the seeds. Intervals of reward and accuracy are Student's, 95 %, over the seeds; of a single
+seed there is none. Mismatch and times are means over all steps. Imports no torch.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.intervals import mean_interval
+from isobit.report.page import escaped, html_page
+from isobit.report.plots import Panel, Rows, Series, draw, points
+from isobit.run import METRICS, read_jsonl
+
+OUTCOME = "outcome.json"
+PAGE, DATA = "comparison.html", "comparison.json"
+_PHASES = ("sync", "calibrate", "rollout", "score", "learn")
+
+PANELS = (
+    Panel("Held-out accuracy, greedy", ("accuracy/held_out",), fraction=True),
+    Panel("Reward", ("reward/mean",)),
+    Panel("Mismatch: k3 of KL(rollout ‖ learner)", ("mismatch/kl_k3",), log=True),
+    Panel("Mismatch: mean probability ratio error, minus 1", ("mismatch/token_mult_prob_error-1",), log=True),
+    Panel("Entropy", ("entropy",), unit="nats"),
+    Panel("Gradient norm", ("grad_norm",)),
+    Panel("Tokens whose weight was truncated", ("correction/clipped_fraction",)),
+    Panel("Effective sample size, untruncated", ("correction/effective_sample_size_untruncated",)),
+)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One precision flow: its name, the metrics of each of its runs, and why runs of it stopped, if they did."""
+
+    name: str
+    runs: Sequence[Rows]
+    failures: Sequence[str]
+
+
+Cell = Callable[[Flow], str]
+
+
+def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> str:
+    """Write the page and the data into `out`; returns the tables as plain text."""
+    flows = [_read(name, paths) for name, paths in directories.items()]
+    failures = [line for flow in flows for line in flow.failures]
+    text = "\n\n".join([*(_plain(title, columns, flows) for title, columns in TABLES), *failures])
+    tables = "".join(_html(title, columns, flows) for title, columns in TABLES)
+    notes = "".join(f"<p>{escaped(line)}</p>" for line in failures)
+    series = [Series(flow.name, _mean_rows(flow.runs)) for flow in flows]
+    figures = [(panel.title, draw(panel, series)) for panel in PANELS]
+    plots = "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in figures if svg)
+    seeds = max(len(flow.runs) for flow in flows)
+    lead = (
+        f"<p class='soft'>Means over {seeds} seed{'s' * (seeds != 1)}; intervals are 95 %; "
+        "bands reach from the lowest seed to the highest.</p>"
+    )
+    body = f"<h1>isobit: precision flows compared</h1>{lead}{tables}{notes}<h2>Over steps</h2>"
+    page = html_page("precision flows compared", f"{body}<div class='plots'>{plots}</div>")
+    data = {flow.name: {"failures": list(flow.failures), **_values(flow)} for flow in flows}
+    try:
+        (out / PAGE).write_text(page, encoding="utf-8")
+        (out / DATA).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise IsobitError(f"cannot write the comparison into {out}: {error.strerror}") from None
+    return text
+
+
+def _read(name: str, paths: Sequence[Path]) -> Flow:
+    runs, failures = [], []
+    for path in paths:
+        outcome = json.loads((path / OUTCOME).read_text(encoding="utf-8"))
+        rows = list(read_jsonl(path / METRICS)) if (path / METRICS).is_file() else []
+        runs.append([_with_derived(row) for row in rows])
+        if not outcome["finished"]:
+            failures.append(f"{name}, {path.name}: stopped: {outcome['reason']}")
+    return Flow(name, runs, failures)
+
+
+def _with_derived(row: dict[str, Any]) -> dict[str, Any]:
+    error = row.get("mismatch/token_mult_prob_error")
+    return row if error is None else {**row, "mismatch/token_mult_prob_error-1": error - 1}
+
+
+def _mean_rows(runs: Sequence[Rows]) -> Rows:
+    """Per step, the mean over the runs that have the metric, and the lowest and highest of them."""
+    gathered: dict[float, dict[str, list[float]]] = {}
+    for metric in {name for panel in PANELS for name in panel.metrics}:
+        for rows in runs:
+            for step, value in zip(*points(rows, metric)):
+                gathered.setdefault(step, {}).setdefault(metric, []).append(value)
+    result: list[dict[str, float | None]] = []
+    for step in sorted(gathered):
+        row: dict[str, float | None] = {"step": step}
+        for metric, values in gathered[step].items():
+            row[metric] = sum(values) / len(values)
+            if len(runs) > 1:
+                row |= {f"{metric}:low": min(values), f"{metric}:high": max(values)}
+        result.append(row)
+    return result
+
+
+def _per_run(flow: Flow, metric: str, how: str) -> list[float]:
+    """One number of each run that has the metric: its last value, the mean of its last tenth, its mean, or its sum."""
+    found = []
+    for rows in flow.runs:
+        values = points(rows, metric)[1]
+        if not values:
+            continue
+        tail = values[-max(1, len(values) // 10) :]
+        pick = {"last": values[-1:], "end": tail, "mean": values, "max": [max(values)], "sum": [sum(values)]}[how]
+        found.append(sum(pick) / len(pick))
+    return found
+
+
+def _number(metric: str, how: str = "mean", form: str = ".4g", scale: float = 1.0) -> Cell:
+    def cell(flow: Flow) -> str:
+        values = _per_run(flow, metric, how)
+        return format(scale * sum(values) / len(values), form) if values else ""
+
+    return cell
+
+
+def _interval(metric: str, how: str) -> Cell:
+    def cell(flow: Flow) -> str:
+        values = _per_run(flow, metric, how)
+        if not values:
+            return ""
+        mean, low, high = mean_interval(values)
+        if metric.startswith("accuracy"):
+            low, high = max(low, 0.0), min(high, 1.0)
+        return f"{mean:.3f}" if len(values) == 1 else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+    return cell
+
+
+def _differing(flow: Flow) -> str:
+    differing, compared = (sum(_per_run(flow, f"mismatch/{name}_tokens", "sum")) for name in ("differing", "compared"))
+    return f"{differing:,.0f} of {compared:,.0f}" if compared else ""
+
+
+def _runs(flow: Flow) -> str:
+    return f"{len(flow.runs) - len(flow.failures)} of {len(flow.runs)}"
+
+
+TABLES: tuple[tuple[str, tuple[tuple[str, Cell], ...]], ...] = (
+    (
+        "What was learned",
+        (
+            ("runs finished", _runs),
+            ("reward, last tenth", _interval("reward/mean", "end")),
+            ("held-out accuracy, last", _interval("accuracy/held_out", "last")),
+            ("skipped steps", _number("steps/skipped", "sum", ".0f")),
+        ),
+    ),
+    (
+        "Mismatch between rollout and learner",
+        (
+            ("differing tokens", _differing),
+            ("mult_prob_error", _number("mismatch/token_mult_prob_error", "mean", ".5f")),
+            ("kl_k3", _number("mismatch/kl_k3", "mean", ".2e")),
+            ("largest |Δlogp|", _number("mismatch/max_abs_logprob_diff", "max", ".3g")),
+            ("truncated", _number("correction/clipped_fraction", "mean", ".2e")),
+            ("ESS, untruncated", _number("correction/effective_sample_size_untruncated", "mean", ".4f")),
+        ),
+    ),
+    (
+        "Cost",
+        (
+            ("rollout tokens/s", _number("throughput/rollout_tokens_per_s", "mean", ",.0f")),
+            ("s/step", _number("time/step", "mean", ".3f")),
+            *((phase, _number(f"time/{phase}", "mean", ".3f")) for phase in _PHASES),
+            ("weights MiB", _number("memory/weights_mib", "last", ".1f")),
+            ("KV MiB", _number("memory/kv_cache_mib", "last", ".1f")),
+            ("sync MiB", _number("sync/bytes", "mean", ".2f", 2.0**-20)),
+        ),
+    ),
+)
+
+
+def _cells(columns: Sequence[tuple[str, Cell]], flows: Sequence[Flow]) -> list[list[str]]:
+    return [["preset", *(name for name, _ in columns)], *([f.name, *(cell(f) for _, cell in columns)] for f in flows)]
+
+
+def _plain(title: str, columns: Sequence[tuple[str, Cell]], flows: Sequence[Flow]) -> str:
+    cells = _cells(columns, flows)
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        for row in cells
+    ]
+    return "\n".join([title, lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+
+
+def _html(title: str, columns: Sequence[tuple[str, Cell]], flows: Sequence[Flow]) -> str:
+    head, *body = _cells(columns, flows)
+    rows = ["<tr>" + "".join(f"<th class='{'number' * (i > 0)}'>{escaped(c)}</th>" for i, c in enumerate(head))]
+    rows += [
+        "<tr>" + "".join(f"<td class='{'number' * (i > 0)}'>{escaped(c)}</td>" for i, c in enumerate(r)) for r in body
+    ]
+    return f"<h2>{title}</h2><div class='wide'><table>{'</tr>'.join(rows)}</tr></table></div>"
+
+
+def _values(flow: Flow) -> dict[str, list[float]]:
+    """What the tables are made of, one number per run."""
+    wanted = {
+        "reward": ("reward/mean", "end"),
+        "accuracy": ("accuracy/held_out", "last"),
+        "token_mult_prob_error": ("mismatch/token_mult_prob_error", "mean"),
+        "kl_k3": ("mismatch/kl_k3", "mean"),
+        "differing_tokens": ("mismatch/differing_tokens", "sum"),
+        "compared_tokens": ("mismatch/compared_tokens", "sum"),
+        "rollout_tokens_per_s": ("throughput/rollout_tokens_per_s", "mean"),
+        "sync_bytes": ("sync/bytes", "mean"),
+        **{f"seconds_{phase}": (f"time/{phase}", "mean") for phase in (*_PHASES, "step")},
+    }
+    return {name: _per_run(flow, metric, how) for name, (metric, how) in wanted.items()}
