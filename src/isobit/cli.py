@@ -251,6 +251,7 @@ def report(
 @app.command()
 def compare(
     config: Annotated[str, typer.Argument(help="YAML file: a comparison, or a training config")],
+    overrides: Overrides = None,
     presets: Annotated[str, typer.Option(metavar="A,B,C", help="precision flows; default: the config's")] = "",
     seeds: Annotated[int | None, typer.Option(help="runs per preset; default: the config's, or 1")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="default: the config's out, or runs/compare")] = None,
@@ -260,7 +261,7 @@ def compare(
 
     \b
     isobit compare configs/compare-recipes.yaml
-    isobit compare configs/quickstart.yaml --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
+    isobit compare configs/quickstart.yaml steps=50 --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
 
     The same command goes on after an interruption; what is finished is not repeated.
     """
@@ -268,7 +269,7 @@ def compare(
     from isobit.config import load_compare_config
 
     names = [name.strip() for name in re.split(r",(?![^\[]*\])", presets) if name.strip()]
-    settings = load_compare_config(config, names, seeds, None if out is None else str(out))
+    settings = load_compare_config(config, names, seeds, None if out is None else str(out), overrides or ())
     raise typer.Exit(run_comparison(settings, quiet=quiet))
 
 

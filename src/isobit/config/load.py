@@ -34,7 +34,9 @@ def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfi
     return _load(SftConfig, path, overrides)
 
 
-def load_compare_config(path: str | Path, presets: Sequence[str], seeds: int | None, out: str | None) -> CompareConfig:
+def load_compare_config(
+    path: str | Path, presets: Sequence[str], seeds: int | None, out: str | None, changes: Sequence[str] = ()
+) -> CompareConfig:
     """Read a config of `isobit compare`, or take a training config with what the command line gives beside it."""
     values = _read_yaml(Path(path))
     if "presets" not in values and "train" not in values:
@@ -42,7 +44,10 @@ def load_compare_config(path: str | Path, presets: Sequence[str], seeds: int | N
             raise IsobitError(f"{path} is a training config: say what to compare with --presets bf16,fp8")
         values = {"train": str(path)}
     given = {"presets": list(presets) or None, "seeds": seeds, "out": out}
-    return parse_config(CompareConfig, values | {k: v for k, v in given.items() if v is not None}, str(path))
+    values |= {key: value for key, value in given.items() if value is not None}
+    if changes:
+        values["changes"] = [*values.get("changes", ()), *changes]
+    return parse_config(CompareConfig, values, str(path))
 
 
 def task_settings(task: TaskConfig, seed: int) -> TaskSettings:
