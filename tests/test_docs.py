@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from isobit import Model
-from isobit.config import Config, SftConfig, load_config, load_sft_config
+from isobit.config import Config, SftConfig, load_compare_config, load_config, load_sft_config
 from isobit.model import ModelConfig, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,7 +130,11 @@ def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Pat
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_configs_are_valid(path: Path) -> None:
     values = yaml.safe_load(path.read_text())
-    if "init" in values["model"]:
+    if "presets" in values:
+        compared = load_compare_config(path, [], None, None)
+        for preset in compared.presets:
+            load_config(ROOT / compared.train, [*compared.changes, f"precision={json.dumps(preset)}"])
+    elif "init" in values["model"]:
         assert isinstance(load_sft_config(path), SftConfig)
     else:
         assert isinstance(load_config(path), Config)
