@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model import Experts, Model, ModelConfig, Tokenizer
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -27,7 +27,8 @@ def tiny_model(precision: str = "fp8", family: str = "qwen3", seed: int = 0, **s
         vocab_size=tokenizer.vocab_size,
         **{**shape, **sizes},
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family.startswith("qwen3"),
+        experts=Experts(5, 2, 24) if family == "qwen3_moe" else None,
         tie_embeddings=True,
         max_positions=64,
         eos_ids=tokenizer.eos_ids,

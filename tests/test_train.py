@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from isobit import checkpoints
 from isobit.config import load_config
@@ -10,6 +11,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.rl.correction import CORRECTIONS
 from isobit.run import read_jsonl
 from isobit.train import TrainResult, replay, train
+from tests.conftest import tiny_model
 from tests.runs import fingerprint, write_config
 
 
@@ -162,3 +164,51 @@ def test_checkpoints_load_in_transformers(tmp_path: Path, base_model: Path) -> N
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert sum(p.numel() for p in model.parameters()) > 1000
     assert transformers.AutoTokenizer.from_pretrained(path)("1+2=")["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random mixture of experts, whose routers have something to choose from."""
+    path = tmp_path_factory.mktemp("mixtures") / "tiny"
+    model = tiny_model("fp8", "qwen3_moe")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    model.save(path)
+    return path
+
+
+@pytest.mark.parametrize("preset", ["fp8", "bf16"])
+def test_a_mixture_of_experts_agrees_without_replay(tmp_path: Path, mixture_model: Path, preset: str) -> None:
+    settings = "algorithm={updates_per_batch: 2, router_aux_coefficient: 0.01}"
+    result = run(tmp_path, mixture_model, f"precision={preset}", settings)
+    assert [row["mismatch/differing_tokens"] for row in result.metrics] == [0] * 4
+    assert all(row["router/load_max_over_mean"] >= 1 and row["router/auxiliary_loss"] > 1 for row in result.metrics)
+
+
+def test_router_replay_between_two_engines(tmp_path: Path, mixture_model: Path) -> None:
+    """The learner takes the rollout's experts: the mismatch that other experts made is gone, the rest stays."""
+    (tmp_path / "free").mkdir()
+    (tmp_path / "replay").mkdir()
+    runs = {
+        name: run(tmp_path / name, mixture_model, "precision=fp8-rollout", f"algorithm.router_replay={flag}").metrics
+        for name, flag in (("free", "false"), ("replay", "true"))
+    }
+    assert sum(row["router/differing_choices"] for row in runs["free"]) > 0
+    first = {name: rows[0] for name, rows in runs.items()}  # of the same weights and completions
+    assert first["replay"]["router/differing_choices"] > 0  # what it would have chosen itself
+    assert 0 < first["replay"]["mismatch/kl_k3"] < first["free"]["mismatch/kl_k3"]
+
+
+def test_routes_are_recorded_and_replayed_from_a_run(tmp_path: Path, mixture_model: Path) -> None:
+    recorded = run(tmp_path, mixture_model, "precision=fp8-rollout", "algorithm.router_replay=true")
+    again = replay(recorded.run_dir, tmp_path / "again")
+    assert fingerprint(again.run_dir)["model.safetensors"] == fingerprint(recorded.run_dir)["model.safetensors"]
+
+
+@pytest.mark.parametrize("key", ["router_replay=true", "router_aux_coefficient=0.1"])
+def test_a_dense_model_has_no_router(tmp_path: Path, base_model: Path, key: str) -> None:
+    with pytest.raises(IsobitError, match=rf"algorithm.{key.partition('=')[0]}: the model is dense \(qwen3\)"):
+        run(tmp_path, base_model, f"algorithm.{key}")
+    assert not (tmp_path / "run").exists()

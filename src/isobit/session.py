@@ -290,4 +290,5 @@ def _sample(completion: Completion) -> Sample:
         completion=completion.text,
         truncated=completion.finish_reason == "length",
         weights_version=completion.weights_version,
+        routes=completion.routes,
     )

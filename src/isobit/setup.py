@@ -82,6 +82,9 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
     weights = tuple((spec.label, spec.weight) for spec in rewards.specs)
     objective = replace(objective_of(config, model), reward_weights=weights)
+    if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
+        key = "router_replay" if objective.router_replay else "router_aux_coefficient"
+        raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
     reference = None
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision
@@ -98,6 +101,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     sampling = _sampling(config)
     held_out = list(task.held_out.examples[: config.evaluation.samples]) if config.evaluation.every else []
     engine = _engine(config, model, list(task.train.examples), config.prompts_per_step * sampling.n)
+    engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
     evaluator = _engine(config, model, held_out, len(held_out)) if held_out else engine
     return Parts(
         config,

@@ -20,7 +20,7 @@ from isobit.config import ArchitectureConfig, OptimizerConfig, SftConfig, dump_c
 from isobit.engine import Engine, Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluate import Evaluation, evaluate_greedy
-from isobit.model import Model, ModelConfig, Rope, Tokenizer
+from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.progress import Display
 from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
 from isobit.run import refuse_existing
@@ -123,10 +123,13 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         head_dim=init.head_dim or init.hidden_size // init.num_heads,
         rope=Rope(init.rope_theta),
         qkv_bias=init.family == "qwen2",
-        qk_norm=init.family == "qwen3",
+        qk_norm=init.family.startswith("qwen3"),
         tie_embeddings=init.tie_embeddings,
         max_positions=init.max_positions,
         eos_ids=tokenizer.eos_ids,
+        experts=None
+        if init.num_experts is None
+        else Experts(init.num_experts, init.experts_per_token, init.intermediate_size),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
-from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model import Experts, Model, ModelConfig, Tokenizer
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-=.,!?"
@@ -38,6 +38,8 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+_EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -49,6 +51,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3", {"head_dim": 20}),
     "qwen3-biases": ("Qwen3", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
 }
 """Name to class prefix in transformers, and what differs from `_SIZES`."""
 
@@ -110,7 +115,8 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "num_kv_heads": 2,
         "head_dim": 36,
         "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family.startswith("qwen3"),
+        "experts": Experts(6, 3, 40) if family == "qwen3_moe" else Experts(5, 2, 208) if family == "mixtral" else None,
         "max_positions": 128,
         "eos_ids": (2,),
     }

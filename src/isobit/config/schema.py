@@ -163,6 +163,12 @@ class AlgorithmConfig(_Section):
     recompute_old_logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: never under a unified precision, whose rollout log-probabilities are the old ones"
     )
+    router_replay: bool = Field(
+        False, description="mixture of experts: the learner takes the experts that the rollout chose (R3)"
+    )
+    router_aux_coefficient: float = Field(
+        0.0, ge=0, description="mixture of experts: weight of the load-balancing loss, per micro-batch"
+    )
     updates_per_batch: int = Field(1, ge=1, description="optimizer steps per pass over a rollout batch")
     epochs: int = Field(1, ge=1, description="passes over a rollout batch")
 
@@ -272,9 +278,11 @@ class CompareConfig(_Section):
 class ArchitectureConfig(_Section):
     """A model made from scratch, with a character tokenizer over the task's alphabet."""
 
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = "qwen3"
     hidden_size: int = Field(128, ge=8)
-    intermediate_size: int = Field(512, ge=8)
+    intermediate_size: int = Field(512, ge=8, description="of the MLP, or of each expert")
+    num_experts: int | None = Field(None, ge=1, description="qwen3_moe, mixtral")
+    experts_per_token: int = Field(2, ge=1)
     num_layers: int = Field(4, ge=1)
     num_heads: int = Field(4, ge=1)
     num_kv_heads: int | None = Field(None, ge=1, description="default: num_heads")
@@ -283,6 +291,17 @@ class ArchitectureConfig(_Section):
     max_positions: int = Field(512, ge=1)
     rope_theta: float = Field(10000.0, gt=0)
     vocabulary: str | None = Field(None, description="characters of the tokenizer; default: the task's alphabet")
+
+    @model_validator(mode="after")
+    def _experts(self) -> "ArchitectureConfig":
+        mixture = self.family in ("qwen3_moe", "mixtral")
+        if mixture != (self.num_experts is not None):
+            raise ValueError(
+                f"{self.family} needs num_experts" if mixture else f"num_experts: {self.family} is dense; use qwen3_moe"
+            )
+        if self.num_experts is not None and self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+        return self
 
 
 class SftModelConfig(_Section):

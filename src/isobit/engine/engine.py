@@ -54,6 +54,7 @@ class Engine:
         self.stores = [self._allocate(layer) for layer in range(model.config.num_layers)]
         self.stats = Stats()
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
+        self.record_routes = False  # of a mixture of experts, for router replay
         self._generation: Generation | None = None
 
     @staticmethod
@@ -126,6 +127,7 @@ class Engine:
             page_size=self.page_size,
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,
+            record_routes=self.record_routes,
         )
         self.stats = generation.scheduler.stats
         try:

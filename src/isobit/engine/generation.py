@@ -11,6 +11,7 @@ from isobit.engine.batch import Batch, build
 from isobit.engine.pages import PagePool
 from isobit.engine.prompts import new_token_limits
 from isobit.engine.record import LENGTH, REASONS, STOP, Record
+from isobit.engine.routes import RouteRecord
 from isobit.engine.sampler import LOGITS_AT_ONCE, draw
 from isobit.engine.scheduler import Plan, Scheduler
 from isobit.engine.stopping import StopStrings, cut
@@ -18,6 +19,7 @@ from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore
 from isobit.model import Model
+from isobit.model.moe import RouteTape, encode_routes
 
 
 class Generation:
@@ -35,6 +37,7 @@ class Generation:
         page_size: int,
         max_batch_tokens: int,
         max_sequences: int,
+        record_routes: bool = False,
     ) -> None:
         self.model, self.stores, self.sampling = model, stores, sampling
         self.prompts, self.prompt_ids = prompts, prompt_ids
@@ -67,6 +70,9 @@ class Generation:
             self.is_eos[[token for token in model.tokenizer.eos_ids if token < config.vocab_size]] = True
         self.num_tokens = 0
         self.num_completions = 0
+        self.routes = None
+        if record_routes and config.experts is not None:
+            self.routes = RouteRecord(lengths, n, config.num_mixtures, config.experts.per_token)
 
     @property
     def finished(self) -> bool:
@@ -77,7 +83,10 @@ class Generation:
         assert self.model.weights_version == self.weights_version, "the weights changed while completions were sampled"
         plan = self.scheduler.plan()
         batch = build(plan, self.scheduler, self._tokens)
-        hidden = self.model.transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout")
+        tape = RouteTape() if self.routes is not None else None
+        hidden = self.model.transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout", tape=tape)
+        if self.routes is not None and tape is not None:
+            self.routes.write(plan, batch.layout.positions.numpy(), tape.routes().numpy())
         if plan.sampled.size:
             tokens, logprobs = self._draw(hidden, batch)
         else:
@@ -163,4 +172,5 @@ class Generation:
             logprobs=self.record.logprobs[sequence, :count].tolist(),
             finish_reason=REASONS[int(self.record.reason[sequence])],
             weights_version=self.weights_version,
+            routes=encode_routes(self.routes.of(sequence, count)) if self.routes is not None else None,
         )

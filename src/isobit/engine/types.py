@@ -64,6 +64,7 @@ class Completion:
     `token_ids` holds every sampled token, including the end-of-sequence token and those that made up a stop string;
     `text` ends before either. `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was
     sampled from (temperature and truncation included; under greedy decoding: the model's own, at temperature 1).
+    `routes`, where the engine records them, are the experts that served prompt and completion (`model/moe.py`).
     `finish_reason` is "stop" (end of sequence or a stop string) or "length".
     """
 
@@ -75,6 +76,7 @@ class Completion:
     logprobs: list[float]
     finish_reason: str
     weights_version: int
+    routes: str | None = None
 
 
 def _check_count(name: str, value: object, lowest: int, highest: int) -> None:

@@ -1,8 +1,9 @@
 """The architecture of a model, read from and written to a Hugging Face `config.json`.
 
-Llama, Qwen2 and Qwen3: pre-norm transformers with rotary embedding, grouped-query attention and a gated SiLU MLP. They
-differ in biases, in QK-norm and in defaults. Left out: sliding windows, mixtures of experts, other activations; each is
-refused with the reason, and nothing in a model directory is ever executed.
+Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral: pre-norm transformers with rotary embedding, grouped-query attention and a
+gated SiLU MLP, or several of which a router chooses. They differ in biases, in QK-norm and in defaults. Left out:
+sliding windows, shared experts, other activations; each is refused with the reason, and nothing in a model directory is
+ever executed.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,27 @@ from typing import Any
 from isobit.errors import IsobitError
 from isobit.model.rope import Rope
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # what transformers takes where config.json has none
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+# what transformers takes where config.json has none
+_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768, "mixtral": 131072}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: `count` MLPs of `intermediate_size`, of which `per_token` serve a token, with gates that
+    sum to 1 if `normalize`; in all layers but `dense_layers`."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool = True
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -50,12 +71,26 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise IsobitError(f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}")
+        assert (self.experts is not None) == (self.family in ("qwen3_moe", "mixtral"))
+        if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
+            raise IsobitError(
+                f"config.json: {self.experts.per_token} experts per token, of {self.experts.count}: expected 1 to all"
+            )
         given = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
         assert given in _variants(self.family), f"a {self.family} of transformers has no such biases and norms: {given}"
 
     @property
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer has experts in place of one MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def num_mixtures(self) -> int:
+        """Layers with experts."""
+        return sum(self.is_mixture(layer) for layer in range(self.num_layers))
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
@@ -86,11 +121,11 @@ class ModelConfig:
         }
         if self.family == "llama":
             values |= {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
-        if self.family == "qwen3":
+        if self.family in ("qwen3", "qwen3_moe"):
             values |= {"attention_bias": self.qkv_bias}
-        if self.family != "llama":
+        if self.family.startswith("qwen"):
             values |= {"use_sliding_window": False}
-        return values
+        return values if self.experts is None else values | _experts_to_hf(self.experts, self.family)
 
 
 def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -114,24 +149,56 @@ def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
             num_layers=int(values["num_hidden_layers"]),
             num_heads=num_heads,
             num_kv_heads=num_heads if kv_heads is None else int(kv_heads),
-            head_dim=int(values.get("head_dim") or (128 if family == "qwen3" else hidden // num_heads)),
-            rms_eps=float(values.get("rms_norm_eps", 1e-6)),
+            head_dim=int(values.get("head_dim") or (128 if family.startswith("qwen3") else hidden // num_heads)),
+            rms_eps=float(values.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6)),
             rope=Rope.from_hf(values, where),
-            qkv_bias=True if family == "qwen2" else bias,
-            o_bias=False if family == "qwen2" else bias,
+            qkv_bias=family == "qwen2" or (bias and family != "mixtral"),
+            o_bias=bias and family not in ("qwen2", "mixtral"),
             mlp_bias=bool(values.get("mlp_bias", False)) if family == "llama" else False,
-            qk_norm=family == "qwen3",
+            qk_norm=family.startswith("qwen3"),
             tie_embeddings=bool(values.get("tie_word_embeddings", False)),
             max_positions=int(values.get("max_position_embeddings") or _MAX_POSITIONS[family]),
             bos_id=_first(token_ids(values.get("bos_token_id"))),
             eos_ids=token_ids(values.get("eos_token_id")),
             pad_id=_first(token_ids(values.get("pad_token_id"))),
+            experts=_experts_from_hf(values) if family in ("qwen3_moe", "mixtral") else None,
         )
     except KeyError as missing:
         raise IsobitError(f"{where}: key {missing} is missing") from None
     except (TypeError, ValueError) as error:
         raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
     return config
+
+
+def _experts_from_hf(values: Mapping[str, Any]) -> Experts:
+    """Mixtral calls the number of experts num_local_experts, Qwen3-MoE by its age num_experts or the same."""
+    layers = int(values["num_hidden_layers"])
+    if values["model_type"] == "mixtral":
+        return Experts(
+            int(values["num_local_experts"]), int(values["num_experts_per_tok"]), int(values["intermediate_size"])
+        )
+    count = values["num_experts"] if "num_experts" in values else values["num_local_experts"]
+    step, dense = int(values.get("decoder_sparse_step", 1)), values.get("mlp_only_layers") or []
+    return Experts(
+        int(count),
+        int(values["num_experts_per_tok"]),
+        int(values["moe_intermediate_size"]),
+        bool(values.get("norm_topk_prob", False)),
+        tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
+    )
+
+
+def _experts_to_hf(experts: Experts, family: str) -> dict[str, Any]:
+    values: dict[str, Any] = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
+    if family == "mixtral":
+        return values
+    return values | {
+        "num_experts": experts.count,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(experts.dense_layers),
+    }
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -151,7 +218,9 @@ def _variants(family: str) -> list[tuple[bool, bool, bool, bool]]:
     """The (qkv_bias, o_bias, mlp_bias, qk_norm) that a config.json of the family can express."""
     if family == "qwen2":
         return [(True, False, False, False)]
-    if family == "qwen3":
+    if family == "mixtral":
+        return [(False, False, False, False)]
+    if family.startswith("qwen3"):
         return [(bias, bias, False, True) for bias in (False, True)]
     return [(bias, bias, mlp, False) for bias in (False, True) for mlp in (False, True)]
 

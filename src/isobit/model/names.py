@@ -1,6 +1,7 @@
 """Hugging Face tensor names to fused masters, and back.
 
-`q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` those of `gate_up`.
+`q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` (Mixtral: w1, w3) those of
+`gate_up`. Every expert has tensors of its own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,18 @@ _INSIDE = {
     "post_norm": ("post_attention_layernorm",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
+}
+_MIXTURE = {
+    "qwen3_moe": {
+        "router": ("mlp.gate",),
+        "gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "down": ("mlp.experts.{}.down_proj",),
+    },
+    "mixtral": {
+        "router": ("block_sparse_moe.gate",),
+        "gate_up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "down": ("block_sparse_moe.experts.{}.w2",),
+    },
 }
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -59,14 +72,18 @@ def split(masters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 def _parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
     """For every master: the Hugging Face tensors that are its rows, with their shapes."""
     kv = config.num_kv_heads * config.head_dim
-    rows = {"qkv": (config.num_heads * config.head_dim, kv, kv), "gate_up": (config.intermediate_size,) * 2}
+    qkv = (config.num_heads * config.head_dim, kv, kv)
     for master, shape in parameter_shapes(config).items():
         if master in _OUTSIDE:
             yield master, [(_OUTSIDE[master], shape)]
             continue
-        _, index, name = master.split(".")
+        _, index, *inside, name = master.split(".")
         base = name.removesuffix("_bias")
         suffix = "bias" if name.endswith("_bias") else "weight"
-        heights = rows.get(base, (shape[0],))
-        names = [f"model.layers.{index}.{module}.{suffix}" for module in _INSIDE[base]]
+        heights = {"qkv": qkv, "gate_up": (shape[0] // 2,) * 2}.get(base, (shape[0],))
+        if inside or base == "router":
+            modules = [module.format(*inside[1:]) for module in _MIXTURE[config.family][base]]
+        else:
+            modules = list(_INSIDE[base])
+        names = [f"model.layers.{index}.{module}.{suffix}" for module in modules]
         yield master, [(n, (height, *shape[1:])) for n, height in zip(names, heights)]

@@ -1,4 +1,4 @@
-"""One transformer for rollout, learner and reference: Llama, Qwen2 and Qwen3 in the same forward.
+"""One transformer for rollout, learner and reference: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral in the same forward.
 
 FP32 masters are the parameters. `sync` makes *working* weights of them, once per flow: quantized, or in the compute
 format. Where rollout and learner have one flow, the working weights are one storage, and cannot be stale; a rollout
@@ -19,8 +19,9 @@ from isobit.model import autograd
 from isobit.model.autograd import Weight
 from isobit.model.config import ModelConfig
 from isobit.model.kv_scales import AmaxRecorder, KVScales
+from isobit.model.moe import RouteTape, mixture, mlp
 from isobit.model.weight_sync import Receiver
-from isobit.model.working import Layer, Made, Working, make_working, nbytes
+from isobit.model.working import Layer, Made, Mixture, Working, make_working, nbytes
 from isobit.precision import Flow, Precision
 
 USES = ("rollout", "learner")
@@ -68,12 +69,17 @@ class Transformer:
         return 0 if self._receiver is None else self._receiver.bytes
 
     def hidden(
-        self, tokens: Tensor, layout: Layout, stores: Sequence[KVStore] | None = None, use: str = "learner"
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        stores: Sequence[KVStore] | None = None,
+        use: str = "learner",
+        tape: RouteTape | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
         `stores` hold the keys and values of earlier rows and receive the new ones, one per layer; without them the rows
-        are whole packed sequences, and temporary stores serve.
+        are whole packed sequences, and temporary stores serve. `tape` follows the routers of a mixture of experts.
         """
         working, eps, ops = self._working[use], self.config.rms_eps, self.ops[use]
         tables, outside = self._rope_tables(layout), working.outside
@@ -85,8 +91,7 @@ class Transformer:
             store = stores[index] if stores is not None else self._temporary_store(layout, index, layer.flow)
             x = self._attend(normed, index, layer, tables, store, layout, ops)
             normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-            gate_up = autograd.linear(normed, layer.gate_up, ops)
-            x = autograd.linear(autograd.silu_mul(gate_up, ops), layer.down, ops)
+            x = mixture(normed, layer.mlp, ops, tape) if isinstance(layer.mlp, Mixture) else mlp(normed, layer.mlp, ops)
         return autograd.rms_norm(x, residual, outside.final_norm, eps, ops)[0]
 
     def logits(self, hidden: Tensor, use: str = "learner") -> Tensor:
@@ -187,6 +192,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.o_bias:
             shapes[prefix + "o_bias"] = (hidden,)
         shapes[prefix + "post_norm"] = (hidden,)
+        if config.experts is not None and config.is_mixture(index):
+            shapes[prefix + "router"] = (config.experts.count, hidden)
+            for number in range(config.experts.count):
+                shapes[f"{prefix}experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
+                shapes[f"{prefix}experts.{number}.down"] = (hidden, config.experts.intermediate_size)
+            continue
         shapes[prefix + "gate_up"] = (2 * inner, hidden)
         shapes[prefix + "down"] = (hidden, inner)
         if config.mlp_bias:

@@ -14,7 +14,7 @@ from torch import Tensor
 from isobit.errors import RunFailed
 from isobit.kernels import Operand
 from isobit.model.autograd import Vector, Weight
-from isobit.model.working import Working, nbytes
+from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, nbytes
 from isobit.precision import QTensor
 
 _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
@@ -93,7 +93,8 @@ def _buffers(sent: Working) -> Working:
             )
         return known[id(operand)]
 
-    def part(value: Any) -> Any:
+    def copied(value: Any) -> Any:
+        """The same with new storage in every weight."""
         if isinstance(value, Weight):
             bias = None if value.bias is None else torch.empty_like(value.bias)
             return replace(value, working=fresh(value.working), bias=bias)
@@ -101,12 +102,13 @@ def _buffers(sent: Working) -> Working:
             working = fresh(value.working)
             assert isinstance(working, Tensor)
             return replace(value, working=working)
+        if isinstance(value, tuple):
+            return tuple(copied(item) for item in value)
+        if isinstance(value, (Outside, Layer, Mlp, Mixture)):
+            return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
         return value
 
-    def whole(section: Any) -> Any:
-        return replace(section, **{f.name: part(getattr(section, f.name)) for f in fields(section)})
-
-    return Working(whole(sent.outside), tuple(whole(layer) for layer in sent.layers))
+    return Working(copied(sent.outside), copied(sent.layers))
 
 
 def _parts(operand: Operand) -> tuple[Tensor, ...]:

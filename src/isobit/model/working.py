@@ -25,6 +25,24 @@ class Outside:
 
 
 @dataclass(frozen=True, eq=False)
+class Mlp:
+    """A gated MLP: of a layer, or one expert."""
+
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1 if `normalize`."""
+
+    router: Weight
+    experts: tuple[Mlp, ...]
+    per_token: int
+    normalize: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """Working weights of one layer, and the flow that they are for."""
 
@@ -35,8 +53,7 @@ class Layer:
     k_norm: Vector | None
     o: Weight
     post_norm: Vector
-    gate_up: Weight
-    down: Weight
+    mlp: Mlp | Mixture
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,17 +66,15 @@ class Working:
     def tensors(self) -> Iterator[tuple[str, Operand, Tensor]]:
         """(name, working tensor, master) of each that is stored, once."""
         seen: set[int] = set()
-        for part in (self.outside, *self.layers):
-            for value in vars(part).values():
-                for name, working, master in _stored(value):
-                    if id(working) not in seen:
-                        seen.add(id(working))
-                        yield name, working, master
+        for part in _parts((self.outside, *self.layers)):
+            for name, working, master in _stored(part):
+                if id(working) not in seen:
+                    seen.add(id(working))
+                    yield name, working, master
 
     def linear_layers(self) -> Iterator[Weight]:
         """The weights of the products inside the layers."""
-        for layer in self.layers:
-            yield from (value for value in vars(layer).values() if isinstance(value, Weight))
+        return (part for part in _parts(self.layers) if isinstance(part, Weight))
 
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
@@ -90,9 +105,19 @@ def nbytes(operand: Operand) -> int:
     return operand.nbytes if isinstance(operand, QTensor) else operand.numel() * operand.element_size()
 
 
-def _stored(value: object) -> Iterator[tuple[str, Operand, Tensor]]:
+def _parts(value: object) -> Iterator[Weight | Vector]:
+    """Every weight and vector in a structure, in order."""
     if isinstance(value, (Weight, Vector)):
-        yield value.name, value.working, value.master
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, (Outside, Layer, Mlp, Mixture)):
+        yield from _parts(tuple(vars(value).values()))
+
+
+def _stored(value: Weight | Vector) -> Iterator[tuple[str, Operand, Tensor]]:
+    yield value.name, value.working, value.master
     if isinstance(value, Weight) and value.bias is not None and value.bias_master is not None:
         yield f"{value.name}_bias", value.bias, value.bias_master
 
@@ -121,6 +146,14 @@ def _make_layer(
         rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
         return Weight(prefix + name, master, working, bias, rounded, flow.activation, gradient, dgrad, wgrad)
 
+    def mixture() -> Mixture:
+        assert config.experts is not None
+        router = masters[prefix + "router"]
+        kept = Weight(prefix + "router", router, router.detach().clone(), None, None)
+        names = [f"experts.{number}." for number in range(config.experts.count)]
+        experts = tuple(Mlp(weight(name + "gate_up"), weight(name + "down")) for name in names)
+        return Mixture(kept, experts, config.experts.per_token, config.experts.normalize)
+
     return Layer(
         flow=flow,
         input_norm=_vector(prefix + "input_norm", flow, masters),
@@ -129,8 +162,7 @@ def _make_layer(
         k_norm=_vector(prefix + "k_norm", flow, masters) if config.qk_norm else None,
         o=weight("o"),
         post_norm=_vector(prefix + "post_norm", flow, masters),
-        gate_up=weight("gate_up"),
-        down=weight("down"),
+        mlp=mixture() if config.is_mixture(index) else Mlp(weight("gate_up"), weight("down")),
     )
 
 

@@ -23,12 +23,14 @@ from torch import Tensor
 from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder
+from isobit.model.moe import RouteTape, decode_routes
 from isobit.rl.correction import correct, correction_metrics
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer, learning_rate
 from isobit.rl.packing import PackedBatch, Trainable, micro_batches, minibatches, pack
+from isobit.rl.routing import RoutingTotals
 from isobit.rl.samples import Sample
 
 
@@ -84,6 +86,7 @@ class Learner:
         self.seed = seed
         self.bad_steps_in_a_row = 0
         self.kv_amax: Tensor | None = None
+        self._routing = RoutingTotals()
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[float], step: int) -> dict[str, float]:
         """`optimize`, recording the amax of keys and values where they are calibrated from it."""
@@ -105,6 +108,7 @@ class Learner:
         log-probabilities are recomputed, else over those of the first optimizer step.
         """
         objective, metrics = self.objective, dict[str, float]()
+        self._routing = RoutingTotals()
         totals, rate = _Totals(), learning_rate(step, self.optimizer.settings)
         try:
             batch = self._prepare(samples, advantages, metrics)
@@ -120,7 +124,7 @@ class Learner:
                 self._update(batch, part, rate, totals, first)
                 if first is not None:
                     metrics |= _mismatch([(logprobs, batch.rollout[index]) for index, logprobs in first])
-        return metrics | _learning_metrics(totals, rate)
+        return metrics | _learning_metrics(totals, rate) | self._routing.metrics()
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[float]:
         """Per sample, the sum over its tokens of log π_rollout - log π_reference: k1, for the reward."""
@@ -153,9 +157,26 @@ class Learner:
         results: list[Tensor] = []
         for part in micro_batches(samples, self.micro_batch_tokens):
             chosen = [samples[i] for i in part]
-            logprobs, _ = forward(model, pack(chosen), self.objective.temperature)
+            logprobs, _ = self._forward(model, pack(chosen), chosen, compare=model is self.model)[:2]
             results += logprobs.split([len(s.completion_ids) for s in chosen])
         return results
+
+    def _forward(
+        self, model: Model, packed: PackedBatch, samples: Sequence[Sample], compare: bool
+    ) -> tuple[Tensor, Tensor, RouteTape | None]:
+        """`forward`, following the policy's routers, which may have to repeat the rollout's choices; `compare`: its
+        weights are those of the rollout."""
+        experts = model.config.experts
+        if experts is None or model is not self.model:
+            return *forward(model, packed, self.objective.temperature), None
+        recorded = None
+        if all(s.routes is not None for s in samples):
+            layers = model.config.num_mixtures
+            recorded = torch.cat([decode_routes(s.routes or "", layers, experts.per_token) for s in samples])
+        tape = RouteTape(recorded if self.objective.router_replay else None)
+        found = forward(model, packed, self.objective.temperature, tape)
+        self._routing.see(tape, experts.count, recorded if compare else None)
+        return *found, tape
 
     def _update(
         self, batch: _Batch, part: list[int], rate: float, totals: _Totals, first: list[tuple[int, Tensor]] | None
@@ -173,7 +194,7 @@ class Learner:
         try:
             for span in micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens):
                 chosen = [part[i] for i in span]
-                self._accumulate(batch, chosen, [weights[i] for i in span], own, first)
+                self._accumulate(batch, chosen, [weights[i] for i in span], sum(lengths), own, first)
             norm = self.optimizer.gradient_norm()
         except NonFiniteError:
             norm = float("inf")
@@ -191,6 +212,7 @@ class Learner:
         batch: _Batch,
         chosen: list[int],
         weights: list[float],
+        batch_tokens: int,
         totals: _Totals,
         first: list[tuple[int, Tensor]] | None,
     ) -> None:
@@ -200,7 +222,7 @@ class Learner:
         packed = pack(samples)
         if not packed.num_targets:
             return
-        logprobs, entropy = forward(self.model, packed, objective.temperature)
+        logprobs, entropy, tape = self._forward(self.model, packed, samples, compare=first is not None)
         token_weight = torch.tensor(weights)[packed.sequence]
         surrogate = policy_loss(
             logprobs,
@@ -214,7 +236,10 @@ class Learner:
             sequence=packed.sequence if objective.ratio == "sequence" else None,
         )
         loss = (surrogate.loss * token_weight).sum()
+        share = packed.num_targets / max(batch_tokens, 1)
         total = loss
+        if tape is not None and objective.router_aux_coefficient > 0:
+            total = total + objective.router_aux_coefficient * torch.stack(tape.auxiliary).mean() * share
         if batch.reference is not None:
             kl = kl_penalty(logprobs, torch.cat([batch.reference[i] for i in chosen]), objective.kl_estimator)
             total = total + objective.kl_coefficient * (kl * token_weight).sum()
@@ -228,10 +253,12 @@ class Learner:
             first += zip(chosen, logprobs.detach().split([len(s.completion_ids) for s in samples]))
 
 
-def forward(model: Model, packed: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def forward(
+    model: Model, packed: PackedBatch, temperature: float, tape: RouteTape | None = None
+) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of every completion token of a packed batch, [C] float32, by the learner's flow."""
     transformer = model.transformer
-    hidden = transformer.hidden(packed.tokens, packed.layout, use="learner")
+    hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
     return transformer.head_logprobs(hidden[packed.rows], packed.targets, temperature, "learner")
 
 

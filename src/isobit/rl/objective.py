@@ -15,8 +15,8 @@ class Objective:
     computed apart and added by `reward_weights`, pairs of (name, weight); else those of the weighted sum. ratio: token
     | sequence. surrogate: clip | cispo. loss_aggregation: token_mean | sequence_mean | constant (over
     `max_new_tokens`). correction: see `rl/correction.py`. recompute_old: whether the learner computes the
-    log-probabilities of the sampling weights before it changes them; otherwise the rollout's own serve. `temperature`
-    is the sampling's.
+    log-probabilities of the sampling weights before it changes them; otherwise the rollout's own serve. router_replay:
+    the learner routes tokens to the experts of the rollout. `temperature` is the sampling's.
     """
 
     advantage: str = "grpo"
@@ -36,6 +36,8 @@ class Objective:
     kl_in_reward: bool = False
     correction: CorrectionRule = CORRECTIONS["none"]
     recompute_old: bool = False
+    router_replay: bool = False
+    router_aux_coefficient: float = 0.0
     updates_per_batch: int = 1
     epochs: int = 1
     max_new_tokens: int = 128

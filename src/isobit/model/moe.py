@@ -1,0 +1,109 @@
+"""Mixture of experts: the router in FP32, top-k with a defined order on ties, experts summed in slot order.
+
+For a token: p = softmax(router logits) over all experts, float64 inside and rounded to float32; the k largest, ties to
+the lower index; their gates are p, divided by their sum where the architecture says so. The token's rows go through
+the experts as through any MLP, and gate times result is added in float32 in the order of the slots, the largest gate
+first, and rounded once. So a token's bits depend on the token and the weights, whoever else an expert serves
+(`tests/model/test_moe.py`).
+
+`RouteTape` follows one forward: which experts were chosen, or which must be (router replay, R3: Ma et al. 2025, arXiv
+2510.11370), and the auxiliary loss. Left out: experts over several processes, capacity limits, shared experts.
+"""
+
+import base64
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isobit.kernels import Ops
+from isobit.model import autograd
+from isobit.model.working import Mixture, Mlp
+
+
+class RouteTape:
+    """What the routers of one forward over T rows do, MoE layer by MoE layer.
+
+    `chosen` holds [T, k] int64 per layer. With `given` [T, layers, k] the routers take those experts instead, with
+    gates from their own probabilities, and `chosen` is what they would have taken. `auxiliary` holds, per layer, the
+    load-balancing loss E · Σ_e f_e · P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4, with k choices a token), f_e the
+    choices of expert e per row and P_e its mean probability.
+    """
+
+    def __init__(self, given: Tensor | None = None) -> None:
+        self.given = given
+        self.chosen: list[Tensor] = []
+        self.auxiliary: list[Tensor] = []
+
+    def follow(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """Take a layer's choice down; returns the experts to use."""
+        layer = len(self.chosen)
+        self.chosen.append(chosen.detach())
+        count = probabilities.shape[1]
+        share = torch.bincount(chosen.flatten(), minlength=count).float() / max(chosen.shape[0], 1)
+        self.auxiliary.append(count * (share * probabilities.mean(0)).sum())
+        return chosen if self.given is None else self.given[:, layer]
+
+    def routes(self) -> Tensor:
+        """All choices: [T, layers, k] int64."""
+        return torch.stack(self.chosen, 1)
+
+
+def encode_routes(routes: NDArray[np.int32]) -> str:
+    """Choices [tokens, layers, k] as text: base64 of 16-bit numbers."""
+    return base64.b64encode(routes.astype("<u2").tobytes()).decode("ascii")
+
+
+def decode_routes(text: str, layers: int, per_token: int) -> Tensor:
+    """The inverse of `encode_routes`: [tokens, layers, k] int64."""
+    values = np.frombuffer(base64.b64decode(text), "<u2").astype(np.int64)
+    return torch.from_numpy(values.reshape(-1, layers, per_token))
+
+
+def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None) -> Tensor:
+    """x [T, H] through the experts that the router chooses: [T, H] in x's dtype."""
+    probabilities = router_probabilities(autograd.linear(x.float(), layer.router, ops))
+    chosen = top_experts(probabilities, layer.per_token)
+    if tape is not None:
+        chosen = tape.follow(probabilities, chosen)
+    gates = probabilities.gather(1, chosen)
+    if layer.normalize:
+        gates = gates / gates.sum(1, keepdim=True)
+    results = _through_experts(x, chosen, layer, ops).float()
+    total = gates[:, :1] * results[:, 0]
+    for slot in range(1, layer.per_token):
+        total = total + gates[:, slot : slot + 1] * results[:, slot]
+    return total.to(x.dtype)
+
+
+def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
+    """The gated MLP: x [T, H] to [T, H]."""
+    return autograd.linear(autograd.silu_mul(autograd.linear(x, layer.gate_up, ops), ops), layer.down, ops)
+
+
+def router_probabilities(logits: Tensor) -> Tensor:
+    """softmax over the experts [T, E] float32; written out, so that a row's bits do not depend on the number of
+    rows."""
+    wide = logits.double()
+    weights = torch.exp(wide - wide.detach().amax(1, keepdim=True))
+    return (weights / weights.sum(1, keepdim=True)).float()
+
+
+def top_experts(probabilities: Tensor, count: int) -> Tensor:
+    """The `count` most probable experts [T, count] int64, in descending order; ties go to the lower index."""
+    return probabilities.detach().sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _through_experts(x: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
+    """Results [T, k, H] of the chosen experts; each expert computes its rows in one product."""
+    rows, slots = chosen.shape
+    order = chosen.flatten().sort(stable=True).indices  # by expert, then by row
+    counts = torch.bincount(chosen.flatten(), minlength=len(layer.experts)).tolist()
+    parts = x.index_select(0, order // slots).split(counts)
+    results = [mlp(part, expert, ops) for part, expert in zip(parts, layer.experts) if part.shape[0]]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return (
+        torch.cat(results).index_select(0, back).view(rows, slots, -1) if results else x.new_empty(0, slots, x.shape[1])
+    )
