@@ -20,12 +20,15 @@ from tests.runs import fingerprint, write_config
 STEPS = 8
 HARD = {
     "algorithm": {"preset": "dapo", "updates_per_batch": 2},
+    "rollouts_ahead": 1,
+    "replay": {"capacity": 5, "groups_per_step": 1, "max_staleness": 4},
     "evaluation": {"every": 3, "samples": 4},
     "prompts_per_step": 3,
     "sampling": {"group_size": 3, "max_new_tokens": 3},
     "steps": STEPS,
 }
-"""Dynamic sampling leaves groups over, several updates shuffle, evaluation syncs: all that a checkpoint must hold."""
+"""Dynamic sampling leaves groups over, a batch waits, past groups are replayed, several updates shuffle, evaluation
+syncs: all that a checkpoint must hold."""
 
 
 @pytest.fixture(scope="module")

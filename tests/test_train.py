@@ -212,3 +212,36 @@ def test_a_dense_model_has_no_router(tmp_path: Path, base_model: Path, key: str)
     with pytest.raises(IsobitError, match=rf"algorithm.{key.partition('=')[0]}: the model is dense \(qwen3\)"):
         run(tmp_path, base_model, f"algorithm.{key}")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rollout"])
+def test_rollouts_ahead_of_the_learner(tmp_path: Path, base_model: Path, preset: str) -> None:
+    """The same six verbs in another order: every batch but the first ones is as old as rollouts run ahead."""
+    result = run(tmp_path, base_model, f"precision={preset}", "rollouts_ahead=2", "steps=6")
+    assert [row.get("staleness/max", 0) for row in result.metrics] == [0, 1, 2, 2, 2, 2]
+    assert result.metrics[-1]["prompts/consumed"] == (6 + 2) * 4
+    assert "mismatch/kl_k3" in result.metrics[0]
+    assert all("mismatch/kl_k3" not in row and row["staleness/kl_k3"] > 0 for row in result.metrics[1:])
+    assert all(0 < row["correction/effective_sample_size"] <= 1 for row in result.metrics)
+    if preset == "fp8":
+        assert result.metrics[0]["mismatch/differing_tokens"] == 0
+    steps = [(row["step"], row["rollout_step"]) for row in read_jsonl(result.run_dir / "completions.jsonl")]
+    assert {(step, step - 1 - rolled) for step, rolled in steps} == {(1, 0), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)}
+
+
+def test_replayed_groups_are_learned_from_again_and_corrected(tmp_path: Path, base_model: Path) -> None:
+    settings = "replay={capacity: 8, groups_per_step: 2, max_staleness: 3}"
+    result = run(tmp_path, base_model, settings, "steps=6")
+    assert result.metrics[0]["replay/groups"] == 0
+    assert all(row["replay/groups"] == 2 and 1 <= row["staleness/max"] <= 3 for row in result.metrics[2:])
+    # of the fresh ones every bit is the same, and the old ones are told apart
+    assert all(row["mismatch/differing_tokens"] == 0 for row in result.metrics)
+    assert all(row["staleness/kl_k3"] > 0 for row in result.metrics[2:])
+    again = replay(result.run_dir, tmp_path / "again")
+    assert fingerprint(again.run_dir)["model.safetensors"] == fingerprint(result.run_dir)["model.safetensors"]
+
+
+def test_rollouts_ahead_are_repeated_from_a_recorded_run(tmp_path: Path, base_model: Path) -> None:
+    recorded = run(tmp_path, base_model, "rollouts_ahead=1")
+    again = replay(recorded.run_dir, tmp_path / "again")
+    assert fingerprint(again.run_dir)["model.safetensors"] == fingerprint(recorded.run_dir)["model.safetensors"]

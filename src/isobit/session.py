@@ -24,17 +24,19 @@ from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import Interruption, Run
 from isobit.setup import Parts, load_state, open_parts, save_checkpoint
-from isobit.statistics import batch_metrics, weight_metrics
+from isobit.statistics import batch_metrics, staleness_metrics, weight_metrics
 from isobit.tasks import Example
 
 
 @dataclass
 class State:
-    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups not learned from yet."""
+    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
+    `queue`: batches that wait to be learned from, where rollouts run ahead."""
 
     step: int = 0
     cursor: int = 0
     pending: list[Group] = field(default_factory=list)
+    queue: list[StepBatch] = field(default_factory=list)
 
 
 class Session:
@@ -92,6 +94,27 @@ class Session:
         batch.carry_over(self.state.pending)
         return batch
 
+    @property
+    def wants_batch(self) -> bool:
+        """Whether another batch is to be rolled out before the next one is learned from.
+
+        So it is at the end of a run too, where nothing will learn from it yet: a run that is extended is then the run
+        that was planned longer.
+        """
+        ahead = 0 if self._recorded is not None else self.config.rollouts_ahead
+        return len(self.state.queue) <= ahead
+
+    def enqueue(self, batch: StepBatch) -> None:
+        """A scored batch waits for its turn; what it leaves over begins the next one."""
+        self.state.queue.append(batch)
+        self.state.pending = batch.surplus
+
+    def dequeue(self) -> StepBatch:
+        """The oldest batch that waits, and past groups to learn from again."""
+        batch = self.state.queue.pop(0)
+        batch.replayed = self.parts.replay.draw(self.state.step)
+        return batch
+
     def roll_out(self, count: int) -> list[Group]:
         """Verb 2: one group of completions for each of the next `count` prompts."""
         if self._recorded is not None:
@@ -106,7 +129,7 @@ class Session:
         self._count("rollout/tokens", sum(len(c.token_ids) for group in groups for c in group))
         self.state.cursor += count
         self._examples = dict(zip(ids, examples))
-        return [[_sample(completion) for completion in group] for group in groups]
+        return [[_sample(completion, self.state.step) for completion in group] for group in groups]
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """Verb 3: the same groups with rewards."""
@@ -143,13 +166,15 @@ class Session:
     def record(self, batch: StepBatch, learned: dict[str, float]) -> None:
         """Verb 6: metrics, completions, and, when they are due, an evaluation and a checkpoint."""
         state, config = self.state, self.config
+        staleness = [state.step - s.rollout_step for g in (*batch.groups, *batch.replayed) for s in g]
         state.step += 1
-        state.pending = batch.surplus
+        self.parts.replay.add(batch.groups)
         if "time/rollout" in self._metrics:
             speed = self._metrics["rollout/tokens"] / max(self._metrics["time/rollout"], 1e-9)
             self._metrics["throughput/rollout_tokens_per_s"] = speed
         measured = {
             **batch_metrics(batch),
+            **staleness_metrics(staleness, len(batch.replayed), len(self.parts.replay.groups)),
             **learned,
             **self._metrics,
             "prompts/consumed": float(state.cursor),
@@ -199,6 +224,8 @@ class Session:
             "step": self.state.step,
             "cursor": self.state.cursor,
             "pending": [[s.to_json() for s in group] for group in self.state.pending],
+            "queue": [batch.to_json() for batch in self.state.queue],
+            "replay": [[s.to_json() for s in group] for group in self.parts.replay.groups],
             "bad_steps_in_a_row": self.parts.learner.bad_steps_in_a_row,
             "weights_version": self.model.weights_version,
             "offsets": self.run.offsets(),
@@ -246,7 +273,9 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
     parts = open_parts(config, quiet=quiet, checkpoint=path)
     counted = load_state(path, parts)
     pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
-    state = State(counted["step"], counted["cursor"], pending)
+    queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
+    parts.replay.groups = [[Sample.from_json(s) for s in group] for group in counted["replay"]]
+    state = State(counted["step"], counted["cursor"], pending, queue)
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     session = Session(parts, Run(run_dir, counted["offsets"]), state, quiet=quiet)
@@ -280,7 +309,7 @@ def _recorded_groups(recorded: Path) -> Iterator[list[Group]]:
     yield list(groups.values())
 
 
-def _sample(completion: Completion) -> Sample:
+def _sample(completion: Completion, step: int) -> Sample:
     return Sample(
         prompt_index=completion.prompt_id,
         sample_index=completion.sample_index,
@@ -291,4 +320,5 @@ def _sample(completion: Completion) -> Sample:
         truncated=completion.finish_reason == "length",
         weights_version=completion.weights_version,
         routes=completion.routes,
+        rollout_step=step,
     )

@@ -19,6 +19,7 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
 from isobit.rl.correction import CorrectionRule, Rejection
+from isobit.rl.replay import ReplayBuffer, ReplaySettings
 from isobit.run import refuse_existing
 from isobit.sft import cached_model, optimizer_settings
 from isobit.tasks import Example, Task, load_task
@@ -42,6 +43,7 @@ class Parts:
     engine: Engine
     evaluator: Engine
     calibrator: Calibrator
+    replay: ReplayBuffer
     sampling: Sampling
     objective: Objective
     optimizer: Optimizer
@@ -113,6 +115,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         engine,
         evaluator,
         Calibrator(model),
+        ReplayBuffer(ReplaySettings(**config.replay.model_dump()), config.seed),
         sampling,
         objective,
         optimizer,
@@ -133,7 +136,11 @@ def objective_of(config: Config, model: Model) -> Objective:
         temperature=sampling.temperature,
     )
     return for_precision(
-        objective, model.precision, _correction(algorithm.correction), algorithm.recompute_old_logprobs
+        objective,
+        model.precision,
+        _correction(algorithm.correction),
+        algorithm.recompute_old_logprobs,
+        stale=bool(config.rollouts_ahead or config.replay.groups_per_step),
     )
 
 

@@ -36,6 +36,18 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
     return metrics
 
 
+def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dict[str, float]:
+    """How many steps old the samples of a step were, how many of its groups were replayed, and how many are kept."""
+    if not any(staleness) and not kept:
+        return {}
+    return {
+        "staleness/mean": _mean(staleness),
+        "staleness/max": float(max(staleness, default=0)),
+        "replay/groups": float(replayed),
+        "replay/buffer_groups": float(kept),
+    }
+
+
 @torch.no_grad()
 def weight_metrics(model: Model) -> dict[str, float]:
     """Quantization of the rollout's weights against the masters as they were at the last sync; empty without FP8."""

@@ -8,7 +8,8 @@
     record          metrics, completions, checkpoint
 
 Under a unified precision the learner computes the rollout's log-probabilities bit for bit (tests/test_train.py), so
-they are the old log-probabilities of the surrogate. Left out: how each verb is done (`session.py`, `engine/`, `rl/`).
+they are the old log-probabilities of the surrogate; unless rollouts run ahead or past groups are replayed, which a
+correction then weighs. Left out: how each verb is done (`session.py`, `engine/`, `rl/`).
 """
 
 from collections.abc import Sequence
@@ -61,11 +62,14 @@ def training_loop(session: Session) -> None:
 def training_step(session: Session) -> None:
     """One step of the algorithm: the six verbs."""
     session.sync()
-    batch = session.begin_batch()
-    while batch.missing:
-        groups = session.roll_out(batch.missing)
-        batch.add(session.score(groups))
-    samples, advantages = assign_credit(batch.groups, session.objective)
+    while session.wants_batch:  # once; with rollouts ahead of the learner, at first once more for each step ahead
+        batch = session.begin_batch()
+        while batch.missing:
+            groups = session.roll_out(batch.missing)
+            batch.add(session.score(groups))
+        session.enqueue(batch)
+    batch = session.dequeue()
+    samples, advantages = assign_credit([*batch.groups, *batch.replayed], session.objective)
     learned = session.learn(samples, advantages)
     session.record(batch, learned)
 

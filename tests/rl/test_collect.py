@@ -1,5 +1,6 @@
 """Which groups fill a step, and the credit of each sample."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -81,6 +82,13 @@ def several(index: int, **rewards: list[float]) -> Group:
         replace(sample, rewards={name: values[i] for name, values in rewards.items()})
         for i, sample in enumerate(group(index, *[sum(values) for values in zip(*rewards.values())]))
     ]
+
+
+def test_a_batch_that_waits_keeps_what_it_will_be_measured_by() -> None:
+    batch = StepBatch(wanted=1, dynamic=True, rounds_left=3)
+    batch.add([group(0, 1.0, 1.0), group(1, 0.0, 1.0), group(2, 1.0, 0.0)])
+    again = StepBatch.from_json(json.loads(json.dumps(batch.to_json())), 1)
+    assert (again.groups, again.scored, again.dropped, again.missing) == (batch.groups, batch.scored, 1, 0)
 
 
 DECOUPLED = Objective(advantage="grpo", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5)))

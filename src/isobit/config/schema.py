@@ -201,6 +201,23 @@ class ReferenceConfig(_Section):
     precision: Precision | None = Field(None, description="default: the policy's")
 
 
+class ReplayConfig(_Section):
+    """Learning again from past groups, drawn by age and by the spread of their rewards."""
+
+    capacity: int = Field(0, ge=0, description="groups kept; 0: no replay")
+    groups_per_step: int = Field(0, ge=0, description="past groups in each step, beside prompts_per_step fresh ones")
+    max_staleness: int = Field(8, ge=0, description="steps; older groups are forgotten")
+    half_life: float = Field(2.0, gt=0, description="steps in which a group's chance to be drawn halves")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ReplayConfig":
+        if self.groups_per_step and not self.max_staleness:
+            raise ValueError("max_staleness: 0 forgets every past group; give at least 1, or groups_per_step: 0")
+        if self.groups_per_step > self.capacity:
+            raise ValueError(f"groups_per_step {self.groups_per_step} exceeds capacity {self.capacity}")
+        return self
+
+
 class EvaluationConfig(_Section):
     """Held-out evaluation inside training: greedy accuracy."""
 
@@ -233,9 +250,13 @@ class Config(_Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    replay: ReplayConfig = ReplayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     steps: int = Field(100, ge=1, description="rollout batches")
+    rollouts_ahead: int = Field(
+        0, ge=0, le=64, description="batches that are rolled out before they are learned from: asynchronous by so many"
+    )
     prompts_per_step: int = Field(8, ge=1, description="groups of a rollout batch")
     seed: int = Field(0, ge=0, lt=2**63, description="of data order, sampling and shuffling")
 
@@ -257,6 +278,10 @@ class Config(_Section):
             raise ValueError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
             raise ValueError("algorithm.updates_per_batch exceeds the completions of a step")
+        if self.rollouts_ahead > self.replay.max_staleness:
+            raise ValueError(
+                f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness {self.replay.max_staleness}"
+            )
         if algorithm.recompute_old_logprobs == "never" and algorithm.correction not in ("auto", "none"):
             raise ValueError(
                 "algorithm.correction weighs old against rollout log-probabilities, which "

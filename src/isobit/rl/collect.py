@@ -1,7 +1,8 @@
 """From scored groups to what the learner takes: which groups fill a step, and the credit of each sample."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from isobit.rl.advantages import batch_advantages, has_spread, overlong_penalty
 from isobit.rl.objective import Objective
@@ -21,6 +22,7 @@ class StepBatch:
     surplus: list[Group] = field(default_factory=list)
     dropped: int = 0
     scored: list[Group] = field(default_factory=list)
+    replayed: list[Group] = field(default_factory=list)
 
     @property
     def missing(self) -> int:
@@ -30,6 +32,21 @@ class StepBatch:
     def carry_over(self, groups: Sequence[Group]) -> None:
         """Begin with what an earlier step left."""
         self.groups, self.surplus = list(groups[: self.wanted]), list(groups[self.wanted :])
+
+    def to_json(self) -> dict[str, Any]:
+        """A batch that waits to be learned from, in plain values."""
+        parts = {name: getattr(self, name) for name in ("groups", "scored")}
+        return {"dropped": self.dropped} | {
+            name: [[s.to_json() for s in group] for group in groups] for name, groups in parts.items()
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any], wanted: int) -> "StepBatch":
+        """The inverse of `to_json`."""
+        groups, scored = (
+            list[Group]([Sample.from_json(s) for s in g] for g in values[name]) for name in ("groups", "scored")
+        )
+        return StepBatch(wanted, groups=groups, scored=scored, dropped=values["dropped"], rounds_left=0)
 
     def add(self, groups: Sequence[Group]) -> None:
         """Take scored groups in."""

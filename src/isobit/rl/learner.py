@@ -105,7 +105,8 @@ class Learner:
         """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate. Returns metrics.
 
         The working weights must be those that sampled. Mismatch is measured with them: over all samples where old
-        log-probabilities are recomputed, else over those of the first optimizer step.
+        log-probabilities are recomputed, else over those of the first optimizer step. Samples of older weights have no
+        part in it; how far they are is told apart.
         """
         objective, metrics = self.objective, dict[str, float]()
         self._routing = RoutingTotals()
@@ -142,7 +143,9 @@ class Learner:
         batch = _Batch(samples, advantages, rollout, rollout)
         if self.objective.recompute_old:
             batch.old = self._logprobs(self.model, samples)
-            metrics |= _mismatch(list(zip(batch.old, rollout)))
+            fresh = [s.weights_version == self.model.weights_version for s in samples]
+            metrics |= _mismatch([pair for pair, new in zip(zip(batch.old, rollout), fresh) if new])
+            metrics |= _staleness([pair for pair, new in zip(zip(batch.old, rollout), fresh) if not new])
         if self.reference is not None and not self.objective.kl_in_reward:
             batch.reference = self._logprobs(self.reference, samples)
         lengths = [len(r) for r in rollout]
@@ -172,6 +175,7 @@ class Learner:
         recorded = None
         if all(s.routes is not None for s in samples):
             layers = model.config.num_mixtures
+            compare &= all(s.weights_version == model.weights_version for s in samples)
             recorded = torch.cat([decode_routes(s.routes or "", layers, experts.per_token) for s in samples])
         tape = RouteTape(recorded if self.objective.router_replay else None)
         found = forward(model, packed, self.objective.temperature, tape)
@@ -298,6 +302,13 @@ def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
         return {}
     learner, rollout = [pair[0] for pair in measured], [pair[1] for pair in measured]
     return mismatch_metrics(torch.cat(learner), torch.cat(rollout)) | sequence_metrics(learner, rollout)
+
+
+def _staleness(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """How far samples of older weights are from the policy of now."""
+    found = _mismatch(pairs)
+    names = ("kl_k3", "token_mult_prob_error")
+    return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
 
 
 def _learning_metrics(totals: _Totals, rate: float) -> dict[str, float]:

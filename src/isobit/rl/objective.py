@@ -58,15 +58,22 @@ MiniMax 2025, whose ratio has no lower bound, with the upper one of Khatri et al
 
 
 def for_precision(
-    objective: Objective, precision: Precision, correction: str | CorrectionRule, recompute_old: str
+    objective: Objective,
+    precision: Precision,
+    correction: str | CorrectionRule,
+    recompute_old: str,
+    *,
+    stale: bool = False,
 ) -> Objective:
     """Resolve `auto`: the precision's default correction; no recomputation where rollout and learner are one flow.
 
-    `correction` is a rule, the name of one, or auto.
+    `correction` is a rule, the name of one, or auto. `stale`: samples may be of older weights, so that even under one
+    flow there is something to recompute and, by token TIS, to correct.
     """
-    recompute = recompute_old == "always" or (recompute_old == "auto" and not precision.unified)
+    recompute = recompute_old == "always" or (recompute_old == "auto" and (stale or not precision.unified))
     if isinstance(correction, str):
-        correction = CORRECTIONS[precision.correction if correction == "auto" else correction]
+        default = "token_tis" if stale and precision.correction == "none" else precision.correction
+        correction = CORRECTIONS[default if correction == "auto" else correction]
     if not recompute:
         correction = CorrectionRule()  # old log-probabilities are the rollout's own: every weight would be 1
     return replace(objective, correction=correction, recompute_old=recompute)

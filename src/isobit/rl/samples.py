@@ -15,8 +15,9 @@ class Sample:
 
     `rollout_logprobs` were recorded while sampling, one per token of `completion_ids`. `reward` is None if the
     completion could not be scored. `truncated`: it ended at the length limit. `weights_version`: of the weights that
-    sampled it. `routes`: the experts that served it in the rollout, as text (`model/moe.py`). `reference_kl`: log
-    π_rollout - log π_reference summed over its tokens, where the reward pays for it.
+    sampled it; `rollout_step`: how many steps had been learned by then. `routes`: the experts that served it in the
+    rollout, as text (`model/moe.py`). `reference_kl`: log π_rollout - log π_reference summed over its tokens, where
+    the reward pays for it.
     """
 
     prompt_index: int
@@ -31,6 +32,7 @@ class Sample:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     reference_kl: float | None = None
     routes: str | None = None
+    rollout_step: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.completion_ids) == len(self.rollout_logprobs)

@@ -1,0 +1,61 @@
+"""A bounded buffer of past groups, drawn from by age and by the spread of their rewards.
+
+A group's weight is 2^(-age / half_life) · standard deviation of its rewards: recent groups that disagree teach most.
+Draws are without replacement and a function of (seed, step): the exponential race (Efraimidis and Spirakis 2006), on
+raw Philox numbers. What is drawn keeps its rollout log-probabilities; the learner computes those of its own weights,
+and a correction weighs the two. Left out: that (`learner.py`, `correction.py`).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from isobit.rl.advantages import has_spread
+from isobit.rl.samples import Group
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """`capacity` groups are kept, `groups_per_step` are drawn, none older than `max_staleness` steps."""
+
+    capacity: int = 0
+    groups_per_step: int = 0
+    max_staleness: int = 8
+    half_life: float = 2.0
+
+
+class ReplayBuffer:
+    """Groups that can be learned from again, oldest first. Ages are in training steps."""
+
+    def __init__(self, settings: ReplaySettings, seed: int) -> None:
+        self.settings, self.seed = settings, seed
+        self.groups: list[Group] = []
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Keep groups that teach something; the oldest make room."""
+        if self.settings.capacity:
+            self.groups += [g for g in groups if has_spread([s.reward for s in g])]
+            del self.groups[: -self.settings.capacity]
+
+    def draw(self, step: int) -> list[Group]:
+        """The groups to learn from again in the step after `step` finished ones; forgets those that are too old."""
+        settings = self.settings
+        self.groups = [g for g in self.groups if step - g[0].rollout_step <= settings.max_staleness]
+        if not settings.groups_per_step or not self.groups:
+            return []
+        key = np.random.SeedSequence([self.seed, step, 0x5EED]).generate_state(2, np.uint64)
+        uniform = (np.random.Philox(key=key).random_raw(len(self.groups)) >> np.uint64(11)) * 2.0**-53
+        times = [-math.log1p(-u) / self._weight(g, step) for u, g in zip(uniform.tolist(), self.groups)]
+        chosen = sorted(np.argsort(times, kind="stable")[: settings.groups_per_step].tolist())
+        return [self.groups[i] for i in chosen]
+
+    def _weight(self, group: Group, step: int) -> float:
+        rewards = [s.reward for s in group if s.reward is not None]
+        return 2.0 ** (-(step - group[0].rollout_step) / self.settings.half_life) * _deviation(rewards)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
