@@ -19,7 +19,7 @@ LAYERS = [
     {"compare"},
     {"train"},
     {"session"},
-    {"setup", "generate"},
+    {"setup", "generate", "inspection"},
     {"sft"},
     {"evaluate", "statistics"},
     {"rl", "engine"},

@@ -79,7 +79,7 @@ def test_make_targets_exist_and_say_what_they_would_do() -> None:
 @pytest.mark.slow
 def test_the_readme_commands_run_in_order(workplace: Path) -> None:
     own = [words for words in commands(ROOT / "README.md") if words[0] == "isobit"]
-    assert {words[1] for words in own} == {"train", "generate", "eval", "report", "compare"}
+    assert {words[1] for words in own} == {"train", "generate", "eval", "report", "compare", "inspect"}
     for words in own:
         done = run(words, workplace)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"

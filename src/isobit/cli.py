@@ -1,4 +1,4 @@
-"""The command line: `isobit train | sft | generate | eval | report | compare`.
+"""The command line: `isobit train | sft | generate | eval | report | compare | inspect`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an exit code: 2 for a
 user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted and saved. Heavy modules are imported
@@ -268,9 +268,47 @@ def compare(
     from isobit.compare import compare as run_comparison
     from isobit.config import load_compare_config
 
-    names = [name.strip() for name in re.split(r",(?![^\[]*\])", presets) if name.strip()]
-    settings = load_compare_config(config, names, seeds, None if out is None else str(out), overrides or ())
+    settings = load_compare_config(config, _names(presets), seeds, None if out is None else str(out), overrides or ())
     raise typer.Exit(run_comparison(settings, quiet=quiet))
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(help="a Hugging Face directory, or a checkpoint of a run")],
+    presets: Annotated[
+        str, typer.Option(metavar="A,B,C", help="precision flows")
+    ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
+    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: sequences that the model itself begins")] = None,
+    prompt_column: Annotated[str, typer.Option()] = "prompt",
+    decompose: Annotated[bool, typer.Option("--decompose", help="take the gap of two-engine flows apart")] = False,
+    stale: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="an older checkpoint: the gap of a late weight sync")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", help="completions per prompt")] = 4,
+    max_new_tokens: Annotated[int, typer.Option()] = 48,
+    temperature: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    backend: Backend = "auto",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="also write inspection.html and .json")] = None,
+) -> None:
+    """What precision flows do to a model: quantization noise by tensor, and the mismatch of a real rollout.
+
+    \b
+    isobit inspect MODEL
+    isobit inspect MODEL --presets fp8,fp8-rollout --decompose --out inspected
+    isobit inspect MODEL --prompts gsm8k.jsonl --prompt-column question
+    """
+    from isobit.engine import Sampling
+    from isobit.inspection import inspect_command
+
+    sampling = Sampling(n, max_new_tokens, temperature, seed=seed)
+    files = (prompts, prompt_column)
+    inspect_command(model, _names(presets), *files, sampling, decompose, stale, backend, out)
+
+
+def _names(presets: str) -> list[str]:
+    """Names between commas; those inside brackets are part of a name."""
+    return [name.strip() for name in re.split(r",(?![^\[]*\])", presets) if name.strip()]
 
 
 if __name__ == "__main__":

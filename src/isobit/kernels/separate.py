@@ -15,6 +15,7 @@ from torch.nn import functional
 from isobit.kernels.codes import decode
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import batches
+from isobit.kernels.reference.product import values
 from isobit.kernels.types import KVStore, Layout, Operand
 from isobit.precision import QTensor, expand_scale
 
@@ -33,9 +34,10 @@ class SeparateOps(ReferenceOps):
         if isinstance(a, QTensor) and isinstance(b, QTensor):
             total = _scaled_blocks(a, b)
             return (total if bias is None else total + bias.float()).to(out)
-        assert isinstance(a, Tensor), "one operand quantized and the other not"
-        assert isinstance(b, Tensor), "one operand quantized and the other not"
-        return functional.linear(a, b, bias).to(out)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return functional.linear(a, b, bias).to(out)
+        total = functional.linear(values(a).float(), values(b).float())  # one operand quantized: for taking apart
+        return (total if bias is None else total + bias.float()).to(out)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
@@ -48,13 +50,13 @@ class SeparateOps(ReferenceOps):
     def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty(q.shape), torch.empty((*q.shape[:2], 1))
         for batch in batches(layout, q.shape[1], store, torch.float32):
-            keys, values = batch.read(store)
+            keys, rows = batch.read(store)
             scores = batch.scores(batch.gather(q), keys, scale)
             peak = scores.amax(-1, keepdim=True)
             weights = scores.sub_(peak).exp_()
             total = weights.sum(-1, keepdim=True)
             rounded = weights.to(q.dtype).float()
-            batch.scatter(torch.matmul(rounded, values).div_(total), out)
+            batch.scatter(torch.matmul(rounded, rows).div_(total), out)
             batch.scatter(peak.add_(total.log_()), lse)
         return out.to(q.dtype), lse.squeeze(-1)
 

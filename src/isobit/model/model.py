@@ -89,6 +89,14 @@ class Model:
         ops = get_ops(backend, consistency)
         return Model(Transformer(config, precision_from(precision), ops, masters), tokenizer)
 
+    def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
+        """The same masters, in the same storage, under another precision flow; its working weights are its own."""
+        masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
+        flow = precision_from(precision)
+        model = Model(Transformer(self.config, flow, self.ops, masters), self.tokenizer)
+        model.generation = self.generation
+        return model
+
     @property
     def weights_version(self) -> int:
         """Counts syncs: every change of the working weights."""

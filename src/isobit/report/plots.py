@@ -12,10 +12,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 Rows = Sequence[Mapping[str, float | None]]
-_COLORS = ("#3b7dd8", "#e07b39", "#3fa66b", "#a65bb5", "#c8a02b", "#d3506a", "#3aa6a6", "#8a6d5a")
+_COLORS = ("#3b7dd8", "#e07b39", "#3fa66b", "#a65bb5", "#c8a02b", "#d3506a", "#3aa6a6", "#8a6d5a", "#7a8fa6", "#b5b04a")
 _GREY = "#888888"
+_LEGEND_INSIDE = 4  # more names than this stand below the plot
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Panel:
     log: bool = False
     stacked: bool = False
     fraction: bool = False
+    axis: str = "step"
 
 
 PANELS = (
@@ -120,8 +123,9 @@ def _band(
 
 def _draw_log(axes: Axes, panel: Panel, runs: Sequence[Series]) -> None:
     """A logarithmic axis has no zero: exact zeros are drawn as dots on a line of their own, and named."""
-    positive = [v for run in runs for v in points(run.rows, panel.metrics[0])[1] if v > 0]
-    floor = min(positive) / 10 if positive else 1e-8
+    everything = [v for run in runs for v in points(run.rows, panel.metrics[0])[1]]
+    positive, any_zero = [v for v in everything if v > 0], any(v <= 0 for v in everything)
+    floor = (min(positive) / 10 if any_zero else min(positive)) if positive else 1e-8
     for i, run in enumerate(runs):
         steps, values = points(run.rows, panel.metrics[0])
         color, label = _COLORS[i % len(_COLORS)], run.name if len(runs) > 1 else None
@@ -130,7 +134,8 @@ def _draw_log(axes: Axes, panel: Panel, runs: Sequence[Series]) -> None:
         axes.plot(zeros, [floor] * len(zeros), ".", color=color, markersize=3)
     axes.set_yscale("log")
     axes.set_ylim(floor / 2, max(positive) * 3 if positive else 1.0)
-    axes.annotate("exactly 0", (0.0, floor), xytext=(2, 5), textcoords="offset points", fontsize=8, color=_GREY)
+    if any_zero:
+        axes.annotate("exactly 0", (0.0, floor), xytext=(2, 5), textcoords="offset points", fontsize=8, color=_GREY)
 
 
 def _draw_stacked(axes: Axes, panel: Panel, run: Series) -> None:
@@ -141,7 +146,7 @@ def _draw_stacked(axes: Axes, panel: Panel, run: Series) -> None:
 
 
 def _finish(axes: Axes, panel: Panel) -> None:
-    axes.set_xlabel("step")
+    axes.set_xlabel(panel.axis)
     if panel.unit:
         axes.set_ylabel(panel.unit)
     for side in ("top", "right"):
@@ -150,8 +155,11 @@ def _finish(axes: Axes, panel: Panel) -> None:
         axes.spines[side].set_color(_GREY)
     axes.grid(True, axis="y", color=_GREY, alpha=0.2, linewidth=0.6)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.get_legend_handles_labels()[1]:
-        legend = axes.legend(frameon=False, fontsize=8, loc="best")
+        many = len(axes.get_legend_handles_labels()[1]) > _LEGEND_INSIDE
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncol": 3} if many else {"loc": "best"}
+        legend = axes.legend(frameon=False, fontsize=8, **below)
         for text in legend.get_texts():
             text.set_color(_GREY)
 

@@ -1,0 +1,122 @@
+"""What quantization does to every tensor of a model: noise, clamped and flushed elements, outlier channels.
+
+Weights are taken as they are; activations, keys and values as they come in a forward over given sequences. The figures
+of a tensor are over all its elements in all forwards seen. Left out: gradients (`quant/*` metrics of a run).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import KVStore, Layout, Ops
+from isobit.model import Model
+from isobit.precision import QTensor, QuantSpec, statistics
+
+
+@dataclass(frozen=True)
+class Health:
+    """One tensor under its quantization.
+
+    `snr_db`: 20 · log10(‖x‖ / ‖x - q‖). `saturated`, `flushed`: fractions of its elements clamped by their scale, and
+    not zero but turned to zero. `outliers`: the largest magnitude of a channel (column) over that of the median one.
+    `amax`: the largest magnitude.
+    """
+
+    layer: int
+    role: str
+    snr_db: float
+    saturated: float
+    flushed: float
+    outliers: float
+    amax: float
+
+
+class _Sums:
+    """What `Health` is computed from, summed over forwards."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = self.saturated = self.flushed = 0.0
+        self.count = 0
+        self.channels: Tensor | None = None
+
+    def add(self, x: Tensor, q: QTensor) -> None:
+        if not x.numel():
+            return
+        values, found = x.detach().float(), statistics(x.detach(), q)
+        power = float(values.double().square().sum())
+        self.signal += power
+        self.noise += found.relative_error**2 * power
+        self.saturated += found.saturated * values.numel()
+        self.flushed += found.flushed * values.numel()
+        self.count += values.numel()
+        peaks = values.abs().amax(0)
+        self.channels = peaks if self.channels is None else torch.maximum(self.channels, peaks)
+
+    def health(self, layer: int, role: str) -> Health:
+        assert self.channels is not None
+        median = float(self.channels.median())
+        peak = float(self.channels.max())
+        # where there is no noise at all, the ratio of float64's own
+        snr = 10 * math.log10(max(self.signal, 1e-300) / max(self.noise, self.signal * 1e-32, 1e-300))
+        count = max(self.count, 1)
+        outliers = peak / median if median > 0 else float(peak > 0) * 1e9
+        return Health(layer, role, snr, self.saturated / count, self.flushed / count, outliers, peak)
+
+
+class _Watching:
+    """Operators that look at what is quantized on its way, and otherwise are those that they wrap."""
+
+    def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums]) -> None:
+        self._ops, self._sums, self._layer = ops, sums, -1
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)
+
+    def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
+        quantized = self._ops.quantize(x, spec, name)
+        parts = name.split(".")
+        if parts[0] == "layers":
+            self._layer = int(parts[1])
+            role = f"{'experts ' if 'experts' in parts else ''}{parts[-1]} input"
+            self._sums.setdefault((self._layer, role), _Sums()).add(x, quantized)
+        return quantized
+
+    def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
+        self._ops.kv_write(store, k, v, layout)
+        if store.kv is None:
+            return
+        for role, x, scale in (("keys", k, store.k_scale), ("values", v, store.v_scale)):
+            flat = x.reshape(-1, x.shape[-1])
+            assert scale is not None
+            data = (store.k if role == "keys" else store.v)[layout.slots].view(store.kv.format.dtype)
+            scales = scale[:1, :1] if store.calibrated else scale[layout.slots].reshape(-1, 1)
+            self._sums.setdefault((self._layer, role), _Sums()).add(
+                flat, QTensor(data.view(flat.shape), scales, store.kv)
+            )
+
+
+def weight_health(model: Model) -> list[Health]:
+    """Of every quantized weight of the rollout, by layer; the experts of a layer together."""
+    sums: dict[tuple[int, str], _Sums] = {}
+    for weight in model.transformer.rollout_weights():
+        if isinstance(weight.working, QTensor):
+            parts = weight.name.split(".")
+            role = f"{'experts ' if 'experts' in parts else ''}{parts[-1]}"
+            sums.setdefault((int(parts[1]), role), _Sums()).add(weight.master, weight.working)
+    return [found.health(*key) for key, found in sorted(sums.items())]
+
+
+@torch.no_grad()
+def activation_health(model: Model, sequences: Sequence[Sequence[int]]) -> list[Health]:
+    """Of the inputs of every quantized product, and of keys and values, in the learner's forward."""
+    transformer, sums = model.transformer, dict[tuple[int, str], _Sums]()
+    inner = transformer.ops["learner"]
+    transformer.ops["learner"] = _Watching(inner, sums)  # type: ignore[assignment]
+    try:
+        model.logprobs(sequences)
+    finally:
+        transformer.ops["learner"] = inner
+    return [found.health(*key) for key, found in sorted(sums.items())]

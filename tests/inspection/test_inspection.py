@@ -1,0 +1,148 @@
+"""`isobit inspect`: figures against their definitions, the gap of every flow, and the gap taken apart."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.cli import app
+from isobit.engine import Sampling
+from isobit.errors import IsobitError
+from isobit.inspection.mismatch import Gap, decompose, measure_gap
+from isobit.inspection.quantization import activation_health, weight_health
+from isobit.model import Model
+from isobit.precision import precision_from
+from tests.conftest import tiny_model
+from tests.model.helpers import random_model, tokens
+
+SAMPLING = Sampling(n=2, max_new_tokens=10)
+PROMPTS = [tokens(3, 1), tokens(5, 2)]
+
+
+def test_weights_by_their_definition() -> None:
+    model = random_model("fp8")
+    found = {(h.layer, h.role): h for h in weight_health(model)}
+    assert {role for _, role in found} == {"qkv", "o", "gate_up", "down"}
+    for weight in model.transformer.rollout_weights():
+        layer, role = int(weight.name.split(".")[1]), weight.name.split(".")[-1]
+        x, q = weight.master.detach().double(), weight.working.dequantize().double()
+        wanted = 20 * math.log10(float(x.norm() / (x - q).norm()))
+        health = found[layer, role]
+        assert health.snr_db == pytest.approx(wanted, abs=1e-3)
+        assert health.amax == float(x.abs().max().float())
+        peaks = x.abs().amax(0).float()
+        assert health.outliers == pytest.approx(float(peaks.max() / peaks.median()))
+        assert 28 < health.snr_db < 36
+
+
+def test_activations_keys_and_values_are_seen_and_an_outlier_channel_stands_out() -> None:
+    model = random_model("fp8")
+    found = {(h.layer, h.role): h for h in activation_health(model, [tokens(30, 5)])}
+    roles = {"qkv input", "o input", "gate_up input", "down input", "keys", "values"}
+    assert set(found) == {(layer, role) for layer in range(3) for role in roles}
+    assert all(28 < health.snr_db < 40 for health in found.values())
+    with torch.no_grad():
+        model.named_parameters()["layers.1.post_norm"][7] = 500.0
+    model.sync()
+    after = {(h.layer, h.role): h for h in activation_health(model, [tokens(30, 5)])}
+    assert after[1, "gate_up input"].outliers > 20 * found[1, "gate_up input"].outliers
+    assert after[1, "gate_up input"].flushed > found[1, "gate_up input"].flushed
+    assert model.transformer.ops["learner"] is model.ops  # nothing stays behind
+
+
+def test_bf16_has_nothing_to_inspect_but_its_gap() -> None:
+    model = random_model("bf16")
+    assert weight_health(model) == []
+    assert activation_health(model, [tokens(9)]) == []
+
+
+@pytest.mark.parametrize(("preset", "exact"), [("fp8", True), ("bf16", True), ("fp8-rollout", False)])
+def test_the_gap_of_a_real_rollout(preset: str, exact: bool) -> None:
+    gap = measure_gap(random_model(preset), preset, PROMPTS, SAMPLING)
+    assert gap.metrics["compared_tokens"] > 10
+    assert (gap.metrics["differing_tokens"] == 0) == exact
+    assert gap.verdict.startswith("exact") == exact
+
+
+def test_verdicts_follow_the_fields_thresholds() -> None:
+    def verdict(error: float, kl: float, differing: float = 9.0) -> str:
+        return Gap("p", {"token_mult_prob_error": error, "kl_k3": kl, "differing_tokens": differing}).verdict
+
+    assert verdict(1.0, 0.0, 0.0).startswith("exact")
+    assert verdict(1.01, 5e-4).startswith("healthy")
+    assert verdict(1.01, 5e-3).startswith("borderline")
+    assert verdict(1.04, 5e-4).startswith("borderline")
+    assert verdict(1.2, 5e-4).startswith("unhealthy")
+
+
+def test_a_gap_is_taken_apart_into_what_the_flow_has() -> None:
+    model = random_model("fp8-rollout")
+    rows = decompose(model, precision_from("fp8-rollout-kv"), PROMPTS, SAMPLING)
+    assert [source for source, _, _ in rows] == ["all", "weights", "activations", "KV cache", "kernels"]
+    kl = {source: alone.metrics["kl_k3"] for source, alone, _ in rows}
+    assert all(value > 0 for value in kl.values())
+    assert kl["kernels"] < min(kl["weights"], kl["activations"], kl["KV cache"])
+    (_, everything, _), (_, kernels, without) = decompose(model, precision_from("fp8-e2e"), PROMPTS, SAMPLING)
+    assert everything.metrics["kl_k3"] == kernels.metrics["kl_k3"]
+    assert without is not None
+    assert without.metrics["differing_tokens"] == 0  # the control: with every source off nothing is left
+
+
+def test_stale_weights_are_a_source() -> None:
+    model, older = random_model("bf16"), random_model("bf16")
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.mul_(1.02)
+    rows = decompose(model, precision_from("bf16[engines=separate]"), PROMPTS, SAMPLING, older)
+    kl = {source: alone.metrics["kl_k3"] for source, alone, _ in rows}
+    assert list(kl) == ["all", "kernels", "staleness"]
+    assert kl["staleness"] > kl["kernels"]
+
+
+def test_the_same_masters_under_another_flow_share_storage() -> None:
+    model = tiny_model("fp8")
+    other = model.under("bf16")
+    for name, parameter in model.named_parameters().items():
+        assert other.named_parameters()[name].data_ptr() == parameter.data_ptr()
+    assert other.precision.name == "bf16"
+    sequence = [[3, 4, 5, 6]]
+    assert torch.equal(other.logprobs(sequence)[0], replace_precision(model, "bf16").logprobs(sequence)[0])
+
+
+def replace_precision(model: Model, precision: str) -> Model:
+    """A control that goes through new tensors."""
+    masters = {name: p.detach().clone() for name, p in model.named_parameters().items()}
+    return Model(type(model.transformer)(model.config, precision_from(precision), model.ops, masters), model.tokenizer)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_command_prints_and_writes(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model"
+    tiny_model("fp8", family).save(path)
+    words = [str(path), "--presets", "fp8,bf16[engines=separate],fp8-rollout", "--decompose", "--max-new-tokens", "6"]
+    app(["inspect", *words, "--out", str(tmp_path / "out")], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert "fp8: exact" in text
+    assert "Where the gap of fp8-rollout comes from" in text
+    assert ("experts down input" in text) == (family == "qwen3_moe")
+    values = json.loads((tmp_path / "out/inspection.json").read_text())
+    assert [gap["preset"] for gap in values["gaps"]] == ["fp8", "bf16[engines=separate]", "fp8-rollout"]
+    assert values["gaps"][0]["differing_tokens"] == 0
+    page = (tmp_path / "out/inspection.html").read_text()
+    assert page.count("<svg") >= 2
+
+
+def test_what_cannot_be_inspected_is_said(tmp_path: Path, base_model: Path) -> None:
+    def inspect(*words: str) -> None:
+        app(["inspect", str(base_model), *words], standalone_mode=False)
+
+    with pytest.raises(IsobitError, match="unknown precision preset 'fp9'"):
+        inspect("--presets", "fp9")
+    with pytest.raises(IsobitError, match=r"prompts\.jsonl"):
+        inspect("--prompts", str(tmp_path / "prompts.jsonl"))
+    (tmp_path / "prompts.jsonl").write_text('{"question": "1+1="}\n')
+    with pytest.raises(IsobitError, match="prompt"):
+        inspect("--prompts", str(tmp_path / "prompts.jsonl"))
+    inspect("--prompts", str(tmp_path / "prompts.jsonl"), "--prompt-column", "question", "--presets", "fp8")
