@@ -21,7 +21,7 @@ LAYERS = [
     {"session"},
     {"setup", "generate", "inspection"},
     {"sft"},
-    {"evaluate", "statistics"},
+    {"evaluate", "statistics", "scoring"},
     {"rl", "engine"},
     {"model"},
     {"kernels"},

@@ -4,17 +4,18 @@ A completion is correct if its reward is at least 1. Left out: majority voting a
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.errors import IsobitError
 from isobit.intervals import Estimate, pass_at_k_estimate, proportion
 from isobit.model import Model
 from isobit.tasks import Example, RewardSpec, TaskSettings, load_task
-from isobit.tasks.rewards import RewardPool
+from isobit.tasks.data import Prompt
+from isobit.tasks.rewards import Reward, RewardPool
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,15 @@ class Evaluation:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-def evaluate_greedy(engine: Engine, examples: Sequence[Example], pool: RewardPool, sampling: Sampling) -> Evaluation:
+class Judge(Protocol):
+    """What gives completions their rewards: functions, or functions and models."""
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]: ...
+
+
+def evaluate_greedy(engine: Engine, examples: Sequence[Example], pool: Judge, sampling: Sampling) -> Evaluation:
     """Greedy accuracy; `sampling` gives the length and the stop strings."""
     greedy = Sampling(1, sampling.max_new_tokens, 0.0, stop=sampling.stop, ignore_eos=sampling.ignore_eos)
     groups = engine.generate([e.prompt for e in examples], greedy)
@@ -36,7 +45,7 @@ def evaluate_greedy(engine: Engine, examples: Sequence[Example], pool: RewardPoo
 
 
 def evaluate_samples(
-    engine: Engine, examples: Sequence[Example], pool: RewardPool, sampling: Sampling, ks: Sequence[int]
+    engine: Engine, examples: Sequence[Example], pool: Judge, sampling: Sampling, ks: Sequence[int]
 ) -> tuple[dict[int, Estimate], list[dict[str, Any]]]:
     """pass@k for every k, from `sampling.n` samples of each prompt."""
     groups = engine.generate([e.prompt for e in examples], sampling)
@@ -46,7 +55,7 @@ def evaluate_samples(
     return {k: pass_at_k_estimate(correct, sampling.n, k) for k in ks}, rows
 
 
-def score_completions(examples: Sequence[Example], completions: Sequence[str], pool: RewardPool) -> Evaluation:
+def score_completions(examples: Sequence[Example], completions: Sequence[str], pool: Judge) -> Evaluation:
     """Accuracy of given completions, one per example. An unscored one counts as wrong and has reward null."""
     rewards = pool.score([e.prompt for e in examples], completions, [e.columns for e in examples])
     rows = [
@@ -78,6 +87,8 @@ def evaluate_command(
     examples = task.held_out.examples[:samples]
     if not examples:
         raise IsobitError("there is nothing to evaluate: the held-out split is empty")
+    if not rewards and not task.rewards:
+        raise IsobitError("no reward function: give --reward FILE.py:FUNCTION, or use a task that has one of its own")
     with RewardPool(list(rewards) or task.rewards, on_error="skip") as pool:
         pool.start()
         if completions is not None:

@@ -138,7 +138,7 @@ class Session:
         samples = [sample for group in groups for sample in group]
         examples = [self._examples[sample.prompt_index] for sample in samples]
         with self._timed("score"):
-            rewards = self.parts.rewards.score(
+            rewards = self.parts.scorer.score(
                 [e.prompt for e in examples], [s.completion for s in samples], [e.columns for e in examples]
             )
         for reward in rewards:
@@ -213,7 +213,8 @@ class Session:
         if every and (step % every == 0 or last):
             self._refresh()
             examples = self.parts.held_out
-            result = evaluate_greedy(self.parts.evaluator, examples, self.parts.rewards, self.parts.sampling)
+            judge = self.parts.rewards if self.parts.rewards.specs else self.parts.scorer
+            result = evaluate_greedy(self.parts.evaluator, examples, judge, self.parts.sampling)
             values |= {"accuracy/held_out": result.accuracy.value, "reward/held_out": result.mean_reward}
             self.display.note(f"step {step}: held-out greedy accuracy {result.accuracy}")
         if len(values) > 1:

@@ -16,11 +16,12 @@ from isobit import checkpoints
 from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.errors import IsobitError
-from isobit.model import Model
+from isobit.model import Model, RewardModel
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
 from isobit.rl.correction import CorrectionRule, Rejection
 from isobit.rl.replay import ReplayBuffer, ReplaySettings
 from isobit.run import refuse_existing
+from isobit.scoring import Scorer, WeightedModel
 from isobit.sft import cached_model, optimizer_settings
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
@@ -40,6 +41,7 @@ class Parts:
     task: Task
     held_out: list[Example]
     rewards: RewardPool
+    scorer: Scorer
     engine: Engine
     evaluator: Engine
     calibrator: Calibrator
@@ -52,9 +54,15 @@ class Parts:
     def memory_metrics(self) -> dict[str, float]:
         """Allocated for keys and values, and for weights, in MiB."""
         engines = {id(e): e.kv_bytes for e in (self.engine, self.evaluator)}
-        models = [self.model] if self.reference is None else [self.model, self.reference]
-        weights = sum(sum(model.memory().values()) for model in models)
-        return {"memory/kv_cache_mib": sum(engines.values()) / _MIB, "memory/weights_mib": weights / _MIB}
+        found = {
+            "memory/kv_cache_mib": sum(engines.values()) / _MIB,
+            "memory/weights_mib": sum(self.model.memory().values()) / _MIB,
+        }
+        if self.reference is not None:
+            found["memory/reference_mib"] = sum(self.reference.memory().values()) / _MIB
+        if self.scorer.models:
+            found["memory/reward_models_mib"] = sum(m.model.nbytes() for m in self.scorer.models) / _MIB
+        return found
 
 
 def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None) -> Parts:
@@ -71,6 +79,8 @@ def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None) -
     )
     try:
         rewards.check_columns(task.train.examples[0].columns)
+        if not rewards.specs and not config.rewards.models:
+            raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
         return _open_models(config, task, rewards, quiet, checkpoint)
     except BaseException:
         rewards.close()
@@ -82,8 +92,8 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
     )
     model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
-    weights = tuple((spec.label, spec.weight) for spec in rewards.specs)
-    objective = replace(objective_of(config, model), reward_weights=weights)
+    scorer = Scorer(rewards, _reward_models(config), config.rewards.on_error == "stop")
+    objective = replace(objective_of(config, model), reward_weights=scorer.weights)
     if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
         raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
@@ -91,6 +101,8 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision
         reference = Model.load(base, precision, config.backend, config.consistency)
+        Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+        reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
     learner = Learner(
         model,
@@ -112,6 +124,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         task,
         held_out,
         rewards,
+        scorer,
         engine,
         evaluator,
         Calibrator(model),
@@ -121,6 +134,13 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         optimizer,
         learner,
     )
+
+
+def _reward_models(config: Config) -> list[WeightedModel]:
+    return [
+        WeightedModel(RewardModel.load(m.path, m.precision, config.backend), m.weight, m.name)
+        for m in config.rewards.models
+    ]
 
 
 def objective_of(config: Config, model: Model) -> Objective:
@@ -229,7 +249,8 @@ def memory_plan(parts: Parts) -> str:
         (f"saved activations of {tokens} tokens", int(saved_bytes_per_token(model) * tokens)),
     ]
     if parts.reference is not None:
-        rows.append(("reference", sum(parts.reference.memory().values())))
+        rows.append(("reference, working weights only", sum(parts.reference.memory().values())))
+    rows += [(f"reward model {m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
     rows.append(("total", sum(size for _, size in rows)))
     lines = [f"{label:<36} {size / _MIB:10.1f} MiB" for label, size in rows]
     return "\n".join([*lines, f"longest sequence: {longest} tokens; cache: {parts.engine.pages.num_pages} pages"])

@@ -271,7 +271,6 @@ def test_functions_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path, 
     dying = tmp_path / "dying.py"
     dying.write_text("import os\nprint('so long')\nos._exit(5)\n")
     for specs, message in [
-        ([], "no reward function: give rewards.functions"),
         ([RewardSpec(f"{file}:half"), RewardSpec(f"{tmp_path}/none.py:half")], r"no file .*none\.py"),
         ([RewardSpec(f"{file}:half"), RewardSpec(f"{file}:half", 2.0)], "two reward functions are called 'half'"),
         ([RewardSpec(f"{file}:half", float("inf"))], "its weight must be finite"),

@@ -133,8 +133,11 @@ def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> 
                 precision_from(preset)
             return
         precision = precision_from(config.precision)
-        if isinstance(config, Config) and config.reference.precision is not None:
-            precision_from(config.reference.precision)
+        if isinstance(config, Config):
+            for model in config.rewards.models:
+                precision_from(model.precision)
+            if config.reference.precision is not None:
+                precision_from(config.reference.precision)
     except IsobitError as error:
         raise IsobitError(f"{where}: {error}") from None
     reason = precision.varies_with_batch()

@@ -55,10 +55,20 @@ class RewardConfig(_Section):
     name: str | None = Field(None, description="name in the metrics; default: the function's")
 
 
+class RewardModelConfig(_Section):
+    """A sequence-classification checkpoint with one label, whose logit is a reward."""
+
+    path: str = Field(description="a Hugging Face directory, such as a LlamaForSequenceClassification")
+    weight: float = 1.0
+    name: str = Field("reward_model", description="name in the metrics")
+    precision: Precision = Field("fp8", description="its own flow; it keeps working weights only")
+
+
 class RewardsConfig(_Section):
-    """How rewards are computed: worker processes, with a deadline for each call."""
+    """How rewards are computed: functions in worker processes, with a deadline for each call, and reward models."""
 
     functions: tuple[RewardConfig, ...] = Field((), description="default: the task's own reward")
+    models: tuple[RewardModelConfig, ...] = Field((), description="reward models, added to the functions by weight")
     deadline_s: float = Field(30.0, gt=0, description="seconds for one call; a worker that takes longer is killed")
     num_workers: int = Field(1, ge=1, le=64)
     on_error: Literal["stop", "skip"] = Field("stop", description="what a failing reward function does to the run")

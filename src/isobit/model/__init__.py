@@ -2,8 +2,9 @@
 
 from isobit.model.config import ARCHITECTURES, Experts, ModelConfig
 from isobit.model.model import Model
+from isobit.model.reward_model import RewardModel
 from isobit.model.rope import Rope
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import Transformer
 
-__all__ = ["ARCHITECTURES", "Experts", "Model", "ModelConfig", "Rope", "Tokenizer", "Transformer"]
+__all__ = ["ARCHITECTURES", "Experts", "Model", "ModelConfig", "RewardModel", "Rope", "Tokenizer", "Transformer"]

@@ -100,14 +100,18 @@ class Tokenizer:
         """Token ids of a rendered conversation; the template writes its own special tokens."""
         return self.encode(self.render_chat(messages), add_special=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation, with the start of the assistant's turn, as the model's template writes it."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The conversation, with the start of the assistant's turn unless it is whole, as the template writes it."""
         if self._compiled is None:
             raise IsobitError("the prompts are chat messages, but the model has no chat template; give text prompts")
         tokens = {name: _token_text(self.settings.get(name)) for name in _TOKEN_SETTINGS if self.settings.get(name)}
         try:
             return self._compiled.render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **tokens
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise IsobitError(f"the model's chat template refused a conversation: {error}") from None

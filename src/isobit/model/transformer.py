@@ -9,6 +9,7 @@ Query, key and value projections are one matrix, and so are gate and up. Left ou
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Ops, separate_ops
 from isobit.model import autograd
-from isobit.model.autograd import Weight
+from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
 from isobit.model.kv_scales import AmaxRecorder, KVScales
 from isobit.model.moe import RouteTape, mixture, mlp
 from isobit.model.weight_sync import Receiver
-from isobit.model.working import Layer, Made, Mixture, Working, make_working, nbytes
+from isobit.model.working import Layer, Made, Mixture, Working, make_working, map_parts, nbytes
 from isobit.precision import Flow, Precision
 
 USES = ("rollout", "learner")
@@ -55,6 +56,7 @@ class Transformer:
         With separate engines the rollout is sent its own copy, unless `rollout` is False. Raises RunFailed, naming the
         tensor, if one arrives broken.
         """
+        assert self.parameters, "a frozen model has no masters to sync from"
         made: Made = {}  # so that what has one flow has one storage
         self._working["learner"] = self._make("learner", made)
         if self._receiver is None:
@@ -62,6 +64,18 @@ class Transformer:
         elif rollout:
             self._working["rollout"] = self._receiver.receive(self._make("rollout", {}))
         self.weights_version += 1
+
+    def freeze(self) -> None:
+        """Keep the learner's working weights only: no masters, no gradient, no rollout, no further sync."""
+        nothing = torch.empty(0)
+
+        def without_master(part: Weight | Vector) -> Weight | Vector:
+            if isinstance(part, Weight):
+                return replace(part, master=nothing, bias_master=None)
+            return replace(part, master=nothing)
+
+        frozen = map_parts(self._working["learner"], without_master)
+        self._working, self.parameters, self._receiver = dict.fromkeys(USES, frozen), {}, None
 
     @property
     def sync_bytes(self) -> int:

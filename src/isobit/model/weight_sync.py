@@ -5,8 +5,7 @@ tensor is compared with its master. Silent corruption at this point (experts nev
 buffers) is the worst class of bug in two-engine systems. Left out: the transport, which here is a copy in memory.
 """
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from isobit.errors import RunFailed
 from isobit.kernels import Operand
 from isobit.model.autograd import Vector, Weight
-from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, nbytes
+from isobit.model.working import Working, map_parts, nbytes
 from isobit.precision import QTensor
 
 _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
@@ -93,22 +92,17 @@ def _buffers(sent: Working) -> Working:
             )
         return known[id(operand)]
 
-    def copied(value: Any) -> Any:
-        """The same with new storage in every weight."""
-        if isinstance(value, Weight):
-            bias = None if value.bias is None else torch.empty_like(value.bias)
-            return replace(value, working=fresh(value.working), bias=bias)
-        if isinstance(value, Vector):
-            working = fresh(value.working)
-            assert isinstance(working, Tensor)
-            return replace(value, working=working)
-        if isinstance(value, tuple):
-            return tuple(copied(item) for item in value)
-        if isinstance(value, (Outside, Layer, Mlp, Mixture)):
-            return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
-        return value
+    def copied(part: Weight | Vector) -> Weight | Vector:
+        working = fresh(part.working)
+        if isinstance(part, Weight):
+            bias = None if part.bias is None else torch.empty_like(part.bias)
+            return replace(part, working=working, bias=bias)
+        assert isinstance(working, Tensor)
+        return replace(part, working=working)
 
-    return Working(copied(sent.outside), copied(sent.layers))
+    buffers = map_parts(sent, copied)
+    assert isinstance(buffers, Working)
+    return buffers
 
 
 def _parts(operand: Operand) -> tuple[Tensor, ...]:

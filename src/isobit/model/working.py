@@ -4,8 +4,9 @@ Where two uses have one flow and one engine, the result is one storage, which ca
 made (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -98,6 +99,17 @@ def make_working(
     outside, *layers = parts
     assert isinstance(outside, Outside)
     return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
+
+
+def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) -> Any:
+    """The same structure with every weight and vector changed."""
+    if isinstance(value, (Weight, Vector)):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(map_parts(item, change) for item in value)
+    if isinstance(value, (Working, Outside, Layer, Mlp, Mixture)):
+        return replace(value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)})
+    return value
 
 
 def nbytes(operand: Operand) -> int:

@@ -1,0 +1,100 @@
+"""A reward model: a sequence-classification checkpoint with one label, frozen, under a precision flow of its own.
+
+The score of prompt and completion is the one label's logit at their last token (`LlamaForSequenceClassification` and
+its like in transformers); the linear layers run in the flow's formats, the score itself in float32. Only the working
+weights are kept. Left out: training one, process rewards, several labels.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.kernels import Layout, get_ops
+from isobit.model import names
+from isobit.model.checkpoint import read_json, read_weights
+from isobit.model.config import ModelConfig
+from isobit.model.tokenizer import Tokenizer
+from isobit.model.transformer import Transformer
+from isobit.precision import Precision, precision_from
+
+Prompt = str | Sequence[Mapping[str, str]]
+_PASS_TOKENS = 8192
+
+
+class RewardModel:
+    """Scores completions, in batches of packed rows without padding."""
+
+    def __init__(self, transformer: Transformer, score: Tensor, tokenizer: Tokenizer) -> None:
+        self.transformer, self.score_weight, self.tokenizer = transformer, score, tokenizer
+        transformer.freeze()
+
+    @staticmethod
+    def load(
+        path: str | Path, precision: str | Mapping[str, object] | Precision = "fp8", backend: str = "auto"
+    ) -> "RewardModel":
+        """A Hugging Face directory. Raises IsobitError for one that is no reward model with a single label."""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise IsobitError(f"reward model {directory}: no such directory; expected a Hugging Face model directory")
+        values = read_json(directory / "config.json")
+        # there is no output head; a tied one needs no tensor
+        config = ModelConfig.from_hf(values | {"tie_word_embeddings": True}, str(directory / "config.json"))
+        flow = precision_from(precision)
+        if flow.learner.calibrated:
+            raise IsobitError(f"reward model {directory}: precision {flow.name} has a calibrated KV cache; use e4m3")
+        tensors = read_weights(directory)
+        score = tensors.pop("score.weight", None)
+        if score is None:
+            named = ", ".join(values.get("architectures") or ["none"])
+            raise IsobitError(
+                f"{directory}: no tensor score.weight: {named} is no sequence classification with a linear score"
+            )
+        if score.shape != (1, config.hidden_size):
+            raise IsobitError(
+                f"{directory}: the reward model has {score.shape[0]} labels, expected one, whose logit is the reward"
+            )
+        masters = names.fuse(tensors, config, str(directory))
+        transformer = Transformer(config, flow, get_ops(backend), masters)
+        return RewardModel(transformer, score, Tokenizer.load(directory))
+
+    def encode(self, prompt: Prompt, completion: str) -> list[int]:
+        """Tokens of a completion after its prompt: a chat with its template, or text followed by text."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt + completion)
+        chat = [*prompt, {"role": "assistant", "content": completion}]
+        return self.tokenizer.encode(self.tokenizer.render_chat(chat, add_generation_prompt=False), add_special=False)
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each sequence of token ids, float32.
+
+        Raises IsobitError for an empty sequence and for one that is longer than the model's context.
+        """
+        config = self.transformer.config
+        for index, sequence in enumerate(sequences):
+            if not 0 < len(sequence) <= config.max_positions:
+                raise IsobitError(
+                    f"reward model: sequence {index} has {len(sequence)} tokens, expected 1 to {config.max_positions}"
+                )
+        found: list[float] = []
+        batch: list[Sequence[int]] = []
+        for sequence in sequences:
+            if batch and sum(map(len, batch)) + len(sequence) > _PASS_TOKENS:
+                found += self._score(batch)
+                batch = []
+            batch.append(sequence)
+        return found + self._score(batch) if batch else found
+
+    def _score(self, batch: Sequence[Sequence[int]]) -> list[float]:
+        lengths = [len(sequence) for sequence in batch]
+        tokens = torch.tensor([token for sequence in batch for token in sequence], dtype=torch.int64)
+        hidden = self.transformer.hidden(tokens, Layout.packed(lengths), use="learner")
+        last = hidden[torch.tensor(lengths).cumsum(0) - 1].float()
+        return self.transformer.ops["learner"].product(last, self.score_weight, None, torch.float32)[:, 0].tolist()
+
+    def nbytes(self) -> int:
+        """Bytes of all weights that are kept."""
+        return sum(self.transformer.working_bytes()) + self.score_weight.numel() * 4

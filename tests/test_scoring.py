@@ -1,0 +1,100 @@
+"""Functions and reward models in one sum, and whole runs under them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.config import load_config
+from isobit.errors import IsobitError, RunFailed
+from isobit.model import RewardModel
+from isobit.model.checkpoint import read_json, read_weights, write_json, write_weights
+from isobit.scoring import Scorer, WeightedModel
+from isobit.tasks import RewardSpec
+from isobit.tasks.rewards import RewardPool
+from isobit.train import replay, train
+from tests.conftest import tiny_model
+from tests.runs import digit_reward_file, fingerprint, write_config
+
+
+def reward_model(path: Path, max_positions: int = 64) -> Path:
+    """A classifier over the tiny model's tokens, made of a tiny model of other weights."""
+    model = tiny_model("float32", "qwen3", seed=9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    model.save(path)
+    tensors = read_weights(path)
+    score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    write_weights(path, {**tensors, "score.weight": score})
+    changes = {"architectures": ["Qwen3ForSequenceClassification"], "max_position_embeddings": max_positions}
+    write_json(path / "config.json", read_json(path / "config.json") | changes)
+    return path
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reward_model(tmp_path_factory.mktemp("judges") / "judge")
+
+
+def test_functions_and_models_are_added_by_weight(tmp_path: Path, judge: Path) -> None:
+    model = RewardModel.load(judge)
+    spec = RewardSpec(f"{digit_reward_file(tmp_path)}:digits", 2.0)
+    with RewardPool([spec]) as pool:
+        scorer = Scorer(pool, [WeightedModel(model, -0.5, "judge")], True)
+        assert scorer.weights == (("digits", 2.0), ("judge", -0.5))
+        prompts, completions = ["1+1=", "2+2="], ["99", "1"]
+        rewards = scorer.score(prompts, completions, [{}, {}])
+    wanted = model.score([model.encode(p, c) for p, c in zip(prompts, completions)])
+    assert [r.by_function["judge"] for r in rewards] == wanted
+    assert [r.total for r in rewards] == pytest.approx([2 * 2 / 3 - 0.5 * wanted[0], -0.5 * wanted[1]])
+
+
+def test_what_does_not_fit_the_judge_is_unscored_or_stops(tmp_path: Path) -> None:
+    model = RewardModel.load(reward_model(tmp_path / "short", max_positions=6))
+    with RewardPool([]) as pool:
+        skipping = Scorer(pool, [WeightedModel(model, 1.0, "judge")], False)
+        rewards = skipping.score(["1+1="] * 2, ["2", "2222"], [{}, {}])
+        assert rewards[0].total is not None
+        assert rewards[1].total is None
+        assert rewards[1].error == "reward model judge, sample 1: 8 tokens, its context takes 1 to 6"
+        with pytest.raises(RunFailed, match="sample 1: 8 tokens"):
+            Scorer(pool, [WeightedModel(model, 1.0, "judge")], True).score(["1+1="] * 2, ["2", "2222"], [{}, {}])
+
+
+def test_two_rewards_of_one_name_are_refused(judge: Path) -> None:
+    model = WeightedModel(RewardModel.load(judge), 1.0, "judge")
+    with RewardPool([]) as pool, pytest.raises(IsobitError, match="two rewards are called 'judge'"):
+        Scorer(pool, [model, model], True)
+
+
+def test_a_run_under_a_reward_model_and_a_reference_both_in_fp8(tmp_path: Path, base_model: Path, judge: Path) -> None:
+    settings = {
+        "rewards": {"models": [{"path": str(judge), "weight": 0.5}]},
+        "algorithm": {"kl_coefficient": 0.05},
+        "reference": {"precision": "fp8"},
+        "evaluation": {"every": 2, "samples": 4},
+    }
+    result = train(load_config(write_config(tmp_path, base_model, **settings)))
+    rows = [row for row in result.metrics if row["step"] > 0]
+    assert all(row["mismatch/differing_tokens"] == 0 for row in rows)
+    for row in rows:
+        parts = row["reward/function/digits"] + 0.5 * row["reward/function/reward_model"]
+        assert row["reward/mean"] == pytest.approx(parts, abs=1e-6)
+    # a byte an element of the linear layers and BF16 for the rest, where the policy has FP32 masters too
+    assert rows[0]["memory/reference_mib"] < 0.4 * rows[0]["memory/weights_mib"]
+    assert rows[0]["memory/reward_models_mib"] < 0.4 * rows[0]["memory/weights_mib"]
+    again = replay(result.run_dir, tmp_path / "again")
+    assert fingerprint(again.run_dir)["model.safetensors"] == fingerprint(result.run_dir)["model.safetensors"]
+
+
+def test_bad_reward_models_cost_nothing(tmp_path: Path, base_model: Path) -> None:
+    for models, message in (
+        ([{"path": str(base_model)}], "no tensor score.weight"),
+        ([{"path": "nowhere"}], "no such directory"),
+        ([{"path": str(base_model), "precision": "fp9"}], "unknown precision preset"),
+    ):
+        with pytest.raises(IsobitError, match=message):
+            train(load_config(write_config(tmp_path, base_model, rewards={"models": models})))
+        assert not (tmp_path / "run").exists()
