@@ -26,7 +26,10 @@ app = typer.Typer(
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="changes to the config")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display")]
-_PRESETS = "float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8; or one changed: fp8[wgrad=bf16]"
+_PRESETS = (
+    "float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8, mxfp8, nvfp4, mxfp8-rollout, "
+    "nvfp4-rollout; or one changed: fp8[wgrad=bf16]"
+)
 Precision = Annotated[str, typer.Option(help=f"preset: {_PRESETS}")]
 Consistency = Annotated[str, typer.Option(help="bitwise or fast")]
 Backend = Annotated[str, typer.Option(help="auto, native or reference")]

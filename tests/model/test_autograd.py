@@ -73,6 +73,20 @@ def test_fp8_linear(ops: Ops, dgrad: str, wgrad: str) -> None:
     _close(db, dy.double().sum(0), 2.0**-23)
 
 
+def test_mxfp8_linear_quantizes_the_weight_again_for_dgrad(ops: Ops) -> None:
+    """Blocks of 32 lie along one dimension; with powers of two the other direction's codes add no error."""
+    spec = QuantSpec(E4M3, "1x32", "ue8m0")
+    weight = _weight()
+    working = quantize(weight.master.detach(), spec)
+    weight = replace(weight, working=working, activation=spec, gradient=spec)
+    x, dy = _random(_ROWS, _IN, seed=3), _random(_ROWS, _OUT, seed=4) * 1e-4
+    y, dx, dw, _ = _run(weight, x, dy, ops)
+    values, w = quantize(x, spec).dequantize().double(), working.dequantize().double()
+    _close(y, values @ w.T + weight.bias.double(), _BF16_ROUNDING)
+    _close(dx, quantize(dy, spec).dequantize().double() @ w, _BF16_ROUNDING)
+    _close(dw, quantize(dy, QuantSpec(E4M3, "32x1")).dequantize().double().T @ values, 2.0**-23)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_plain_linear(ops: Ops, dtype: torch.dtype) -> None:
     weight, relative = _plain_weight(dtype), _BF16_ROUNDING if dtype is torch.bfloat16 else 2.0**-23
@@ -266,5 +280,5 @@ def test_presets_have_the_specs_that_this_module_is_written_for() -> None:
     for preset in PRESETS.values():
         for flow in (preset.rollout, preset.learner):
             assert flow.compute in (BF16, FP32)
-            assert flow.activation is None or flow.activation.granularity == "1x128"
+            assert flow.activation is None or flow.activation.granularity in ("1x128", "1x32", "1x16")
     assert isinstance(quantize(torch.ones(2, 2), _BLOCKS).transpose(), QTensor)

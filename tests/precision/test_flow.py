@@ -9,8 +9,9 @@ from isobit.precision import PRESETS, precision_from
 
 
 def test_presets_are_what_the_design_says() -> None:
-    assert list(PRESETS) == ["float32", "bf16", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-unified", "fp8"]
-    two_engines = ["fp8-rollout", "fp8-rollout-kv", "fp8-e2e"]
+    designed = ["float32", "bf16", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-unified", "fp8"]
+    assert list(PRESETS) == [*designed, "mxfp8-rollout", "nvfp4-rollout", "mxfp8", "nvfp4"]
+    two_engines = ["fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "mxfp8-rollout", "nvfp4-rollout"]
     assert [name for name, preset in PRESETS.items() if not preset.shared] == two_engines
     assert [name for name, preset in PRESETS.items() if preset.calibrated] == ["fp8-rollout-kv"]
     assert {PRESETS[name].correction for name in two_engines} == {"token_tis"}
@@ -93,6 +94,7 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "fp8", "bf16_first_layers": True}, "whole number"),
         ({"preset": "bf16", "wgrad": "fp8"}, "not quantized"),
         ({"preset": "bf16", "weight_scale": "fp32"}, "no linear layer"),
+        ({"preset": "nvfp4", "weight_scale": "fp32"}, "NVFP4 has its own blocks"),
         ({"preset": "fp8", "kv_margin": 1.1}, "no calibrated KV cache"),
         ({"preset": "fp8-rollout-kv", "kv_percentile": 101}, "a percentage"),
         ({"preset": "fp8", "rollout": "bf16"}, "expected a mapping"),

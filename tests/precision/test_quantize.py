@@ -124,7 +124,7 @@ def test_saturation_is_counted_against_a_stale_scale() -> None:
 
 
 def test_a_spec_must_make_sense() -> None:
-    with pytest.raises(IsobitError, match="e4m3 or e5m2"):
+    with pytest.raises(IsobitError, match="e4m3, e5m2 or e2m1"):
         QuantSpec(BF16)
     with pytest.raises(IsobitError, match="granularity"):
         QuantSpec(E4M3, "2x2")

@@ -44,7 +44,7 @@ def test_the_config_has_the_same_fields_and_defaults() -> None:
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_auto_recomputes_and_corrects_only_where_the_flows_differ(name: str) -> None:
     resolved = for_precision(Objective(), PRESETS[name], "auto", "auto")
-    two_flows = name in ("fp8-rollout", "fp8-rollout-kv", "fp8-e2e")
+    two_flows = name in ("fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "mxfp8-rollout", "nvfp4-rollout")
     assert (resolved.recompute_old, resolved.correction) == (
         two_flows,
         CORRECTIONS["token_tis" if two_flows else "none"],

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 
 Precision = str | dict[str, Any]
 _PRECISION = (
-    "a preset: float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8; "
-    "or {preset: ..., and what differs}, also written fp8[wgrad=bf16]"
+    "a preset: float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8, mxfp8-rollout, nvfp4-rollout, "
+    "mxfp8, nvfp4; or {preset: ..., and what differs}, also written fp8[wgrad=bf16]"
 )
 _CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the machine's own products"
 _BACKEND = "auto: native where a C++ compiler is found"

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from isobit.kernels import KVStore, Layout, Operand, Ops
 from isobit.precision import QTensor, QuantSpec
 
-_ALONG_TOKENS = {"1x128": "128x1", "row": "128x1"}
+_ALONG_TOKENS = {"1x128": "128x1", "1x32": "32x1", "row": "128x1"}
+_ALONG_INPUTS = ("1x32", "1x16")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,10 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
     working = weight.working
     if weight.dgrad == "fp8" and isinstance(working, QTensor) and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {weight.name}")
-        return ops.product(quantized, working.transpose(), None, dy.dtype)
+        transposed = working.transpose()
+        if working.spec.granularity in _ALONG_INPUTS:  # blocks along K only: quantized again, along N
+            transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, weight.name)
+        return ops.product(quantized, transposed, None, dy.dtype)
     return ops.product(dy, _plain(working, dy.dtype).t().contiguous(), None, dy.dtype)
 
 

@@ -1,7 +1,7 @@
 """Formats, scales, blocks, quantized tensors, and `Precision`: which tensor is in what format."""
 
 from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
-from isobit.precision.formats import BF16, E4M3, E5M2, FORMATS, FP32, Format
+from isobit.precision.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP32, Format
 from isobit.precision.options import precision_from
 from isobit.precision.quantize import (
     BLOCK,
@@ -19,6 +19,7 @@ from isobit.precision.quantize import (
 __all__ = [
     "BF16",
     "BLOCK",
+    "E2M1",
     "E4M3",
     "E5M2",
     "FORMATS",

@@ -7,7 +7,7 @@ Left out: the arithmetic itself (`isobit.kernels`) and the weights (`isobit.mode
 
 from dataclasses import dataclass, field, replace
 
-from isobit.precision.formats import BF16, E4M3, FP32, Format
+from isobit.precision.formats import BF16, E2M1, E4M3, FP32, Format
 from isobit.precision.quantize import QuantSpec
 
 
@@ -108,8 +108,10 @@ class Precision:
         """Why the bits of a row would depend on its batch, or None if they do not."""
         for use, flow in (("rollout", self.rollout), ("learner", self.learner)):
             spec = flow.activation
-            if spec is not None and spec.granularity in ("tensor", "column", "128x128", "128x1"):
+            if spec is not None and spec.granularity in ("tensor", "column", "128x128", "128x1", "32x1", "16x1"):
                 return f"the {use}'s activation scale is shared by the rows of a batch (granularity {spec.granularity})"
+            if spec is not None and spec.scale == "nvfp4":
+                return f"the {use}'s activation scales share a number with the rows of a batch (scale nvfp4)"
         return None
 
     def table(self, num_layers: int | None = None) -> str:
@@ -159,6 +161,11 @@ def _unified(name: str, scale: str, kv: str | None = None) -> Precision:
     return Precision(name, flow, flow, QuantSpec(E4M3, "1x128", scale), "fp8", "fp8")
 
 
+_MXFP8 = Flow(BF16, QuantSpec(E4M3, "1x32", "ue8m0"), QuantSpec(E4M3, "1x32", "ue8m0"))
+_MXFP8_OWN = replace(_MXFP8, kv=QuantSpec(E4M3, "row", "ue8m0"))
+_NVFP4_WEIGHT = QuantSpec(E2M1, "1x16", "nvfp4")
+_NVFP4 = Flow(BF16, _NVFP4_WEIGHT, QuantSpec(E2M1, "1x16", "nvfp4-row"))
+
 PRESETS: dict[str, Precision] = {
     preset.name: preset
     for preset in (
@@ -171,6 +178,10 @@ PRESETS: dict[str, Precision] = {
         replace(_unified("fp8-e2e", "fp32"), correction="token_tis", engines="separate"),
         _unified("fp8-unified", "fp32"),
         _unified("fp8", "ue8m0", kv="row"),
+        Precision("mxfp8-rollout", _MXFP8, Flow(BF16), correction="token_tis", engines="separate"),
+        Precision("nvfp4-rollout", Flow(BF16, _NVFP4_WEIGHT), Flow(BF16), correction="token_tis", engines="separate"),
+        Precision("mxfp8", _MXFP8_OWN, _MXFP8_OWN, QuantSpec(E4M3, "1x32", "ue8m0"), "fp8", "fp8"),
+        Precision("nvfp4", _NVFP4, _NVFP4),
     )
 }
 """The named flows: see `docs/numerics.md` for whose they are."""

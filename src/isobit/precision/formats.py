@@ -2,7 +2,8 @@
 
 E4M3 and E5M2 are the 8-bit floats of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433): E4M3 in
 its finite-only variant (`float8_e4m3fn`, no infinities, largest value 448), E5M2 with infinities (largest finite value
-57,344). Left out: the micro-scaled formats MXFP8 and NVFP4.
+57,344). E2M1 is the 4-bit float of the OCP Microscaling specification (v1.0, section 5.3.3): 0, 0.5, 1, 1.5, 2, 3, 4,
+6. It is kept in E4M3 codes, a byte each, which hold all its values: the format can be judged, but it saves nothing.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. `max` is the largest finite magnitude; `itemsize` is in bytes."""
+    """One number format. `max` is the largest finite magnitude; `itemsize` is in bytes, as it is stored here."""
 
     name: str
     dtype: torch.dtype
@@ -20,7 +21,8 @@ class Format:
     itemsize: int
 
     @property
-    def is_fp8(self) -> bool:
+    def is_quantized(self) -> bool:
+        """Whether it takes a scale per block."""
         return self.itemsize == 1
 
     def __str__(self) -> str:
@@ -29,7 +31,8 @@ class Format:
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 1)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 1)
+E2M1 = Format("e2m1", torch.float8_e4m3fn, 6.0, 1)
 BF16 = Format("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max, 2)
 FP32 = Format("fp32", torch.float32, torch.finfo(torch.float32).max, 4)
 
-FORMATS: dict[str, Format] = {form.name: form for form in (E4M3, E5M2, BF16, FP32)}
+FORMATS: dict[str, Format] = {form.name: form for form in (E4M3, E5M2, E2M1, BF16, FP32)}

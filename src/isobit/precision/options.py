@@ -12,25 +12,26 @@ import yaml
 
 from isobit.errors import IsobitError
 from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
-from isobit.precision.formats import E4M3, FORMATS
-from isobit.precision.quantize import GRANULARITIES, SCALE_FORMATS, QuantSpec
+from isobit.precision.formats import E2M1, E4M3, FORMATS
+from isobit.precision.quantize import QuantSpec
 
 _USES = ("rollout", "learner")
 _KV = {"bf16": None, "e4m3": "row", "e4m3-calibrated": "tensor"}
-_ACTIVATIONS = tuple(name for name in GRANULARITIES if name != "column")
+_ACTIVATIONS = ("1x128", "1x32", "row", "tensor", "128x128")
+_SCALES = ("fp32", "ue8m0")
 _FLOW_CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache": tuple(_KV),
     "query": ("bf16", "e4m3"),
-    "weight_scale": SCALE_FORMATS,
-    "weight_granularity": ("128x128", "row", "tensor"),
-    "activation_scale": SCALE_FORMATS,
+    "weight_scale": _SCALES,
+    "weight_granularity": ("128x128", "1x32", "row", "tensor"),
+    "activation_scale": _SCALES,
     "activation_granularity": _ACTIVATIONS,
 }
 _CHOICES: dict[str, tuple[str, ...]] = _FLOW_CHOICES | {
     "dgrad": ("fp8", "bf16"),
     "wgrad": ("fp8", "bf16"),
-    "gradient_scale": SCALE_FORMATS,
-    "gradient_granularity": ("1x128", "row", "tensor"),
+    "gradient_scale": _SCALES,
+    "gradient_granularity": ("1x128", "1x32", "row", "tensor"),
     "gradient_format": ("e4m3", "e5m2"),
     "engines": ("shared", "separate"),
     "kv_calibration": ("rollout", "learner"),
@@ -196,6 +197,8 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
 
 
 def _change_spec(spec: QuantSpec, options: Mapping[str, Any], role: str) -> QuantSpec:
+    if spec.format is E2M1 and (given := [key for key in options if key.startswith(f"{role}_")]):
+        raise IsobitError(f"precision.{given[0]}: NVFP4 has its own blocks and scales; start from an fp8 preset")
     return replace(
         spec,
         scale=options.get(f"{role}_scale", spec.scale),

@@ -1,4 +1,4 @@
-"""The one quantizer: FP8 codes with a scale per block, and back.
+"""The one quantizer: FP8 or FP4 codes with a scale per block, and back.
 
 For every block of a matrix: `scale = amax / max` (or that, rounded up to a power of two), `code = cast(clamp(x / scale,
 -max, max))`, `value = code * scale`. There is no floor under amax; an all-zero block has scale 1. Every other
@@ -14,14 +14,19 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError
-from isobit.precision.formats import E4M3, Format
+from isobit.precision.formats import E2M1, E4M3, Format
 
 BLOCK = 128
-"""Length of a scaling group, and of a step along the reduced dimension of a block-scaled product."""
+"""Length of a scaling group, and of a step along the reduced dimension of a block-scaled product, at most."""
 
-GRANULARITIES = ("1x128", "128x128", "128x1", "row", "column", "tensor")
-SCALE_FORMATS = ("fp32", "ue8m0")
-_TRANSPOSED = {"1x128": "128x1", "128x1": "1x128", "row": "column", "column": "row"}
+GRANULARITIES = ("1x128", "128x128", "128x1", "1x32", "32x1", "1x16", "16x1", "row", "column", "tensor")
+SCALE_FORMATS = ("fp32", "ue8m0", "nvfp4", "nvfp4-row")
+_TRANSPOSED = {
+    **{f"1x{size}": f"{size}x1" for size in (128, 32, 16)},
+    **{f"{size}x1": f"1x{size}" for size in (128, 32, 16)},
+    "row": "column",
+    "column": "row",
+}
 _SMALLEST_SCALE = 2.0**-126
 
 
@@ -30,7 +35,8 @@ class QuantSpec:
     """How a matrix is quantized: element format, which elements share a scale, and the scale's own format.
 
     `granularity` names the block as rows x columns; `row`, `column`, `tensor` are one block, whatever their size.
-    `scale` is `fp32`, or `ue8m0`: a power of two, rounded up, so that no element of the block overflows.
+    `scale` is `fp32`; or `ue8m0`: a power of two, rounded up, so that no element of the block overflows; or `nvfp4`: an
+    E4M3 number times one FP32 number for the whole tensor (`nvfp4-row`: for its row, so that rows stay independent).
     """
 
     format: Format = E4M3
@@ -38,8 +44,8 @@ class QuantSpec:
     scale: str = "ue8m0"
 
     def __post_init__(self) -> None:
-        if not self.format.is_fp8:
-            raise IsobitError(f"cannot quantize to {self.format}: block scales need e4m3 or e5m2")
+        if not self.format.is_quantized:
+            raise IsobitError(f"cannot quantize to {self.format}: block scales need e4m3, e5m2 or e2m1")
         if self.granularity not in GRANULARITIES:
             raise IsobitError(f"unknown granularity {self.granularity!r}: choose from {', '.join(GRANULARITIES)}")
         if self.scale not in SCALE_FORMATS:
@@ -48,14 +54,11 @@ class QuantSpec:
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of a full block of a matrix of this shape; a dimension below 128 is one block."""
         rows, columns = max(shape[0], 1), max(shape[1], 1)
-        return {
-            "1x128": (1, min(BLOCK, columns)),
-            "128x1": (min(BLOCK, rows), 1),
-            "128x128": (min(BLOCK, rows), min(BLOCK, columns)),
-            "row": (1, columns),
-            "column": (rows, 1),
-            "tensor": (rows, columns),
-        }[self.granularity]
+        whole = {"row": (1, columns), "column": (rows, 1), "tensor": (rows, columns)}
+        if self.granularity in whole:
+            return whole[self.granularity]
+        high, wide = (int(size) for size in self.granularity.split("x"))
+        return min(high, rows), min(wide, columns)
 
     def transpose(self) -> "QuantSpec":
         return replace(self, granularity=_TRANSPOSED.get(self.granularity, self.granularity))
@@ -147,7 +150,34 @@ def quantize(x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
     amax = block_amax(x, block)
     if not torch.isfinite(amax).all():
         raise NonFiniteError(nonfinite_message(name, spec))
-    return quantize_with_scale(x, scales(amax, spec.format, spec.scale), spec)
+    found = two_level_scales(amax, spec) if spec.scale.startswith("nvfp4") else scales(amax, spec.format, spec.scale)
+    return quantize_with_scale(x, found, spec)
+
+
+def two_level_scales(amax: Tensor, spec: QuantSpec) -> Tensor:
+    """NVFP4's scales for blocks of these largest magnitudes [R, blocks]: E4M3(amax / max / g) · g in float32.
+
+    g = largest magnitude / (max · 448), of the whole tensor or of the row (NVIDIA 2025, arXiv 2509.25149, appendix B).
+    A zero block has scale 1; a scale that E4M3 would flush takes its smallest number. E4M3 rounds to nearest, so a
+    block's largest element may exceed the format's maximum by a little, and is clamped.
+    """
+    largest = amax.amax(1, keepdim=True) if spec.scale == "nvfp4-row" else amax.amax().reshape(1, 1)
+    common = torch.where(largest > 0, largest / (spec.format.max * E4M3.max), 1.0).clamp(min=_SMALLEST_SCALE)
+    ratio = (amax / spec.format.max / common).clamp(2.0**-9, E4M3.max)
+    return torch.where(amax == 0, 1.0, ratio.to(E4M3.dtype).float() * common)
+
+
+def _cast(scaled: Tensor, form: Format) -> Tensor:
+    """Codes of values within the format's range, rounded to nearest, ties to even."""
+    if form is not E2M1:
+        return scaled.to(form.dtype)
+    index = torch.bucketize(scaled.abs(), _E2M1_BORDERS.to(scaled.device))
+    return torch.copysign(_E2M1_VALUES.to(scaled.device)[index], scaled).to(form.dtype)
+
+
+_E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+# halfway between two values; where the upper one is even, just below, since a value on the border belongs to the lower
+_E2M1_BORDERS = torch.tensor([0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0])
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, spec: QuantSpec) -> QTensor:
@@ -156,7 +186,7 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: QuantSpec) -> QTensor:
     shape = (x.shape[0], x.shape[1])
     scaled = x.float() / expand_scale(scale, spec.block(shape), shape)
     # torch <= 2.11 casts overflow to NaN, later versions saturate: the clamp makes both the same.
-    return QTensor(scaled.clamp(-spec.format.max, spec.format.max).to(spec.format.dtype), scale, spec)
+    return QTensor(_cast(scaled.clamp(-spec.format.max, spec.format.max), spec.format), scale, spec)
 
 
 def nonfinite_message(name: str, spec: QuantSpec) -> str:

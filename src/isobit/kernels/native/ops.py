@@ -22,7 +22,7 @@ from isobit.kernels.native.cache import TensorCache
 from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.types import KVStore, Layout, Operand
-from isobit.precision import BLOCK, QTensor, QuantSpec, nonfinite_message
+from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec, nonfinite_message
 
 _E4M3, _BF16, _FP32 = 0, 1, 2
 _KINDS = {torch.float8_e4m3fn: _E4M3, torch.bfloat16: _BF16, torch.float32: _FP32}
@@ -64,7 +64,7 @@ class NativeOps:
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         kind = _PLAIN.get(x.dtype)
-        if kind is None or spec.format.dtype != torch.float8_e4m3fn or x.numel() == 0:
+        if kind is None or spec.format is not E4M3 or spec.scale not in ("fp32", "ue8m0") or x.numel() == 0:
             return self._reference.quantize(x, spec, name)
         assert x.ndim == 2, f"quantize expects a matrix, got shape {tuple(x.shape)}"
         x = x.contiguous()
@@ -84,6 +84,8 @@ class NativeOps:
         if self._fast:
             return self._fast_product(a, b, bias, out)
         if isinstance(a, QTensor) and isinstance(b, QTensor):
+            if not (_blocks_are_native(a) and _blocks_are_native(b)):
+                return self._reference.product(a, b, bias, out)
             return self._product(a.data, a, b.data, b, bias, out)
         if isinstance(a, QTensor):
             a = a.dequantize()
@@ -310,6 +312,10 @@ class NativeOps:
 
 def _dequantizes_natively(x: QTensor) -> bool:
     return x.data.dtype == torch.float8_e4m3fn and x.data.is_contiguous() and x.scale.is_contiguous()
+
+
+def _blocks_are_native(x: QTensor) -> bool:
+    return x.block[1] in (BLOCK, x.shape[1])
 
 
 def _grid(x: QTensor) -> tuple[int, ...]:

@@ -3,8 +3,9 @@
 FP8 operands: for each block of 128 along K, the sum of code products in float64, which is exact for E4M3 (a product
 is a multiple of 2^-18 below 2^18, so 128 of them need 43 of float64's 53 bits) and so the same for any shape, thread
 count or BLAS; that sum times (scale_a · scale_b), exact in float64 as a product of two float32; the blocks added in
-ascending order; the bias; one rounding. Scales of a whole row or tensor repeat for every block of K. That the bits of
-a row do not depend on its batch is *proven* here (`tests/kernels/test_product.py`).
+ascending order; the bias; one rounding. Scales of a whole row or tensor repeat for every block of K; the smaller blocks
+of MXFP8 (32) and NVFP4 (16) are summed in their own steps. That the bits of a row do not depend on its batch is
+*proven* here (`tests/kernels/test_product.py`).
 
 A block with an E5M2 operand can need more than 53 bits (57, or 71 with two). Its codes are split at magnitude 1, each
 part's sum is exact (43 bits at most), and the parts are added in a fixed order: large before small. So this is proven
@@ -59,12 +60,14 @@ def _blocks(a: QTensor, b: QTensor) -> Tensor:
     scale_a, scale_b = _row_scales(a), _row_scales(b)
     parts = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
-    for index, start in enumerate(range(0, a.shape[1], BLOCK)):
-        block = slice(start, start + BLOCK)
+    step = min(BLOCK, a.block[1], b.block[1])
+    for start in range(0, a.shape[1], step):
+        block = slice(start, start + step)
         dot = parts[0][0][:, block] @ parts[0][1][:, block].t()
         for left, right in parts[1:]:
             dot += left[:, block] @ right[:, block].t()
-        scale = scale_a[:, _column(scale_a, index)].unsqueeze(1) * scale_b[:, _column(scale_b, index)].unsqueeze(0)
+        left_scale, right_scale = scale_a[:, start // a.block[1]], scale_b[:, start // b.block[1]]
+        scale = left_scale.unsqueeze(1) * right_scale.unsqueeze(0)
         total += dot.mul_(scale)
     return total
 
@@ -82,10 +85,6 @@ def _row_scales(operand: QTensor) -> Tensor:
     """Scales with a row each, float64 [rows, blocks along K]; K blocks are 128 long, or one for all of K."""
     block_rows, block_columns = operand.block
     columns = operand.shape[1]
-    assert block_columns in (BLOCK, columns), f"scales along K in blocks of {block_columns}"
+    assert block_columns in (16, 32, BLOCK, columns), f"scales along K in blocks of {block_columns}"
     scale = operand.scale
     return expand_scale(scale, (block_rows, 1), (operand.shape[0], scale.shape[1])).double()
-
-
-def _column(scales: Tensor, index: int) -> int:
-    return index if scales.shape[1] > 1 else 0
