@@ -84,7 +84,10 @@ def test_mxfp8_linear_quantizes_the_weight_again_for_dgrad(ops: Ops) -> None:
     values, w = quantize(x, spec).dequantize().double(), working.dequantize().double()
     _close(y, values @ w.T + weight.bias.double(), _BF16_ROUNDING)
     _close(dx, quantize(dy, spec).dequantize().double() @ w, _BF16_ROUNDING)
-    _close(dw, quantize(dy, QuantSpec(E4M3, "32x1")).dequantize().double().T @ values, 2.0**-23)
+    along = QuantSpec(E4M3, "32x1")
+    again = quantize(values.float(), along).dequantize().double()
+    assert float((again - values).abs().max()) < 1e-2 * 2.0**-9  # the smallest codes only: they underflow
+    _close(dw, quantize(dy, along).dequantize().double().T @ again, 2.0**-23)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
