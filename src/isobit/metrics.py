@@ -1,7 +1,7 @@
 """Every metric that a run logs: its name, what it means, and whose definition it is. One place.
 
 `python -m isobit.metrics` prints docs/metrics.md. A name that is not here cannot be logged. Names that end in `*`
-stand for a family (one per reward function).
+stand for a family (one per reward function, or per sign of the advantage).
 """
 
 import math
@@ -48,6 +48,12 @@ METRICS: dict[str, str] = {
     "correction/largest_ratio": "largest weight before truncation",
     "correction/effective_sample_size": "1 / mean((w / mean w)²) of the truncated weights (veRL)",
     "correction/effective_sample_size_untruncated": "the same of the untruncated weights, where heavy tails show",
+    "shadow/ratio_error_*": "mean |log ratio under the flow - in BF16|, of positive or negative advantage",
+    "shadow/ratio_bias_*": "the same without the absolute value",
+    "shadow/clipped_by_noise_*": "tokens that the clip cuts under the flow, and would not cut in BF16",
+    "shadow/clipped_in_bf16_*": "tokens that the clip would cut in BF16",
+    "shadow/clip_low": "lower bound of the clip, calibrated by the shadow pass",
+    "shadow/clip_high": "upper bound of the clip, calibrated by the shadow pass",
     "steps/skipped": "optimizer steps skipped because a loss or a gradient was not finite",
     "quant/weight_flushed_fraction": "non-zero weights of quantized layers that became 0 in the rollout's copy",
     "quant/weight_saturated_fraction": "weights clamped by their scale",

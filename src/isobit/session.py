@@ -228,6 +228,7 @@ class Session:
             "queue": [batch.to_json() for batch in self.state.queue],
             "replay": [[s.to_json() for s in group] for group in self.parts.replay.groups],
             "bad_steps_in_a_row": self.parts.learner.bad_steps_in_a_row,
+            "clip_bounds": self.parts.learner.clip_bounds,
             "weights_version": self.model.weights_version,
             "offsets": self.run.offsets(),
         }

@@ -228,6 +228,7 @@ def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
     parts.optimizer.load_state(tensors)
     parts.calibrator.load_state(scales)
     parts.learner.bad_steps_in_a_row = state["bad_steps_in_a_row"]
+    parts.learner.clip_bounds = tuple(state["clip_bounds"])
     parts.model.transformer.weights_version = state["weights_version"]
     return state
 

@@ -179,6 +179,10 @@ class AlgorithmConfig(_Section):
     router_aux_coefficient: float = Field(
         0.0, ge=0, description="mixture of experts: weight of the load-balancing loss, per micro-batch"
     )
+    shadow_every: int = Field(
+        0, ge=0, description="steps between BF16 shadow passes, which measure the noise in the ratio; 0: none"
+    )
+    shadow_calibrates_clip: bool = Field(False, description="widen the clip so that it clips what BF16 would clip")
     updates_per_batch: int = Field(1, ge=1, description="optimizer steps per pass over a rollout batch")
     epochs: int = Field(1, ge=1, description="passes over a rollout batch")
 
@@ -288,6 +292,8 @@ class Config(_Section):
             raise ValueError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
             raise ValueError("algorithm.updates_per_batch exceeds the completions of a step")
+        if algorithm.shadow_calibrates_clip and not algorithm.shadow_every:
+            raise ValueError("algorithm.shadow_calibrates_clip needs shadow passes: set shadow_every, such as 20")
         if self.rollouts_ahead > self.replay.max_staleness:
             raise ValueError(
                 f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness {self.replay.max_staleness}"

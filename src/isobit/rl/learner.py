@@ -32,6 +32,7 @@ from isobit.rl.optim import Optimizer, learning_rate
 from isobit.rl.packing import PackedBatch, Trainable, micro_batches, minibatches, pack
 from isobit.rl.routing import RoutingTotals
 from isobit.rl.samples import Sample
+from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
 
 
 @dataclass(eq=False)
@@ -67,7 +68,8 @@ class Learner:
     """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
 
     `bad_steps_in_a_row` counts skipped optimizer steps since the last good one; a resumed run sets it again. `kv_amax`
-    [layers, 2] is that of keys and values in the last batch, where a KV cache is calibrated from it.
+    [layers, 2] is that of keys and values in the last batch, where a KV cache is calibrated from it. `clip_bounds` are
+    the objective's, or those that the last shadow pass calibrated.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Learner:
         self.seed = seed
         self.bad_steps_in_a_row = 0
         self.kv_amax: Tensor | None = None
+        self.clip_bounds = (objective.clip_low, objective.clip_high)
         self._routing = RoutingTotals()
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[float], step: int) -> dict[str, float]:
@@ -116,6 +119,7 @@ class Learner:
         except NonFiniteError:
             self._count_bad(totals)
             return metrics | _learning_metrics(totals, rate)
+        shadow = self._shadow(samples) if objective.shadow_every and step % objective.shadow_every == 0 else None
         first: list[tuple[int, Tensor]] | None = None if objective.recompute_old else []
         for epoch in range(objective.epochs):
             for part in minibatches(len(samples), objective.updates_per_batch, self.seed, step, epoch):
@@ -125,6 +129,8 @@ class Learner:
                 self._update(batch, part, rate, totals, first)
                 if first is not None:
                     metrics |= _mismatch([(logprobs, batch.rollout[index]) for index, logprobs in first])
+        if shadow is not None:
+            metrics |= self._compare_with_shadow(batch, shadow)
         return metrics | _learning_metrics(totals, rate) | self._routing.metrics()
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[float]:
@@ -133,6 +139,26 @@ class Learner:
         found = self._logprobs(self.reference, samples)
         rollout = [torch.tensor(s.rollout_logprobs, dtype=torch.float32) for s in samples]
         return [float((old.double() - new.double()).sum()) for old, new in zip(rollout, found)]
+
+    def _shadow(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Log-probabilities of the masters as they are, in BF16."""
+        return self._logprobs(self.model.under("bf16"), samples)
+
+    def _compare_with_shadow(self, batch: _Batch, before: list[Tensor]) -> dict[str, float]:
+        """Once the weights have moved: the ratio's noise, and bounds of the clip that allow for it."""
+        objective = self.objective
+        moved = self.model.under(self.model.precision)
+        moved.transformer.kv_scales = self.model.transformer.kv_scales
+        noisy = log_ratios(self._logprobs(moved, batch.samples), batch.old)
+        clean = log_ratios(self._shadow(batch.samples), before)
+        lengths = torch.tensor([len(s.completion_ids) for s in batch.samples])
+        advantages = torch.repeat_interleave(torch.tensor(batch.advantages, dtype=torch.float32), lengths)
+        arguments = (noisy, clean, advantages, objective.clip_low, objective.clip_high)
+        metrics = shadow_metrics(*arguments)
+        if objective.shadow_calibrates_clip:
+            self.clip_bounds = calibrated_bounds(*arguments)
+            metrics |= {"shadow/clip_low": self.clip_bounds[0], "shadow/clip_high": self.clip_bounds[1]}
+        return metrics
 
     def _count_bad(self, totals: _Totals) -> None:
         totals.skipped += 1
@@ -232,8 +258,8 @@ class Learner:
             logprobs,
             torch.cat([batch.old[i] for i in chosen]),
             torch.tensor([batch.advantages[i] for i in chosen], dtype=torch.float32)[packed.sequence],
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
+            clip_low=self.clip_bounds[0],
+            clip_high=self.clip_bounds[1],
             weights=None if batch.weights is None else torch.cat([batch.weights[i] for i in chosen]),
             surrogate=objective.surrogate,
             dual_clip=objective.dual_clip,

@@ -16,7 +16,8 @@ class Objective:
     | sequence. surrogate: clip | cispo. loss_aggregation: token_mean | sequence_mean | constant (over
     `max_new_tokens`). correction: see `rl/correction.py`. recompute_old: whether the learner computes the
     log-probabilities of the sampling weights before it changes them; otherwise the rollout's own serve. router_replay:
-    the learner routes tokens to the experts of the rollout. `temperature` is the sampling's.
+    the learner routes tokens to the experts of the rollout. shadow_every: steps between BF16 shadow passes
+    (`rl/shadow.py`), which may calibrate the clip. `temperature` is the sampling's.
     """
 
     advantage: str = "grpo"
@@ -38,6 +39,8 @@ class Objective:
     recompute_old: bool = False
     router_replay: bool = False
     router_aux_coefficient: float = 0.0
+    shadow_every: int = 0
+    shadow_calibrates_clip: bool = False
     updates_per_batch: int = 1
     epochs: int = 1
     max_new_tokens: int = 128
