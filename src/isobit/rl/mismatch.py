@@ -35,14 +35,14 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
 
 def sequence_metrics(policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequence[Tensor]) -> dict[str, float]:
     """veRL's metrics per sequence, of float32 log-probabilities [tokens] of each; at least one, and none empty."""
-    means, sums = [], []
-    for policy, rollout in zip(policy_logprobs, rollout_logprobs, strict=True):
-        learner, sampled = policy.double(), rollout.double()
-        means.append(torch.stack([learner.mean(), sampled.mean()]))
-        sums.append((learner - sampled).sum())
-    learner_mean, rollout_mean = torch.stack(means).clamp(-_LOG_RATIO_LIMIT, 0).unbind(1)
+    counts = torch.tensor([len(row) for row in policy_logprobs])
+    sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    both = torch.stack([torch.cat(list(policy_logprobs)), torch.cat(list(rollout_logprobs))], 1).double()
+    sums = torch.zeros(len(counts), 2, dtype=torch.float64).index_add_(0, sequence, both)
+    means = (sums / counts.unsqueeze(1)).clamp(-_LOG_RATIO_LIMIT, 0)
+    learner_mean, rollout_mean = means.unbind(1)
     difference = rollout_mean - learner_mean
-    total = torch.stack(sums).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    total = (sums[:, 0] - sums[:, 1]).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     return {
         "mismatch/learner_ppl": float(torch.exp(-learner_mean).mean()),
         "mismatch/rollout_ppl": float(torch.exp(-rollout_mean).mean()),
