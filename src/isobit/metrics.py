@@ -87,6 +87,7 @@ METRICS: dict[str, str] = {
     "throughput/learn_tokens_per_s": "prompt and completion tokens per second of learning",
     "memory/peak_rss_mib": "largest resident memory of the process so far",
     "memory/kv_cache_mib": "allocated for keys and values, scales included",
+    "memory/optimizer_mib": "AdamW's moments, in the format that they are kept in",
     "memory/reference_mib": "working weights of the frozen reference; it keeps no masters",
     "memory/reward_models_mib": "working weights of the reward models",
     "memory/weights_mib": "masters and all working weights; copies that a backend repacks for itself are not counted",

@@ -57,6 +57,7 @@ class Parts:
         found = {
             "memory/kv_cache_mib": sum(engines.values()) / _MIB,
             "memory/weights_mib": sum(self.model.memory().values()) / _MIB,
+            "memory/optimizer_mib": self.optimizer.nbytes / _MIB,
         }
         if self.reference is not None:
             found["memory/reference_mib"] = sum(self.reference.memory().values()) / _MIB
@@ -243,7 +244,7 @@ def memory_plan(parts: Parts) -> str:
     rows = [
         ("FP32 masters", sizes["masters"]),
         ("gradients", sizes["masters"]),
-        ("AdamW moments", 2 * sizes["masters"]),
+        ("AdamW moments", parts.optimizer.nbytes),
         ("working weights, rollout", sizes["rollout"]),
         ("working weights, learner", sizes["learner"]),
         ("keys and values", sum({id(e): e.kv_bytes for e in (parts.engine, parts.evaluator)}.values())),

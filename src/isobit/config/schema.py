@@ -198,6 +198,7 @@ class OptimizerConfig(_Section):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    state: Literal["fp32", "8bit"] = Field("fp32", description="AdamW's moments; 8bit needs torchao (isobit[optim])")
     micro_batch_tokens: int = Field(16384, ge=1, description="tokens of one forward and backward")
     max_bad_steps: int = Field(3, ge=1, description="skipped (non-finite) steps in a row that end the run")
 

@@ -2,7 +2,8 @@
 
 Loshchilov and Hutter 2019, arXiv 1711.05101. Weight decay touches matrices only: no norms, no biases. The state is a
 flat mapping of tensors, so that safetensors can hold it. The update is PyTorch's fused kernel through its functional
-form, since `torch.optim.Optimizer` imports the compiler: 70 MiB and most of a second. Left out: 8-bit state.
+form, since `torch.optim.Optimizer` imports the compiler: 70 MiB and most of a second. With `state` 8bit the moments of
+large parameters are kept in 8 bits (`optim_8bit.py`).
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from isobit.errors import IsobitError
+from isobit.rl.optim_8bit import EightBitState, quantizable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -31,6 +33,7 @@ class OptimizerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    state: str = "fp32"
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:
@@ -56,6 +59,8 @@ class Optimizer:
         self.parameters = dict(parameters)
         self.settings = settings
         self._state: dict[str, dict[str, Tensor]] = {}
+        large = [name for name, p in self.parameters.items() if quantizable(p)] if settings.state == "8bit" else []
+        self._eight_bit = EightBitState({name: self.parameters[name] for name in large}, settings) if large else None
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -81,6 +86,11 @@ class Optimizer:
         self._update(others, rate, 0.0)
 
     def _update(self, names: list[str], rate: float, weight_decay: float) -> None:
+        if self._eight_bit is not None:
+            self._eight_bit.update([name for name in names if name in self._eight_bit], rate, weight_decay)
+            names = [name for name in names if name not in self._eight_bit]
+            if not names:
+                return
         parameters = [self.parameters[name] for name in names]
         for name, parameter in zip(names, parameters):
             if name not in self._state:
@@ -104,9 +114,17 @@ class Optimizer:
             maximize=False,
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the moments of all parameters."""
+        eight_bit = self._eight_bit
+        plain = [p for name, p in self.parameters.items() if eight_bit is None or name not in eight_bit]
+        return sum(8 * p.numel() for p in plain) + (0 if eight_bit is None else eight_bit.nbytes)
+
     def state(self) -> dict[str, Tensor]:
-        """Moments and step counts: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update."""
-        tensors: dict[str, Tensor] = {}
+        """Moments and step counts: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; of 8-bit moments `.codes` and
+        `.scale`. Empty before the first update."""
+        tensors: dict[str, Tensor] = {} if self._eight_bit is None else self._eight_bit.state()
         for name, state in self._state.items():
             for key, value in state.items():
                 tensors[f"{name}.{key}"] = value.clone()
@@ -114,6 +132,8 @@ class Optimizer:
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state`, bit for bit. Raises IsobitError if the tensors are not of these parameters."""
+        if self._eight_bit is not None:
+            tensors = self._eight_bit.load_state(tensors)
         for name, parameter in self.parameters.items():
             given = {k: tensors[f"{name}.{k}"] for k in ("step", *_MOMENTS) if f"{name}.{k}" in tensors}
             if not given:

@@ -1,0 +1,99 @@
+"""AdamW with moments in 8 bits: what it saves, how near it stays, and that it repeats."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.rl import Optimizer, OptimizerSettings
+from isobit.train import resume, train
+from tests.conftest import tiny_model
+from tests.runs import fingerprint, write_config
+
+pytest.importorskip("torchao", reason="the optional extra isobit[optim] is not installed")
+SHAPES = {"large": (64, 128), "ragged": (63, 65), "norm": (300,)}
+
+
+def optimizer(state: str, rate: float = 1e-2) -> Optimizer:
+    generator = torch.Generator().manual_seed(0)
+    parameters = {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return Optimizer(parameters, OptimizerSettings(learning_rate=rate, weight_decay=0.1, state=state))
+
+
+def descend(optimizer: Optimizer, steps: int, first: int = 0) -> float:
+    """Steps down a quadratic with some noise; returns the loss without it."""
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in optimizer.parameters.values():
+            parameter.grad = parameter.detach() + 0.1 * torch.randn(parameter.shape, generator=generator)
+        optimizer.step(optimizer.settings.learning_rate, 0.0)
+    return sum(float(p.detach().square().sum()) for p in optimizer.parameters.values())
+
+
+def test_the_first_steps_are_those_of_fp32_up_to_rounding() -> None:
+    plain, small = optimizer("fp32"), optimizer("8bit")
+    descend(plain, 1)
+    descend(small, 1)
+    for name, parameter in plain.parameters.items():
+        torch.testing.assert_close(small.parameters[name], parameter, rtol=1e-5, atol=1e-6)
+    descend(plain, 9, 1)
+    descend(small, 9, 1)
+    start, end, other = (o.parameters["large"].detach() for o in (optimizer("fp32"), plain, small))
+    moved, apart = float((end - start).norm()), float((end - other).norm())
+    assert 0 < apart < 0.1 * moved
+    assert torch.equal(plain.parameters["ragged"], small.parameters["ragged"])  # too ragged for blocks: FP32 on both
+
+
+def test_it_descends_as_far() -> None:
+    assert descend(optimizer("8bit"), 150) == pytest.approx(descend(optimizer("fp32"), 150), rel=0.15)
+
+
+def test_a_quarter_of_the_memory() -> None:
+    plain, small = optimizer("fp32"), optimizer("8bit")
+    large = 64 * 128
+    assert plain.nbytes - small.nbytes == 8 * large - 2 * (large + 4 * large // 256)
+    descend(small, 1)
+    stored = sum(t.numel() * t.element_size() for name, t in small.state().items() if not name.endswith("step"))
+    assert stored == small.nbytes
+
+
+def test_state_goes_back_bit_for_bit_and_a_wrong_one_is_refused() -> None:
+    whole, cut, again = optimizer("8bit"), optimizer("8bit"), optimizer("8bit")
+    descend(whole, 6)
+    descend(cut, 3)
+    for name, parameter in cut.parameters.items():
+        with torch.no_grad():
+            again.parameters[name].copy_(parameter)
+    again.load_state(cut.state())
+    descend(again, 3, 3)
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(again.parameters[name], parameter)
+    plain = optimizer("fp32")
+    descend(plain, 1)
+    with pytest.raises(IsobitError, match="was not kept in 8 bits"):
+        optimizer("8bit").load_state(plain.state())
+    with pytest.raises(IsobitError, match="does not fit the model"):
+        optimizer("fp32").load_state(whole.state())
+
+
+def test_a_run_logs_what_it_saves_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    base_model = tmp_path / "model"
+    tiny_model("fp8", hidden_size=64, intermediate_size=128).save(base_model)
+    for name in ("whole", "cut", "plain"):
+        (tmp_path / name).mkdir()
+    settings = {"optimizer": {"state": "8bit"}}
+    whole = train(load_config(write_config(tmp_path / "whole", base_model, **settings)))
+    plain = train(load_config(write_config(tmp_path / "plain", base_model, steps=1)))
+    assert whole.metrics[0]["memory/optimizer_mib"] < 0.3 * plain.metrics[0]["memory/optimizer_mib"]
+    train(load_config(write_config(tmp_path / "cut", base_model, **settings)).model_copy(update={"steps": 2}))
+    resume(tmp_path / "cut/run", ["steps=4"])
+    assert fingerprint(tmp_path / "cut/run") == fingerprint(whole.run_dir)
+
+
+def test_without_torchao_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
+    with pytest.raises(IsobitError, match=r"needs torchao: pip install 'isobit\[optim\]'"):
+        optimizer("8bit")
