@@ -287,6 +287,9 @@ def inspect(
     stale: Annotated[
         Path | None, typer.Option(metavar="MODEL", help="an older checkpoint: the gap of a late weight sync")
     ] = None,
+    reward_model: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="also: how far the flows move its scores and ranks")
+    ] = None,
     n: Annotated[int, typer.Option("-n", help="completions per prompt")] = 4,
     max_new_tokens: Annotated[int, typer.Option()] = 48,
     temperature: Annotated[float, typer.Option()] = 1.0,
@@ -306,7 +309,7 @@ def inspect(
 
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed)
     files = (prompts, prompt_column)
-    inspect_command(model, _names(presets), *files, sampling, decompose, stale, backend, out)
+    inspect_command(model, _names(presets), *files, sampling, decompose, stale, reward_model, backend, out)
 
 
 def _names(presets: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from isobit.engine import Calibrator, Sampling
 from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
+from isobit.inspection.judging import judge
 from isobit.inspection.mismatch import Gap, decompose, measure_gap, roll_out
 from isobit.inspection.quantization import Health, activation_health, weight_health
 from isobit.model import Model
@@ -28,6 +29,7 @@ def inspect_command(
     sampling: Sampling,
     taken_apart: bool,
     stale: Path | None,
+    reward_model: Path | None,
     backend: str,
     out: Path | None,
 ) -> None:
@@ -56,6 +58,10 @@ def inspect_command(
             if not flow.unified:
                 sources[flow.name] = decompose(model, flow, prompts, sampling, older)
     values = _plain(str(path), shown.name if shown is not None else "", tensors, gaps, sources)
+    if reward_model is not None:
+        answers, _ = roll_out(model, prompts, sampling)
+        judged = [flow.name for flow in flows if flow.unified]
+        values["judgements"] = [asdict(j) for j in judge(str(reward_model), judged, prompts, answers, sampling.n)]
     print(inspection_text(values))
     if out is not None:
         print(f"\n{write_inspection(values, out)}")

@@ -22,6 +22,9 @@ def inspection_text(values: Mapping[str, Any]) -> str:
         parts.append(_tensors_text(values["preset"], values["tensors"]))
     parts.append(_gaps_text(values["gaps"]))
     parts += [_sources_text(name, rows) for name, rows in values["sources"].items()]
+    if values.get("judgements"):
+        lines = ["  ".join(f"{cell:>14}" for cell in row) for row in _judgement_cells(values["judgements"])]
+        parts.append("\n".join(["Scores of the reward model against BF16", *lines]))
     return "\n\n".join(parts)
 
 
@@ -29,6 +32,8 @@ def write_inspection(values: Mapping[str, Any], out: Path) -> Path:
     """Write inspection.html and inspection.json into `out`; returns the page's path."""
     body = [f"<h1>isobit: {escaped(values['model'])} inspected</h1>", _gaps_html(values["gaps"])]
     body += [_sources_html(name, rows) for name, rows in values["sources"].items()]
+    if values.get("judgements"):
+        body.append(f"<h2>Scores of the reward model</h2>{_table(_judgement_cells(values['judgements']))}")
     if values["tensors"]:
         body += [_plots(values["tensors"]), _tensors_html(values["preset"], values["tensors"])]
     try:
@@ -132,6 +137,12 @@ def _sources_html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     ]
     return f"<h2>Where the gap of {escaped(name)} comes from</h2>{_table(cells)}"
+
+
+def _judgement_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    head = ["preset", "shift / spread", "Kendall's tau", "sign flips", "weights MiB"]
+    keys = ("relative_shift", "kendall_tau", "sign_flips", "mib")
+    return [head, *([row["preset"], *(f"{row[key]:.4f}" for key in keys)] for row in rows)]
 
 
 def _plots(tensors: Sequence[Mapping[str, Any]]) -> str:
