@@ -18,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks import rewards
 from benchmarks.common import Claim, Result, row
 from benchmarks.models import save_model
-from isobit.config import load_config
-from isobit.session import open_session
-from isobit.train import training_step
+from benchmarks.steps import GROUP, NEW, PROMPTS, open_step
 
-PROMPTS, GROUP, NEW, WARMUP = 64, 8, 5, 2
+WARMUP = 2
 FLOWS = (("bf16", "fast"), ("bf16", "bitwise"), ("fp8", "bitwise"))
 
 
@@ -37,7 +34,7 @@ def run(rounds: int) -> Result:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         path = save_model(folder / "model", 128, 4, 64, 64)
-        own = {f"isobit {p} {c}": _session(folder, path, p, c, stack) for p, c in FLOWS}
+        own = {f"isobit {p} {c}": open_step(folder, path, p, stack, c) for p, c in FLOWS}
 
         def own_steps() -> None:
             for contestant, step in own.items():
@@ -53,25 +50,6 @@ def run(rounds: int) -> Result:
         result.claims.append(Claim("isobit bf16 fast over TRL", result.median("isobit bf16 fast") / trl, "<=", 1.0))
         result.claims.append(Claim("isobit fp8 over TRL", result.median("isobit fp8 bitwise") / trl, "<=", 2.0))
     return result
-
-
-def _session(folder: Path, model: Path, precision: str, consistency: str, stack: ExitStack) -> Callable[[], None]:
-    name = f"{precision}-{consistency}"
-    values = {
-        "model": {"path": str(model)},
-        "task": {"name": "arithmetic", "options": {"digits": 3}},
-        "rewards": {"functions": [{"function": f"{rewards.__file__}:digits"}]},
-        "precision": precision,
-        "consistency": consistency,
-        "prompts_per_step": PROMPTS,
-        "sampling": {"group_size": GROUP, "max_new_tokens": NEW, "ignore_eos": True},
-        "run": {"dir": str(folder / name), "checkpoint_every": 0, "report": False},
-        "steps": 1_000_000,
-    }
-    config = folder / f"{name}.yaml"
-    config.write_text(yaml.safe_dump(values))
-    session = stack.enter_context(open_session(load_config(config), quiet=True))
-    return lambda: training_step(session)
 
 
 def _trl(model: Path, folder: Path, steps: int, between: Callable[[], None]) -> dict[str, list[float]]:

@@ -11,19 +11,14 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import yaml
 
-from benchmarks import rewards
 from benchmarks.common import Claim, Result, race
 from benchmarks.models import save_model
+from benchmarks.steps import GROUP, NEW, PROMPTS, open_step, run_name
 from isobit import Model
-from isobit.config import load_config
 from isobit.rl.correction import CORRECTIONS, correct, correction_metrics
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
-from isobit.session import open_session
-from isobit.train import training_step
-
-PROMPTS, GROUP, NEW = 64, 8, 5
+from isobit.run import read_jsonl
 
 
 def run(rounds: int) -> Result:
@@ -33,14 +28,14 @@ def run(rounds: int) -> Result:
         dense = save_model(folder / "dense", 128, 4, 64, 64)
         experts = save_model(folder / "experts", 128, 4, 64, 64, experts=8, per_token=2)
         steps = {
-            "fp8-rollout step": _step(folder, dense, "fp8-rollout", stack),
+            "fp8-rollout step": open_step(folder, dense, "fp8-rollout", stack),
             "its corrections and metrics": _corrections(),
-            "fp8-rollout-kv step": _step(folder, dense, "fp8-rollout-kv", stack),
-            "fp8 step": _step(folder, dense, "fp8", stack),
-            "fp8 step, 8 experts, top-2": _step(folder, experts, "fp8", stack),
+            "fp8-rollout-kv step": open_step(folder, dense, "fp8-rollout-kv", stack),
+            "fp8 step": open_step(folder, dense, "fp8", stack),
+            "fp8 step, 8 experts, top-2": open_step(folder, experts, "fp8", stack),
         }
         result.rows += race("512 completions x 5 tokens", steps, rounds, warmup=2, amount=512, unit="completions")
-        calibrated = _metrics(folder / "fp8-rollout-kv-dense")[2:]
+        calibrated = list(read_jsonl(folder / run_name(dense, "fp8-rollout-kv") / "metrics.jsonl"))[2:]
         sizes = {p: _sync_bytes(folder, p) for p in ("bf16[engines=separate]", "fp8-rollout")}
     times = {row.contestant: row.median_s for row in result.rows}
     share = median(line["time/calibrate"] / line["time/step"] for line in calibrated)
@@ -53,24 +48,6 @@ def run(rounds: int) -> Result:
         Claim("8 experts, top-2, over dense", times["fp8 step, 8 experts, top-2"] / times["fp8 step"], "<=", 1.6),
     ]
     return result
-
-
-def _step(folder: Path, model: Path, precision: str, stack: ExitStack) -> Callable[[], None]:
-    name = f"{precision}-{model.name}"
-    values = {
-        "model": {"path": str(model)},
-        "task": {"name": "arithmetic", "options": {"digits": 3}},
-        "rewards": {"functions": [{"function": f"{rewards.__file__}:digits"}]},
-        "precision": precision,
-        "prompts_per_step": PROMPTS,
-        "sampling": {"group_size": GROUP, "max_new_tokens": NEW, "ignore_eos": True},
-        "run": {"dir": str(folder / name), "checkpoint_every": 0, "report": False},
-        "steps": 1_000_000,
-    }
-    config = folder / f"{name}.yaml"
-    config.write_text(yaml.safe_dump(values))
-    session = stack.enter_context(open_session(load_config(config), quiet=True))
-    return lambda: training_step(session)
 
 
 def _corrections() -> Callable[[], object]:
@@ -86,12 +63,6 @@ def _corrections() -> Callable[[], object]:
         return metrics | correction_metrics(correct(CORRECTIONS["token_tis"], *flat, lengths))
 
     return call
-
-
-def _metrics(directory: Path) -> list[dict[str, float]]:
-    from isobit.run import read_jsonl
-
-    return list(read_jsonl(directory / "metrics.jsonl"))
 
 
 def _sync_bytes(folder: Path, precision: str) -> int:
