@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from isobit.engine import Calibrator, Engine, Sampling
+from isobit.engine import Engine, Sampling
 from isobit.errors import IsobitError
 from isobit.intervals import Estimate, pass_at_k_estimate, proportion
 from isobit.model import Model
@@ -116,7 +116,7 @@ def _evaluate_model(
     sequences = len(examples) * (sampling.n if ks else 1)
     prompts = [e.prompt for e in examples]
     engine = Engine.sized_for(model, prompts, sequences, sampling.max_new_tokens)
-    Calibrator(model).calibrate(prompts)
+    engine.calibrate(prompts)
     greedy = evaluate_greedy(engine, examples, pool, sampling)
     if not ks:
         return greedy

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from isobit.engine import Calibrator, Completion, Engine, Sampling
+from isobit.engine import Completion, Engine, Sampling
 from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
 from isobit.model import Model
@@ -29,8 +29,9 @@ def print_completions(
     precision, backend, consistency = flow
     model = Model.load(path, precision=precision, backend=backend, consistency=consistency)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
-    Calibrator(model).calibrate(requests)
-    groups = Engine(model).generate(requests, sampling)
+    engine = Engine(model)
+    engine.calibrate(requests)
+    groups = engine.generate(requests, sampling)
     for prompt, group in zip(prompts, groups):
         for completion in group:
             print(_line(prompt, completion) if as_json else _text(prompt, completion, chat, sampling.n))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from isobit.engine.calibration import Calibrator
 from isobit.engine.generation import Generation
 from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.prompts import Prompt, check_context, check_ids, encode, new_token_limits
@@ -139,6 +140,13 @@ class Engine:
         finally:
             generation.scheduler.release()
             self._generation = None
+
+    def calibrate(self, prompts: Sequence[Prompt]) -> None:
+        """Find the static scales of a calibrated KV cache for the present weights; without one there is nothing to do.
+
+        To be called after every sync: `generate` refuses scales of other weights.
+        """
+        Calibrator(self.model).calibrate(prompts)
 
     def cache_metrics(self) -> dict[str, float]:
         """Which part of the keys and values of the last call a calibrated scale clamped; empty without one."""

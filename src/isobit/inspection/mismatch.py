@@ -42,8 +42,8 @@ class Gap:
 
 def roll_out(model: Model, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[Completion], dict[str, float]]:
     """Completions of the prompts by the model's own rollout flow, and what a calibrated cache clamped."""
-    Calibrator(model).calibrate(prompts)
     engine = Engine.sized_for(model, prompts, len(prompts) * sampling.n, sampling.max_new_tokens)
+    engine.calibrate(prompts)
     completions = [completion for group in engine.generate(prompts, sampling) for completion in group]
     return completions, engine.cache_metrics()
 

@@ -135,7 +135,7 @@ class Transformer:
     def layer_scales(self, layer: int) -> Tensor:
         """Calibrated scales [2] of K and V. Raises IsobitError if there are none."""
         if self.kv_scales is None:
-            raise IsobitError("the KV cache has calibrated scales, and nothing has calibrated them yet")
+            raise IsobitError("the KV cache has calibrated scales, and none yet: call Engine.calibrate(prompts)")
         return self.kv_scales.values[layer]
 
     def check_scales(self) -> None:
@@ -147,7 +147,7 @@ class Transformer:
             found = "not calibrated" if self.kv_scales is None else f"those of version {version} of the weights"
             raise IsobitError(
                 f"the scales of the KV cache are {found}, and the weights are at version {self.weights_version}: "
-                "calibrate after every sync"
+                "call Engine.calibrate(prompts) after every sync"
             )
 
     def _attend(
