@@ -78,7 +78,9 @@ def test_what_is_finished_is_not_repeated_and_what_was_interrupted_goes_on(
         assert fingerprint(found) == fingerprint(whole)
 
 
-def test_a_run_that_diverges_is_a_result(tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_had_to_stop_is_a_result(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "nan.py").write_text(
         "def digits(prompts, completions, **columns):\n    raise RuntimeError('no reward today')\n"
     )
@@ -89,6 +91,13 @@ def test_a_run_that_diverges_is_a_result(tmp_path: Path, base_model: Path, capsy
     assert "no reward today" in text
     assert "0 of 2" in text
     assert not json.loads((tmp_path / "out/bf16/seed-0/outcome.json").read_text())["finished"]
+
+
+def test_weights_that_blow_up_are_a_result_too(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(settings(tmp_path, base_model, ("fp8",), optimizer={"learning_rate": 1e30})) == 0
+    assert "the run diverged" in capsys.readouterr().out
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path, base_model: Path) -> None:

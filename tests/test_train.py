@@ -245,3 +245,12 @@ def test_rollouts_ahead_are_repeated_from_a_recorded_run(tmp_path: Path, base_mo
     recorded = run(tmp_path, base_model, "rollouts_ahead=1")
     again = replay(recorded.run_dir, tmp_path / "again")
     assert fingerprint(again.run_dir)["model.safetensors"] == fingerprint(recorded.run_dir)["model.safetensors"]
+
+
+def test_ahead_without_recomputation_the_ratio_is_to_the_rollout(tmp_path: Path, base_model: Path) -> None:
+    """Bypass: nothing is corrected, and no stale token counts as a mismatch."""
+    settings = "algorithm={recompute_old_logprobs: never, updates_per_batch: 2}"
+    result = run(tmp_path, base_model, "rollouts_ahead=1", settings)
+    assert result.metrics[0]["mismatch/differing_tokens"] == 0
+    assert all("mismatch/differing_tokens" not in row for row in result.metrics[1:])
+    assert all("correction/mean_weight" not in row for row in result.metrics)

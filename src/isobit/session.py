@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 from isobit import checkpoints
 from isobit import run as runs
 from isobit.config import Config, dump_config, load_config
 from isobit.engine import Completion
-from isobit.errors import IsobitError, RunFailed
+from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluate import evaluate_greedy
 from isobit.progress import Display
 from isobit.report import write_report
@@ -78,7 +79,7 @@ class Session:
 
     def _refresh(self) -> None:
         """The working weights become those of the masters, and the scales of a calibrated KV cache fit them."""
-        with self._timed("sync"):
+        with self._timed("sync"), self._broken_weights_end_the_run():
             self.model.sync()
         if self.parts.calibrator.active:
             count = self.model.precision.calibration.prompts
@@ -122,7 +123,7 @@ class Session:
         first = self.state.cursor
         ids = list(range(first, first + count))
         examples = [self.parts.task.train.at(cursor) for cursor in ids]
-        with self._timed("rollout"):
+        with self._timed("rollout"), self._broken_weights_end_the_run():
             groups = self.parts.engine.generate([e.prompt for e in examples], self.parts.sampling, ids)
         self._count("rollout/preemptions", self.parts.engine.stats.preemptions)
         self._metrics |= self.parts.engine.cache_metrics()
@@ -214,7 +215,8 @@ class Session:
             self._refresh()
             examples = self.parts.held_out
             judge = self.parts.rewards if self.parts.rewards.specs else self.parts.scorer
-            result = evaluate_greedy(self.parts.evaluator, examples, judge, self.parts.sampling)
+            with self._broken_weights_end_the_run():
+                result = evaluate_greedy(self.parts.evaluator, examples, judge, self.parts.sampling)
             values |= {"accuracy/held_out": result.accuracy.value, "reward/held_out": result.mean_reward}
             self.display.note(f"step {step}: held-out greedy accuracy {result.accuracy}")
         if len(values) > 1:
@@ -238,11 +240,20 @@ class Session:
     def _stop_if_bad(self) -> None:
         bad = self.parts.learner.bad_steps_in_a_row
         if bad >= self.config.optimizer.max_bad_steps:
-            saved = checkpoints.all_checkpoints(self.run.checkpoints)
-            raise RunFailed(
-                f"step {self.state.step}: {bad} optimizer steps in a row had a loss or gradient that is not finite; "
-                f"the last good checkpoint is {saved[-1] if saved else 'missing'}"
-            )
+            self._fail(f"{bad} optimizer steps in a row had a loss or gradient that is not finite")
+
+    @contextmanager
+    def _broken_weights_end_the_run(self) -> Iterator[None]:
+        """The learner skips a step that is not finite; weights that a finite step broke are the end."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self._fail(f"the run diverged: {error}")
+
+    def _fail(self, reason: str) -> NoReturn:
+        saved = checkpoints.all_checkpoints(self.run.checkpoints)
+        last = saved[-1] if saved else "missing"
+        raise RunFailed(f"step {self.state.step}: {reason}; the last good checkpoint is {last}") from None
 
     def _count(self, name: str, value: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + value

@@ -100,3 +100,10 @@ def test_calibrated_bounds_are_used_and_resumed(tmp_path: Path, base_model: Path
 def test_calibration_without_shadow_passes_is_refused(tmp_path: Path, base_model: Path) -> None:
     with pytest.raises(IsobitError, match="needs shadow passes"):
         load_config(write_config(tmp_path, base_model, algorithm={"shadow_calibrates_clip": True}))
+
+
+def test_weights_that_blew_up_leave_the_clip_as_it_was(tmp_path: Path, base_model: Path) -> None:
+    algorithm = {"shadow_every": 1, "shadow_calibrates_clip": True}
+    settings = {"algorithm": algorithm, "optimizer": {"learning_rate": 1e30, "max_bad_steps": 9}, "steps": 1}
+    result = train(load_config(write_config(tmp_path, base_model, **settings)))
+    assert "shadow/clip_low" not in result.metrics[0]

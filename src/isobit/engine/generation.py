@@ -16,7 +16,7 @@ from isobit.engine.sampler import LOGITS_AT_ONCE, draw
 from isobit.engine.scheduler import Plan, Scheduler
 from isobit.engine.stopping import StopStrings, cut
 from isobit.engine.types import Completion, Sampling
-from isobit.errors import IsobitError
+from isobit.errors import NonFiniteError
 from isobit.kernels import KVStore
 from isobit.model import Model
 from isobit.model.moe import RouteTape, encode_routes
@@ -132,7 +132,7 @@ class Generation:
         sequences = plan.sampled
         if not np.isfinite(logprobs).all():
             index = int(sequences[np.flatnonzero(~np.isfinite(logprobs))[0]]) // self.sampling.n
-            raise IsobitError(f"prompt {index}: the model's logits hold NaN or infinity, so nothing can be sampled")
+            raise NonFiniteError(f"prompt {index}: the model's logits hold NaN or infinity, so nothing can be sampled")
         column = self.scheduler.generated[sequences]
         self.record.write(sequences, column, tokens, logprobs)
         stopped = self.is_eos[tokens]

@@ -37,12 +37,14 @@ from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
 
 @dataclass(eq=False)
 class _Batch:
-    """Per sample: fixed log-probabilities [completion tokens] that the loss compares with."""
+    """Per sample: fixed log-probabilities [completion tokens] that the loss compares with; `fresh`: it has to be of the
+    weights that learning begins with, so that a difference is a mismatch."""
 
     samples: Sequence[Sample]
     advantages: Sequence[float]
     rollout: list[Tensor]
     old: list[Tensor]
+    fresh: list[bool]
     reference: list[Tensor] | None = None
     weights: list[Tensor] | None = None
 
@@ -108,8 +110,8 @@ class Learner:
         """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate. Returns metrics.
 
         The working weights must be those that sampled. Mismatch is measured with them: over all samples where old
-        log-probabilities are recomputed, else over those of the first optimizer step. Samples of older weights have no
-        part in it; how far they are is told apart.
+        log-probabilities are recomputed, else over those of the first optimizer step. Where samples of older weights
+        are meant to be there, they have no part in it, and how far they are is told apart.
         """
         objective, metrics = self.objective, dict[str, float]()
         self._routing = RoutingTotals()
@@ -119,7 +121,8 @@ class Learner:
         except NonFiniteError:
             self._count_bad(totals)
             return metrics | _learning_metrics(totals, rate)
-        shadow = self._shadow(samples) if objective.shadow_every and step % objective.shadow_every == 0 else None
+        due = objective.shadow_every > 0 and step % objective.shadow_every == 0
+        shadow = self._shadow(samples) if due and any(s.completion_ids for s in samples) else None
         first: list[tuple[int, Tensor]] | None = None if objective.recompute_old else []
         for epoch in range(objective.epochs):
             for part in minibatches(len(samples), objective.updates_per_batch, self.seed, step, epoch):
@@ -128,7 +131,7 @@ class Learner:
                     first = None
                 self._update(batch, part, rate, totals, first)
                 if first is not None:
-                    metrics |= _mismatch([(logprobs, batch.rollout[index]) for index, logprobs in first])
+                    metrics |= _mismatch([(logprobs, batch.rollout[i]) for i, logprobs in first if batch.fresh[i]])
         if shadow is not None:
             metrics |= self._compare_with_shadow(batch, shadow)
         return metrics | _learning_metrics(totals, rate) | self._routing.metrics()
@@ -149,8 +152,13 @@ class Learner:
         objective = self.objective
         moved = self.model.under(self.model.precision)
         moved.transformer.kv_scales = self.model.transformer.kv_scales
-        noisy = log_ratios(self._logprobs(moved, batch.samples), batch.old)
+        try:
+            noisy = log_ratios(self._logprobs(moved, batch.samples), batch.old)
+        except NonFiniteError:
+            return {}  # the next step will find it too, and counts it
         clean = log_ratios(self._shadow(batch.samples), before)
+        if not bool(torch.isfinite(noisy).all() & torch.isfinite(clean).all()):
+            return {}
         lengths = torch.tensor([len(s.completion_ids) for s in batch.samples])
         advantages = torch.repeat_interleave(torch.tensor(batch.advantages, dtype=torch.float32), lengths)
         arguments = (noisy, clean, advantages, objective.clip_low, objective.clip_high)
@@ -166,10 +174,11 @@ class Learner:
 
     def _prepare(self, samples: Sequence[Sample], advantages: Sequence[float], metrics: dict[str, float]) -> _Batch:
         rollout = [torch.tensor(s.rollout_logprobs, dtype=torch.float32) for s in samples]
-        batch = _Batch(samples, advantages, rollout, rollout)
+        version, stale = self.model.weights_version, self.objective.stale_samples
+        fresh = [not stale or s.weights_version == version for s in samples]
+        batch = _Batch(samples, advantages, rollout, rollout, fresh)
         if self.objective.recompute_old:
             batch.old = self._logprobs(self.model, samples)
-            fresh = [s.weights_version == self.model.weights_version for s in samples]
             metrics |= _mismatch([pair for pair, new in zip(zip(batch.old, rollout), fresh) if new])
             metrics |= _staleness([pair for pair, new in zip(zip(batch.old, rollout), fresh) if not new])
         if self.reference is not None and not self.objective.kl_in_reward:
@@ -203,6 +212,7 @@ class Learner:
             layers = model.config.num_mixtures
             compare &= all(s.weights_version == model.weights_version for s in samples)
             recorded = torch.cat([decode_routes(s.routes or "", layers, experts.per_token) for s in samples])
+        assert recorded is not None or not self.objective.router_replay, "the rollout did not record its routes"
         tape = RouteTape(recorded if self.objective.router_replay else None)
         found = forward(model, packed, self.objective.temperature, tape)
         self._routing.see(tape, experts.count, recorded if compare else None)

@@ -15,9 +15,10 @@ class Objective:
     computed apart and added by `reward_weights`, pairs of (name, weight); else those of the weighted sum. ratio: token
     | sequence. surrogate: clip | cispo. loss_aggregation: token_mean | sequence_mean | constant (over
     `max_new_tokens`). correction: see `rl/correction.py`. recompute_old: whether the learner computes the
-    log-probabilities of the sampling weights before it changes them; otherwise the rollout's own serve. router_replay:
-    the learner routes tokens to the experts of the rollout. shadow_every: steps between BF16 shadow passes
-    (`rl/shadow.py`), which may calibrate the clip. `temperature` is the sampling's.
+    log-probabilities of the sampling weights before it changes them; otherwise the rollout's own serve. stale_samples:
+    some are of older weights, by replay or because rollouts run ahead. router_replay: the learner routes tokens to the
+    experts of the rollout. shadow_every: steps between BF16 shadow passes (`rl/shadow.py`), which may calibrate the
+    clip. `temperature` is the sampling's.
     """
 
     advantage: str = "grpo"
@@ -37,6 +38,7 @@ class Objective:
     kl_in_reward: bool = False
     correction: CorrectionRule = CORRECTIONS["none"]
     recompute_old: bool = False
+    stale_samples: bool = False
     router_replay: bool = False
     router_aux_coefficient: float = 0.0
     shadow_every: int = 0
@@ -79,4 +81,4 @@ def for_precision(
         correction = CORRECTIONS[default if correction == "auto" else correction]
     if not recompute:
         correction = CorrectionRule()  # old log-probabilities are the rollout's own: every weight would be 1
-    return replace(objective, correction=correction, recompute_old=recompute)
+    return replace(objective, correction=correction, recompute_old=recompute, stale_samples=stale)
