@@ -52,6 +52,11 @@ def test_activations_keys_and_values_are_seen_and_an_outlier_channel_stands_out(
     assert model.transformer.ops["learner"] is model.ops  # nothing stays behind
 
 
+def test_keys_and_values_are_told_apart_by_layer_also_where_nothing_else_is_quantized() -> None:
+    found = activation_health(random_model("bf16[kv_cache=e4m3]"), [tokens(30, 5), tokens(9, 6)])
+    assert [(h.layer, h.role) for h in found] == [(layer, role) for layer in range(3) for role in ("keys", "values")]
+
+
 def test_bf16_has_nothing_to_inspect_but_its_gap() -> None:
     model = random_model("bf16")
     assert weight_health(model) == []

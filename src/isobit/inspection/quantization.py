@@ -69,8 +69,9 @@ class _Sums:
 class _Watching:
     """Operators that look at what is quantized on its way, and otherwise are those that they wrap."""
 
-    def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums]) -> None:
-        self._ops, self._sums, self._layer = ops, sums, -1
+    def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums], num_layers: int) -> None:
+        self._ops, self._sums = ops, sums
+        self._written, self._num_layers = 0, num_layers
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._ops, name)
@@ -79,13 +80,14 @@ class _Watching:
         quantized = self._ops.quantize(x, spec, name)
         parts = name.split(".")
         if parts[0] == "layers":
-            self._layer = int(parts[1])
             role = f"{'experts ' if 'experts' in parts else ''}{parts[-1]} input"
-            self._sums.setdefault((self._layer, role), _Sums()).add(x, quantized)
+            self._sums.setdefault((int(parts[1]), role), _Sums()).add(x, quantized)
         return quantized
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         self._ops.kv_write(store, k, v, layout)
+        layer = self._written % self._num_layers  # every forward writes each layer once, in order
+        self._written += 1
         if store.kv is None:
             return
         for role, x, scale in (("keys", k, store.k_scale), ("values", v, store.v_scale)):
@@ -93,9 +95,7 @@ class _Watching:
             assert scale is not None
             data = (store.k if role == "keys" else store.v)[layout.slots].view(store.kv.format.dtype)
             scales = scale[:1, :1] if store.calibrated else scale[layout.slots].reshape(-1, 1)
-            self._sums.setdefault((self._layer, role), _Sums()).add(
-                flat, QTensor(data.view(flat.shape), scales, store.kv)
-            )
+            self._sums.setdefault((layer, role), _Sums()).add(flat, QTensor(data.view(flat.shape), scales, store.kv))
 
 
 def weight_health(model: Model) -> list[Health]:
@@ -114,7 +114,7 @@ def activation_health(model: Model, sequences: Sequence[Sequence[int]]) -> list[
     """Of the inputs of every quantized product, and of keys and values, in the learner's forward."""
     transformer, sums = model.transformer, dict[tuple[int, str], _Sums]()
     inner = transformer.ops["learner"]
-    transformer.ops["learner"] = _Watching(inner, sums)  # type: ignore[assignment]
+    transformer.ops["learner"] = _Watching(inner, sums, model.config.num_layers)  # type: ignore[assignment]
     try:
         model.logprobs(sequences)
     finally:
