@@ -72,6 +72,16 @@ def listing(folder: Path) -> dict[str, int]:
         (["rewards.functions=[{function: 'broken.py:score'}]"], "broken.py"),
         (["task.prompt_template='no place for it'"], "{prompt}"),
         (["task.held_out_size=0", "evaluation.every=1"], "the held-out split is empty"),
+        (["precision.kv_cache=fp16"], "precision.kv_cache: expected one of bf16, e4m3, e4m3-calibrated"),
+        (["precision={preset: bf16, kv_calibration: learner}"], "there is no calibrated KV cache"),
+        (["algorithm.correction=token_tiss"], "correction"),
+        (["algorithm.router_replay=true"], "algorithm.router_replay: the model is dense"),
+        (["replay={capacity: 4, groups_per_step: 2, max_staleness: 0}"], "max_staleness: 0 forgets every past group"),
+        (["replay.groups_per_step=2"], "groups_per_step 2 exceeds capacity 0"),
+        (["rollouts_ahead=9"], "rollouts_ahead 9 exceeds replay.max_staleness 8"),
+        (["rewards.models=[{path: model}]"], "no tensor score.weight"),
+        (["algorithm.shadow_calibrates_clip=true"], "needs shadow passes"),
+        (["optimizer.state=4bit"], "optimizer.state"),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else None,
 )
@@ -261,3 +271,24 @@ def test_as_a_process_and_wrong_options(config: Path) -> None:
     assert done.stderr == f"isobit: {config}: unknown key 'stesp' (did you mean 'steps'?)\n"
     assert command("train", str(config), "--fast").returncode == 2
     assert not (config.parent / "run").exists()
+
+
+def test_comparisons_and_inspections_are_refused_before_anything_runs(
+    config: Path, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    assert "unknown precision preset 'fp9'" in refused("compare", config, "--presets", "fp9")
+    assert "say what to compare with --presets" in refused("compare", config)
+    assert "unknown key 'sampling.temprature'" in refused(
+        "compare", config, "sampling.temprature=1", "--presets", "fp8"
+    )
+    assert "unknown precision preset 'fp9'" in refused("inspect", tmp_path / "model", "--presets", "fp9")
+    assert "nowhere: no such directory" in refused("inspect", "nowhere")
+    assert "reward model nowhere" in refused(
+        "inspect", tmp_path / "model", "--presets", "fp8", "--prompts", prompts(tmp_path), "--reward-model", "nowhere"
+    )
+
+
+def prompts(folder: Path) -> Path:
+    path = folder / "asked.jsonl"
+    path.write_text('{"prompt": "1+1="}\n')
+    return path
