@@ -252,9 +252,10 @@ def memory_plan(parts: Parts) -> str:
     ]
     if parts.reference is not None:
         rows.append(("reference, working weights only", sum(parts.reference.memory().values())))
-    rows += [(f"reward model {m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
+    rows += [(f"{m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
     rows.append(("total", sum(size for _, size in rows)))
-    lines = [f"{label:<36} {size / _MIB:10.1f} MiB" for label, size in rows]
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label:<{width}} {size / _MIB:10.1f} MiB" for label, size in rows]
     return "\n".join([*lines, f"longest sequence: {longest} tokens; cache: {parts.engine.pages.num_pages} pages"])
 
 
