@@ -1,11 +1,14 @@
 """The operators of a second engine: near the reference, and rounded where an inference engine rounds."""
 
+import pytest
 import torch
 
+from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, get_ops, separate_ops
 from isobit.precision import BF16, E4M3, QuantSpec, quantize
 
-REFERENCE, SEPARATE = get_ops("reference"), separate_ops()
+REFERENCE = get_ops("reference")
+SEPARATE = separate_ops(REFERENCE)
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -69,3 +72,16 @@ def test_logprobs_are_a_float32_log_softmax() -> None:
 def test_a_token_that_was_cut_off_has_no_part_in_the_entropy() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
     assert SEPARATE.token_logprobs(logits, torch.tensor([0]), 1.0)[1].item() == torch.tensor(2.0).log().item()
+
+
+def test_what_both_engines_compute_alike_has_the_bits_of_the_learners_backend() -> None:
+    for backend in ("reference", "native"):
+        try:
+            learner = get_ops(backend)
+        except IsobitError as error:
+            pytest.skip(f"no native backend here: {error}")
+        separate, x = separate_ops(learner), _random(9, 200)
+        spec = QuantSpec(E4M3, "1x128", "fp32")
+        assert torch.equal(separate.quantize(x, spec).data.view(torch.uint8), quantize(x, spec).data.view(torch.uint8))
+        keys = torch.tensor([[7, i, 0, 3] for i in range(9)])
+        assert torch.equal(separate.sample(x, keys, 0.9), REFERENCE.sample(x, keys, 0.9))

@@ -5,7 +5,8 @@ which depends on the batch; between them stand the roundings to BF16 that infere
 in 2025): the normalized row before the norm's weight, silu(gate) before it meets up, the probabilities before P·V, and
 the logits. FP8 products add their scaled blocks of 128 in float32. docs/numerics.md, section 5, lists all of it.
 
-For the rollout only, so there is no backward of its own; under float32 nothing is rounded to BF16.
+What both engines compute alike (quantization, rotary embedding, cache writes, sampling) is left to the learner's
+operators. For the rollout only, so there is no backward of its own; under float32 nothing is rounded to BF16.
 """
 
 import torch
@@ -16,8 +17,8 @@ from isobit.kernels.codes import decode
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import batches
 from isobit.kernels.reference.product import values
-from isobit.kernels.types import KVStore, Layout, Operand
-from isobit.precision import QTensor, expand_scale
+from isobit.kernels.types import KVStore, Layout, Operand, Ops
+from isobit.precision import QTensor, QuantSpec, expand_scale
 
 
 class SeparateOps(ReferenceOps):
@@ -25,8 +26,21 @@ class SeparateOps(ReferenceOps):
 
     backend = "separate"
 
-    def __init__(self) -> None:
+    def __init__(self, alike: Ops) -> None:
         super().__init__("fast", "separate engine: float32 sums, BF16 between them")
+        self._alike = alike
+
+    def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
+        return self._alike.quantize(x, spec, name)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+        return self._alike.rotary(x, cos, sin, positions, inverse)
+
+    def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
+        self._alike.kv_write(store, k, v, layout)
+
+    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+        return self._alike.sample(logits, keys, temperature)
 
     def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is float32: the

@@ -32,6 +32,6 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     return ReferenceOps(consistency, f"reference backend, because native cannot be built: {reason}")
 
 
-def separate_ops() -> Ops:
-    """The operators of a rollout that runs in an engine of its own."""
-    return SeparateOps()
+def separate_ops(learner: Ops) -> Ops:
+    """The operators of a rollout that runs in an engine of its own, beside a learner with these."""
+    return SeparateOps(learner)

@@ -39,7 +39,7 @@ class Transformer:
         shapes = parameter_shapes(config)
         assert {name: tuple(t.shape) for name, t in masters.items()} == shapes
         self.config, self.precision = config, precision
-        self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(), "learner": ops}
+        self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
         self.parameters = {name: nn.Parameter(masters[name].float()) for name in shapes}
         self.weights_version = -1
         self.kv_scales: KVScales | None = None
