@@ -1,5 +1,6 @@
 """Whole runs: the same bits on both sides in every step, learning, replay, and runs that must stop."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,17 @@ import torch
 
 from isobit import checkpoints
 from isobit.config import load_config
+from isobit.engine import Calibrator
 from isobit.errors import IsobitError, RunFailed
+from isobit.kernels import get_ops
+from isobit.model import Model, Transformer
+from isobit.precision import precision_from
+from isobit.precision.options import _CHOICES
 from isobit.rl.correction import CORRECTIONS
 from isobit.run import read_jsonl
 from isobit.train import TrainResult, replay, train
 from tests.conftest import tiny_model
+from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
 
 
@@ -254,3 +261,26 @@ def test_ahead_without_recomputation_the_ratio_is_to_the_rollout(tmp_path: Path,
     assert result.metrics[0]["mismatch/differing_tokens"] == 0
     assert all("mismatch/differing_tokens" not in row for row in result.metrics[1:])
     assert all("correction/mean_weight" not in row for row in result.metrics)
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-e2e", "mxfp8", "nvfp4", "fp8-rollout", "bf16"])
+def test_every_option_of_a_precision_learns_or_is_refused(preset: str) -> None:
+    """No combination of one preset and one option is accepted and then breaks in the middle of a step."""
+    taken = 0
+    for option, choices in _CHOICES.items():
+        for choice in choices:
+            for consistency in ("bitwise", "fast"):
+                try:
+                    flow = precision_from({"preset": preset, option: choice})
+                except IsobitError:
+                    continue
+                plain = tiny_model("float32")
+                masters = {name: p.detach() for name, p in plain.named_parameters().items()}
+                ops = get_ops("auto", consistency)
+                model = Model(Transformer(plain.config, flow, ops, masters), plain.tokenizer)
+                Calibrator(model).calibrate(["1+1="])
+                samples = roll_out(model)
+                metrics = make_learner(model).learn(samples, alternating(samples), 0)
+                assert math.isfinite(metrics["grad_norm"]), (preset, option, choice, consistency)
+                taken += 1
+    assert taken > 10

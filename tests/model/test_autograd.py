@@ -90,6 +90,14 @@ def test_mxfp8_linear_quantizes_the_weight_again_for_dgrad(ops: Ops) -> None:
     _close(dw, quantize(dy, along).dequantize().double().T @ again, 2.0**-23)
 
 
+def test_a_weight_with_a_scale_per_row_is_quantized_again_for_dgrad(ops: Ops) -> None:
+    spec = QuantSpec(E4M3, "row", "ue8m0")
+    weight = replace(_weight(), working=quantize(_weight().master.detach(), spec))
+    _, dx, _, _ = _run(weight, _random(_ROWS, _IN, seed=3), dy := _random(_ROWS, _OUT, seed=4), ops)
+    again = quantize(weight.working.dequantize().t().contiguous(), spec).dequantize().double()
+    _close(dx, quantize(dy, _ROW_BLOCKS).dequantize().double() @ again.T, _BF16_ROUNDING)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_plain_linear(ops: Ops, dtype: torch.dtype) -> None:
     weight, relative = _plain_weight(dtype), _BF16_ROUNDING if dtype is torch.bfloat16 else 2.0**-23

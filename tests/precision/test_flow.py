@@ -68,6 +68,12 @@ def test_options_of_one_side_change_that_side_only() -> None:
     assert not precision.unified
 
 
+def test_a_cache_beside_nvfp4_has_scales_of_its_own() -> None:
+    kv = precision_from("nvfp4[kv_cache=e4m3]").rollout.kv
+    assert kv is not None
+    assert (kv.granularity, kv.scale) == ("row", "ue8m0")
+
+
 def test_tensorwise_scaling_of_all_three_operands() -> None:
     sides = ("weight", "activation", "gradient")
     precision = precision_from({"preset": "fp8-e2e", **{f"{side}_granularity": "tensor" for side in sides}})

@@ -20,7 +20,7 @@ from isobit.kernels import KVStore, Layout, Operand, Ops
 from isobit.precision import QTensor, QuantSpec
 
 _ALONG_TOKENS = {"1x128": "128x1", "1x32": "32x1", "row": "128x1"}
-_ALONG_INPUTS = ("1x32", "1x16")
+_ALONG_INPUTS = ("1x32", "1x16", "row")
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
     if weight.dgrad == "fp8" and isinstance(working, QTensor) and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {weight.name}")
         transposed = working.transpose()
-        if working.spec.granularity in _ALONG_INPUTS:  # blocks along K only: quantized again, along N
+        if working.spec.granularity in _ALONG_INPUTS:  # scales for every row of N: quantized again, along N
             transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, weight.name)
         return ops.product(quantized, transposed, None, dy.dtype)
     return ops.product(dy, _plain(working, dy.dtype).t().contiguous(), None, dy.dtype)

@@ -189,7 +189,7 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
     kv, query = flow.kv, flow.query
     if "kv_cache" in options:
         granularity = _KV[options["kv_cache"]]
-        scale = activation.scale if activation is not None else "ue8m0"
+        scale = activation.scale if activation is not None and activation.scale in _SCALES else "ue8m0"
         kv = None if granularity is None else QuantSpec(E4M3, granularity, kv.scale if kv is not None else scale)
     if "query" in options:  # a power of two: the value of a code is then exact in BF16
         query = QuantSpec(E4M3, "row", "ue8m0") if options["query"] == "e4m3" else None
