@@ -139,7 +139,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
 
 def _reward_models(config: Config) -> list[WeightedModel]:
     return [
-        WeightedModel(RewardModel.load(m.path, m.precision, config.backend), m.weight, m.name)
+        WeightedModel(RewardModel.load(m.path, m.precision, config.backend, config.consistency), m.weight, m.name)
         for m in config.rewards.models
     ]
 

@@ -129,7 +129,7 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         eos_ids=tokenizer.eos_ids,
         experts=None
         if init.num_experts is None
-        else Experts(init.num_experts, init.experts_per_token, init.intermediate_size),
+        else Experts(init.num_experts, init.experts_per_token or 2, init.intermediate_size),
     )
 
 

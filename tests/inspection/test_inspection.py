@@ -145,6 +145,10 @@ def test_what_cannot_be_inspected_is_said(tmp_path: Path, base_model: Path) -> N
 
     with pytest.raises(IsobitError, match="unknown precision preset 'fp9'"):
         inspect("--presets", "fp9")
+    with pytest.raises(IsobitError, match="give --decompose too"):
+        inspect("--stale", str(base_model))
+    with pytest.raises(IsobitError, match="scored under unified presets"):
+        inspect("--presets", "fp8-rollout", "--reward-model", str(base_model))
     with pytest.raises(IsobitError, match=r"prompts\.jsonl"):
         inspect("--prompts", str(tmp_path / "prompts.jsonl"))
     (tmp_path / "prompts.jsonl").write_text('{"question": "1+1="}\n')

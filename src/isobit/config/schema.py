@@ -324,7 +324,7 @@ class ArchitectureConfig(_Section):
     hidden_size: int = Field(128, ge=8)
     intermediate_size: int = Field(512, ge=8, description="of the MLP, or of each expert")
     num_experts: int | None = Field(None, ge=1, description="qwen3_moe, mixtral")
-    experts_per_token: int = Field(2, ge=1)
+    experts_per_token: int | None = Field(None, ge=1, description="default: 2")
     num_layers: int = Field(4, ge=1)
     num_heads: int = Field(4, ge=1)
     num_kv_heads: int | None = Field(None, ge=1, description="default: num_heads")
@@ -341,8 +341,10 @@ class ArchitectureConfig(_Section):
             raise ValueError(
                 f"{self.family} needs num_experts" if mixture else f"num_experts: {self.family} is dense; use qwen3_moe"
             )
-        if self.num_experts is not None and self.experts_per_token > self.num_experts:
+        if self.num_experts is not None and (self.experts_per_token or 2) > self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+        if not mixture and self.experts_per_token is not None:
+            raise ValueError(f"experts_per_token: {self.family} is dense; use qwen3_moe")
         return self
 
 

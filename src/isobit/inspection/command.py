@@ -39,6 +39,11 @@ def inspect_command(
     bad file of prompts or an unknown preset.
     """
     flows = [precision_from(name) for name in presets]
+    if stale is not None and not taken_apart:
+        raise IsobitError("--stale is a source of the gap: give --decompose too")
+    judged = [flow.name for flow in flows if flow.unified]
+    if reward_model is not None and not judged:
+        raise IsobitError("--reward-model is scored under unified presets: add one, such as fp8")
     model = Model.load(path, flows[0], backend)
     prompts = _prompts(model, prompts_file, prompt_column)
     shown = next((flow for flow in flows if flow.rollout.weight is not None), None)
@@ -60,7 +65,6 @@ def inspect_command(
     values = _plain(str(path), shown.name if shown is not None else "", tensors, gaps, sources)
     if reward_model is not None:
         answers, _ = roll_out(model, prompts, sampling)
-        judged = [flow.name for flow in flows if flow.unified]
         values["judgements"] = [asdict(j) for j in judge(str(reward_model), judged, prompts, answers, sampling.n)]
     print(inspection_text(values))
     if out is not None:

@@ -33,7 +33,10 @@ class RewardModel:
 
     @staticmethod
     def load(
-        path: str | Path, precision: str | Mapping[str, object] | Precision = "fp8", backend: str = "auto"
+        path: str | Path,
+        precision: str | Mapping[str, object] | Precision = "fp8",
+        backend: str = "auto",
+        consistency: str = "bitwise",
     ) -> "RewardModel":
         """A Hugging Face directory. Raises IsobitError for one that is no reward model with a single label."""
         directory = Path(path)
@@ -57,7 +60,7 @@ class RewardModel:
                 f"{directory}: the reward model has {score.shape[0]} labels, expected one, whose logit is the reward"
             )
         masters = names.fuse(tensors, config, str(directory))
-        transformer = Transformer(config, flow, get_ops(backend), masters)
+        transformer = Transformer(config, flow, get_ops(backend, consistency), masters)
         return RewardModel(transformer, score, Tokenizer.load(directory))
 
     def encode(self, prompt: Prompt, completion: str) -> list[int]:

@@ -7,8 +7,9 @@ and a correction weighs the two. Left out: that (`learner.py`, `correction.py`).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import pstdev
 
 import numpy as np
 
@@ -53,9 +54,4 @@ class ReplayBuffer:
 
     def _weight(self, group: Group, step: int) -> float:
         rewards = [s.reward for s in group if s.reward is not None]
-        return 2.0 ** (-(step - group[0].rollout_step) / self.settings.half_life) * _deviation(rewards)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+        return 2.0 ** (-(step - group[0].rollout_step) / self.settings.half_life) * pstdev(rewards)
