@@ -14,6 +14,7 @@ import yaml
 
 from isobit import Model
 from isobit.config import Config, SftConfig, load_compare_config, load_config, load_sft_config
+from isobit.intervals import mean_interval
 from isobit.model import ModelConfig, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,6 +166,26 @@ def test_the_readme_figures_are_those_of_the_results() -> None:
     rates = {f"{row['rate']:,.0f}" for result in results for row in result["rows"] if row["rate"]}
     for pair in re.findall(r"([\d,]+) against ([\d,]+)", table):
         assert set(pair) <= rates
+
+
+def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
+    """Every row of the README's table and of the log's, from the numbers of each run; and what is concluded of them."""
+    runs = json.loads((ROOT / "docs" / "compare-recipes.json").read_text())
+    assert {len(run["accuracy"]) for run in runs.values()} == {3}
+    readme, log = (path.read_text().replace("**", "") for path in (ROOT / "README.md", ROOT / "docs" / "log.md"))
+    for preset, run in runs.items():
+        kl, error, largest = (sum(run[key]) / 3 for key in ("kl_k3", "token_mult_prob_error", "max_abs_logprob_diff"))
+        accuracy = "{:.3f} [{:.3f}, {:.3f}]".format(*mean_interval(run["accuracy"]))
+        exact = sum(run["differing_tokens"]) == 0
+        shown = ("0", "1", "0") if exact else (f"{kl:.1e}".replace("e-0", "e-"), f"{error:.3f}", f"{largest:.2f}")
+        assert f"| `{preset}` | {' | '.join(shown)} | {accuracy} |" in readme
+        counts = f"{sum(run['differing_tokens']):,.0f} of {sum(run['compared_tokens']):,.0f}"
+        assert f"| `{preset}` | {accuracy} | {' | '.join(shown)} | {counts} |" in log
+    kl = {preset: max(run["kl_k3"]) for preset, run in runs.items()}
+    order = ["fp8", "bf16[engines=separate]", "fp8-e2e", "fp8-rollout", "fp8-rollout-kv"]
+    assert [kl[preset] for preset in order] == sorted(kl[preset] for preset in order)
+    _, low, high = mean_interval(runs["bf16"]["accuracy"])
+    assert low <= sum(runs["fp8"]["accuracy"]) / 3 <= high
 
 
 def test_the_maps_tree_names_files_that_exist() -> None:

@@ -212,6 +212,7 @@ def _values(flow: Flow) -> dict[str, list[float]]:
         "accuracy": ("accuracy/held_out", "last"),
         "token_mult_prob_error": ("mismatch/token_mult_prob_error", "mean"),
         "kl_k3": ("mismatch/kl_k3", "mean"),
+        "max_abs_logprob_diff": ("mismatch/max_abs_logprob_diff", "max"),
         "differing_tokens": ("mismatch/differing_tokens", "sum"),
         "compared_tokens": ("mismatch/compared_tokens", "sum"),
         "rollout_tokens_per_s": ("throughput/rollout_tokens_per_s", "mean"),
