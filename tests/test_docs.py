@@ -121,6 +121,12 @@ def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Pat
     assert 0.2 <= accuracies[0] <= 0.6
     assert accuracies[-1] >= 0.9
     assert {row["mismatch/differing_tokens"] for row in rows[1:]} == {0}
+    # what the README says of it, with room for another machine's training
+    text = " ".join((ROOT / "README.md").read_text().split())
+    first, last = (float(value) for value in re.findall(r"goes from ([\d.]+) to ([\d.]+) in 300 steps", text)[0])
+    compared = int(re.findall(r"log-probabilities of ([\d,]+) tokens", text)[0].replace(",", ""))
+    assert (accuracies[0], accuracies[-1]) == (pytest.approx(first, abs=0.1), pytest.approx(last, abs=0.05))
+    assert sum(row["mismatch/compared_tokens"] for row in rows[1:]) == pytest.approx(compared, rel=0.05)
     assert len(rows) == 1 + load_config(ROOT / "configs/quickstart.yaml").steps
     assert "0 differing tokens" in (tmp_path / "run/report.html").read_text()
     picture = tmp_path / "picture.png"

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from isobit.kernels.codes import decode
 from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.reference.attention import batches
+from isobit.kernels.reference.attention import attend
 from isobit.kernels.reference.product import values
 from isobit.kernels.types import KVStore, Layout, Operand, Ops
 from isobit.precision import QTensor, QuantSpec, expand_scale
@@ -62,17 +62,8 @@ class SeparateOps(ReferenceOps):
         return (wide * rstd.unsqueeze(-1)).to(x.dtype) * weight, summed, rstd
 
     def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty(q.shape), torch.empty((*q.shape[:2], 1))
-        for batch in batches(layout, q.shape[1], store, torch.float32):
-            keys, rows = batch.read(store)
-            scores = batch.scores(batch.gather(q), keys, scale)
-            peak = scores.amax(-1, keepdim=True)
-            weights = scores.sub_(peak).exp_()
-            total = weights.sum(-1, keepdim=True)
-            rounded = weights.to(q.dtype).float()
-            batch.scatter(torch.matmul(rounded, rows).div_(total), out)
-            batch.scatter(peak.add_(total.log_()), lse)
-        return out.to(q.dtype), lse.squeeze(-1)
+        out, lse = attend(q, store, layout, scale, torch.float32, probabilities=q.dtype)
+        return out.to(q.dtype), lse
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

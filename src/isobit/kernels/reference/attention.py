@@ -54,17 +54,33 @@ def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tens
 
 def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1)."""
-    out = torch.empty(q.shape, dtype=torch.float64)
-    lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64)
-    for batch in batches(layout, q.shape[1], store, torch.float64):
+    out, lse = attend(q, store, layout, scale, torch.float64)
+    return round_once(out, q.dtype), lse.float()
+
+
+def attend(
+    q: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    dtype: torch.dtype,
+    probabilities: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, D], lse [T, H]) in `dtype`; with `probabilities` the unnormalized ones are rounded to it before
+    P·V, but not in their sum."""
+    out = torch.empty(q.shape, dtype=dtype)
+    lse = torch.empty((*q.shape[:2], 1), dtype=dtype)
+    for batch in _batches(layout, q.shape[1], store, dtype):
         keys, values = batch.read(store)
         scores = batch.scores(batch.gather(q), keys, scale)
         peak = scores.amax(-1, keepdim=True)
         weights = scores.sub_(peak).exp_()
         total = weights.sum(-1, keepdim=True)
+        if probabilities is not None:
+            weights = weights.to(probabilities).to(dtype)
         batch.scatter(torch.matmul(weights, values).div_(total), out)
         batch.scatter(peak.add_(total.log_()), lse)
-    return round_once(out, q.dtype), lse.squeeze(-1).float()
+    return out, lse.squeeze(-1)
 
 
 def attention_backward(
@@ -75,7 +91,7 @@ def attention_backward(
     dq = torch.empty(q.shape, dtype=torch.float64)
     dk = torch.zeros((q.shape[0], *store.k.shape[1:]), dtype=torch.float64)
     dv = torch.zeros_like(dk)
-    for batch in batches(layout, q.shape[1], store, torch.float64):
+    for batch in _batches(layout, q.shape[1], store, torch.float64):
         keys, values = batch.read(store)
         queries, gradient = batch.gather(q), batch.gather(dout)
         # padded rows: exp(score - inf) is 0, so that they give nothing to dk and dv
@@ -106,7 +122,7 @@ def _pieces(layout: Layout) -> Iterator[_Piece]:
             yield _Piece(sequence, first, last - first, stored + last - start[sequence])
 
 
-def batches(layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype) -> Iterator["_Batch"]:
+def _batches(layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype) -> Iterator["_Batch"]:
     """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory, to compute in `dtype`.
 
     In which order the pieces of one sequence come, and so the order of the sums of `add_to_keys`, depends on the
