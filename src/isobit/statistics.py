@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from isobit.model import Model
-from isobit.precision import QTensor, statistics
+from isobit.precision import QTensor, QuantTotals
 from isobit.rl import has_spread
 from isobit.rl.collect import StepBatch
 
@@ -51,22 +51,17 @@ def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dic
 @torch.no_grad()
 def weight_metrics(model: Model) -> dict[str, float]:
     """Quantization of the rollout's weights against the masters as they were at the last sync; empty without FP8."""
-    flushed = saturated = error = norm = 0.0
-    count = 0
+    totals = QuantTotals()
     for weight in model.transformer.rollout_weights():
-        if not isinstance(weight.working, QTensor):
-            continue
-        size = weight.working.data.numel()
-        stats = statistics(weight.master, weight.working)
-        square = float(weight.master.double().square().sum())
-        flushed, saturated, count = flushed + stats.flushed * size, saturated + stats.saturated * size, count + size
-        error, norm = error + stats.relative_error**2 * square, norm + square
-    if not count:
+        if isinstance(weight.working, QTensor):
+            totals.add(weight.master, weight.working)
+    if not totals.count:
         return {}
+    found = totals.stats()
     return {
-        "quant/weight_flushed_fraction": flushed / count,
-        "quant/weight_saturated_fraction": saturated / count,
-        "quant/weight_relative_error": math.sqrt(error / norm) if norm else 0.0,
+        "quant/weight_flushed_fraction": found.flushed,
+        "quant/weight_saturated_fraction": found.saturated,
+        "quant/weight_relative_error": found.relative_error,
     }
 
 

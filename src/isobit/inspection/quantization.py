@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isobit.kernels import KVStore, Layout, Ops
 from isobit.model import Model
-from isobit.precision import QTensor, QuantSpec, statistics
+from isobit.precision import QTensor, QuantSpec, QuantTotals
 
 
 @dataclass(frozen=True)
@@ -38,32 +38,24 @@ class _Sums:
     """What `Health` is computed from, summed over forwards."""
 
     def __init__(self) -> None:
-        self.signal = self.noise = self.saturated = self.flushed = 0.0
-        self.count = 0
+        self.totals = QuantTotals()
         self.channels: Tensor | None = None
 
     def add(self, x: Tensor, q: QTensor) -> None:
         if not x.numel():
             return
-        values, found = x.detach().float(), statistics(x.detach(), q)
-        power = float(values.double().square().sum())
-        self.signal += power
-        self.noise += found.relative_error**2 * power
-        self.saturated += found.saturated * values.numel()
-        self.flushed += found.flushed * values.numel()
-        self.count += values.numel()
-        peaks = values.abs().amax(0)
+        self.totals.add(x, q)
+        peaks = x.detach().float().abs().amax(0)
         self.channels = peaks if self.channels is None else torch.maximum(self.channels, peaks)
 
     def health(self, layer: int, role: str) -> Health:
         assert self.channels is not None
         median = float(self.channels.median())
         peak = float(self.channels.max())
-        # where there is no noise at all, the ratio of float64's own
-        snr = 10 * math.log10(max(self.signal, 1e-300) / max(self.noise, self.signal * 1e-32, 1e-300))
-        count = max(self.count, 1)
+        found = self.totals.stats()
+        snr = -20 * math.log10(max(found.relative_error, 1e-16))  # where there is no noise at all, that of float64
         outliers = peak / median if median > 0 else float(peak > 0) * 1e9
-        return Health(layer, role, snr, self.saturated / count, self.flushed / count, outliers, peak)
+        return Health(layer, role, snr, found.saturated, found.flushed, outliers, peak)
 
 
 class _Watching:

@@ -7,6 +7,7 @@ implementation (native, GPU) must return these bits; `tests/kernels` compares th
 Left out: which tensor is quantized how (`flow.py`), and rounding modes other than round-to-nearest-even.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -105,6 +106,31 @@ class QuantStats:
     relative_error: float
 
 
+class QuantTotals:
+    """The statistics of several tensors together, each element with the same weight."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._saturated = self._flushed = self._noise = self._signal = 0.0
+
+    def add(self, x: Tensor, quantized: QTensor) -> None:
+        """Take a matrix and its quantization into account."""
+        values, restored = x.detach().float(), quantized.dequantize()
+        limit = quantized.spec.format.max * expand_scale(quantized.scale, quantized.block, quantized.shape)
+        # a block's own maximum may exceed the limit by the rounding of its scale: that is not saturation
+        self._saturated += int((values.abs() > limit * (1 + 2**-20)).sum())
+        self._flushed += int(((values != 0) & (restored == 0)).sum())
+        self._noise += float((values.double() - restored.double()).square().sum())
+        self._signal += float(values.double().square().sum())
+        self.count += values.numel()
+
+    def stats(self) -> QuantStats:
+        """Of all that was added; zeros if nothing was."""
+        count = max(self.count, 1)
+        error = math.sqrt(self._noise / self._signal) if self._signal > 0 else 0.0
+        return QuantStats(self._saturated / count, self._flushed / count, error)
+
+
 def expand_scale(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
     """Repeat block scales to one per element, [R, C]."""
     if scale.numel() == 1:
@@ -196,14 +222,6 @@ def nonfinite_message(name: str, spec: QuantSpec) -> str:
 
 def statistics(x: Tensor, quantized: QTensor) -> QuantStats:
     """Compare a matrix with its quantization: fractions clamped and flushed to zero, relative error."""
-    if x.numel() == 0:
-        return QuantStats(0.0, 0.0, 0.0)
-    values = x.float()
-    restored = quantized.dequantize()
-    limit = quantized.spec.format.max * expand_scale(quantized.scale, quantized.block, quantized.shape)
-    # a block's own maximum may exceed the limit by the rounding of its scale: that is not saturation
-    saturated = (values.abs() > limit * (1 + 2**-20)).double().mean().item()
-    flushed = ((values != 0) & (restored == 0)).double().mean().item()
-    norm = values.double().norm().item()
-    error = (values.double() - restored.double()).norm().item()
-    return QuantStats(saturated, flushed, error / norm if norm > 0 else 0.0)
+    totals = QuantTotals()
+    totals.add(x, quantized)
+    return totals.stats()
