@@ -12,8 +12,9 @@ from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.intervals import mean_interval
-from isobit.report.page import escaped, html_page
+from isobit.report.page import html_page
 from isobit.report.plots import Panel, Rows, Series, draw, points
+from isobit.report.tables import escaped, html_table, text_table
 from isobit.run import METRICS, read_jsonl
 
 OUTCOME = "outcome.json"
@@ -48,8 +49,9 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
     """Write the page and the data into `out`; returns the tables as plain text."""
     flows = [_read(name, paths) for name, paths in directories.items()]
     failures = [line for flow in flows for line in flow.failures]
-    text = "\n\n".join([*(_plain(title, columns, flows) for title, columns in TABLES), *failures])
-    tables = "".join(_html(title, columns, flows) for title, columns in TABLES)
+    cells = {title: _cells(columns, flows) for title, columns in TABLES}
+    text = "\n\n".join([*(f"{title}\n{text_table(table, rule=True)}" for title, table in cells.items()), *failures])
+    tables = "".join(f"<h2>{title}</h2>{html_table(table)}" for title, table in cells.items())
     notes = "".join(f"<p>{escaped(line)}</p>" for line in failures)
     series = [Series(flow.name, _mean_rows(flow.runs)) for flow in flows]
     figures = [(panel.title, draw(panel, series)) for panel in PANELS]
@@ -184,25 +186,6 @@ TABLES: tuple[tuple[str, tuple[tuple[str, Cell], ...]], ...] = (
 
 def _cells(columns: Sequence[tuple[str, Cell]], flows: Sequence[Flow]) -> list[list[str]]:
     return [["preset", *(name for name, _ in columns)], *([f.name, *(cell(f) for _, cell in columns)] for f in flows)]
-
-
-def _plain(title: str, columns: Sequence[tuple[str, Cell]], flows: Sequence[Flow]) -> str:
-    cells = _cells(columns, flows)
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-        for row in cells
-    ]
-    return "\n".join([title, lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
-
-
-def _html(title: str, columns: Sequence[tuple[str, Cell]], flows: Sequence[Flow]) -> str:
-    head, *body = _cells(columns, flows)
-    rows = ["<tr>" + "".join(f"<th class='{'number' * (i > 0)}'>{escaped(c)}</th>" for i, c in enumerate(head))]
-    rows += [
-        "<tr>" + "".join(f"<td class='{'number' * (i > 0)}'>{escaped(c)}</td>" for i, c in enumerate(r)) for r in body
-    ]
-    return f"<h2>{title}</h2><div class='wide'><table>{'</tr>'.join(rows)}</tr></table></div>"
 
 
 def _values(flow: Flow) -> dict[str, list[float]]:

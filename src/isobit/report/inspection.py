@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.report.page import escaped, html_page
+from isobit.report.page import html_page
 from isobit.report.plots import Panel, Series, draw
+from isobit.report.tables import escaped, html_table, text_table
 
 PAGE, DATA = "inspection.html", "inspection.json"
 _BAR, _FULL_DB = 20, 40.0
@@ -23,8 +24,7 @@ def inspection_text(values: Mapping[str, Any]) -> str:
     parts.append(_gaps_text(values["gaps"]))
     parts += [_sources_text(name, rows) for name, rows in values["sources"].items()]
     if values.get("judgements"):
-        lines = ["  ".join(f"{cell:>14}" for cell in row) for row in _judgement_cells(values["judgements"])]
-        parts.append("\n".join(["Scores of the reward model against BF16", *lines]))
+        parts.append(f"Scores of the reward model against BF16\n{text_table(_judgement_cells(values['judgements']))}")
     return "\n\n".join(parts)
 
 
@@ -33,7 +33,7 @@ def write_inspection(values: Mapping[str, Any], out: Path) -> Path:
     body = [f"<h1>isobit: {escaped(values['model'])} inspected</h1>", _gaps_html(values["gaps"])]
     body += [_sources_html(name, rows) for name, rows in values["sources"].items()]
     if values.get("judgements"):
-        body.append(f"<h2>Scores of the reward model</h2>{_table(_judgement_cells(values['judgements']))}")
+        body.append(f"<h2>Scores of the reward model</h2>{html_table(_judgement_cells(values['judgements']))}")
     if values["tensors"]:
         body += [_plots(values["tensors"]), _tensors_html(values["preset"], values["tensors"])]
     try:
@@ -96,11 +96,8 @@ def _gap_cells(gaps: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _gaps_text(gaps: Sequence[Mapping[str, Any]]) -> str:
-    cells = _gap_cells(gaps)
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in cells]
     verdicts = [f"{gap['preset']}: {gap['verdict']}" for gap in gaps]
-    return "\n".join(["Mismatch of a rollout against the learner", *lines, "", *verdicts])
+    return "\n".join(["Mismatch of a rollout against the learner", text_table(_gap_cells(gaps)), "", *verdicts])
 
 
 def _sources_text(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -114,20 +111,13 @@ def _sources_text(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _table(cells: Sequence[Sequence[str]]) -> str:
-    head, *body = cells
-    rows = "".join(f"<th class='{'number' * (i > 0)}'>{escaped(c)}</th>" for i, c in enumerate(head))
-    lines = ["".join(f"<td class='{'number' * (i > 0)}'>{escaped(c)}</td>" for i, c in enumerate(row)) for row in body]
-    return f"<div class='wide'><table><tr>{rows}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"
-
-
 def _gaps_html(gaps: Sequence[Mapping[str, Any]]) -> str:
     verdicts = "".join(
         f"<p class='headline{' good' * (gap['differing_tokens'] == 0)}'>{escaped(gap['preset'])}: "
         f"{escaped(gap['verdict'])}</p>"
         for gap in gaps
     )
-    return f"<h2>Mismatch of a rollout against the learner</h2>{_table(_gap_cells(gaps))}{verdicts}"
+    return f"<h2>Mismatch of a rollout against the learner</h2>{html_table(_gap_cells(gaps))}{verdicts}"
 
 
 def _sources_html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -136,7 +126,7 @@ def _sources_html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         [row["source"], f"{row['alone']:.2e}", "" if row["without"] is None else f"{row['without']:.2e}"]
         for row in rows
     ]
-    return f"<h2>Where the gap of {escaped(name)} comes from</h2>{_table(cells)}"
+    return f"<h2>Where the gap of {escaped(name)} comes from</h2>{html_table(cells)}"
 
 
 def _judgement_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -167,4 +157,4 @@ def _tensors_html(preset: str, tensors: Sequence[Mapping[str, Any]]) -> str:
     cells += [
         [row["role"], str(row["layer"]), *("∞" if row[k] is None else f"{row[k]:.3g}" for k in keys)] for row in tensors
     ]
-    return f"<h2>Quantization under {escaped(preset)}</h2>{_table(cells)}"
+    return f"<h2>Quantization under {escaped(preset)}</h2>{html_table(cells)}"

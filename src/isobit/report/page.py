@@ -4,13 +4,13 @@ Self-contained: plots are inline SVG, nothing is fetched, there is no script. Co
 are escaped, and control characters are dropped.
 """
 
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.report.plots import PANELS, Series, draw, points
+from isobit.report.tables import escaped, html_table
 from isobit.run import COMPLETIONS, CONFIG, METRICS, read_jsonl, require_run
 
 _SAMPLE_STEPS = 3
@@ -107,15 +107,12 @@ def _summary(runs: Sequence[Series]) -> str:
         ("peak memory, MiB", "memory/peak_rss_mib", "max"),
         ("skipped optimizer steps", "steps/skipped", "sum"),
     )
-    head = "".join(f"<th class='number'>{escaped(run.name)}</th>" for run in runs)
-    body = ""
+    cells = [["", *(run.name for run in runs)]]
     for label, metric, how in lines:
-        cells = [_value(points(run.rows, metric)[1], how) for run in runs]
-        if any(cells):
-            body += (
-                f"<tr><td>{label}</td>" + "".join(f"<td class='number'>{cell or '–'}</td>" for cell in cells) + "</tr>"
-            )
-    return f"<h2>Summary</h2><div class='wide'><table><tr><th></th>{head}</tr>{body}</table></div>"
+        values = [_value(points(run.rows, metric)[1], how) for run in runs]
+        if any(values):
+            cells.append([label, *(value or "–" for value in values)])
+    return f"<h2>Summary</h2>{html_table(cells)}"
 
 
 def _value(values: Sequence[float], how: str) -> str:
@@ -183,8 +180,3 @@ def _config(directory: Path, name: str, several: bool) -> str:
     text = (directory / CONFIG).read_text(encoding="utf-8")
     title = f"Configuration of {escaped(name)}" if several else "Configuration"
     return f"<h2>{title}</h2><pre>{escaped(text)}</pre>"
-
-
-def escaped(value: str) -> str:
-    """Escaped, without control characters other than line breaks and tabs."""
-    return html.escape("".join(c for c in value if c in "\n\t" or (c.isprintable() or c == " ")))
