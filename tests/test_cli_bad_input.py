@@ -260,7 +260,7 @@ def test_sft(tmp_path: Path, refused: Callable[..., str]) -> None:
 
 def test_as_a_process_and_wrong_options(config: Path) -> None:
     """The real command, once; options that do not exist are typer's to refuse, with the same exit code."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
 
     def command(*words: str) -> "subprocess.CompletedProcess[str]":
         line = [sys.executable, "-m", "isobit.cli", *words]

@@ -64,12 +64,17 @@ def oracle(family: str, **changes: Any) -> Any:
     config = getattr(transformers, f"{prefix}Config")(**(_SIZES | own | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.25 * noise)
+    randomize(model, 11)
     return model
+
+
+@torch.no_grad()
+def randomize(model: Any, seed: int) -> None:
+    """Give every parameter of a `transformers` model random values of a size that matters; norms around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.25 * noise)
 
 
 def directory(path: Path, family: str, **changes: Any) -> tuple[Any, Path]:

@@ -11,7 +11,7 @@ from isobit.errors import IsobitError
 from isobit.model import Model, RewardModel, Tokenizer
 from isobit.model.checkpoint import read_weights
 
-from .helpers import ALPHABET, directory, tokens
+from .helpers import ALPHABET, directory, randomize, tokens
 
 _SIZES = {
     "vocab_size": 61,
@@ -33,11 +33,7 @@ def classifier(path: Path, prefix: str, labels: int = 1, **changes: Any) -> Any:
     config = getattr(transformers, f"{prefix}Config")(**values)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForSequenceClassification")(config).float().eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.25 * noise)
+    randomize(model, 3)
     model.save_pretrained(path)
     Tokenizer.characters(ALPHABET).save(path)
     return model

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from isobit.config import AlgorithmConfig, CorrectionConfig
-from isobit.config.schema import CorrectionName
+from isobit.config.algorithm import CorrectionName
 from isobit.precision import PRESETS
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.advantages import KINDS

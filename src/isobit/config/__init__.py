@@ -1,5 +1,6 @@
 """The configuration of a run: strict YAML into frozen values. Relative paths are taken from the current directory."""
 
+from isobit.config.algorithm import AlgorithmConfig, CorrectionConfig
 from isobit.config.load import (
     dump_config,
     load_compare_config,
@@ -9,15 +10,8 @@ from isobit.config.load import (
     reward_specs,
     task_settings,
 )
-from isobit.config.schema import (
-    AlgorithmConfig,
-    ArchitectureConfig,
-    CompareConfig,
-    Config,
-    CorrectionConfig,
-    OptimizerConfig,
-    SftConfig,
-)
+from isobit.config.schema import ArchitectureConfig, CompareConfig, Config, SftConfig
+from isobit.config.sections import OptimizerConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from isobit.config.schema import CompareConfig, Config, RewardsConfig, SftConfig, TaskConfig
+from isobit.config.schema import CompareConfig, Config, SftConfig
+from isobit.config.sections import RewardsConfig, TaskConfig
 from isobit.errors import IsobitError
 from isobit.tasks.data import TaskSettings
 from isobit.tasks.task import RewardSpec

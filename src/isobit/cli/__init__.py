@@ -1,0 +1,23 @@
+"""The command line: `isobit train | sft | compare | generate | eval | inspect | report`.
+
+Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an exit code: 2 for a
+user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted and saved. Heavy modules are imported
+inside the commands, so that `--help` answers at once.
+"""
+
+import sys
+
+from isobit.cli import training, models, pages  # isort: skip (the order of the commands in --help)
+from isobit.cli.app import app
+from isobit.errors import IsobitError
+
+__all__ = ["app", "main", "models", "pages", "training"]
+
+
+def main() -> None:
+    """Entry point of the `isobit` command."""
+    try:
+        app()
+    except IsobitError as error:
+        print(f"isobit: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,46 @@
+"""The typer application, and what its commands share: options that several take, and how lists are written."""
+
+import re
+from typing import Annotated
+
+import typer
+
+from isobit import __version__
+
+app = typer.Typer(
+    name="isobit",
+    help="Reinforcement-learning post-training in FP8: rollouts and learner compute the same bits.",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="changes to the config")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display")]
+_PRESETS = (
+    "float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8, mxfp8, nvfp4, mxfp8-rollout, "
+    "nvfp4-rollout; or one changed: fp8[wgrad=bf16]"
+)
+Precision = Annotated[str, typer.Option(help=f"preset: {_PRESETS}")]
+Consistency = Annotated[str, typer.Option(help="bitwise or fast")]
+Backend = Annotated[str, typer.Option(help="auto, native or reference")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="a stop string; may be given several times")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"isobit {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")] = False,
+) -> None:
+    pass
+
+
+def names(presets: str) -> list[str]:
+    """Names between commas; those inside brackets are part of a name."""
+    return [name.strip() for name in re.split(r",(?![^\[]*\])", presets) if name.strip()]

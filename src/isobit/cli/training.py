@@ -1,0 +1,120 @@
+"""Commands that make models: `train`, `sft`, `compare`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isobit.cli.app import Overrides, Quiet, app, names
+from isobit.errors import IsobitError
+
+
+@app.command()
+def train(
+    config: Annotated[str | None, typer.Argument(help="YAML file; not given with --resume or --from-rollouts")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="go on with an interrupted run")] = None,
+    from_rollouts: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="repeat the learning of a recorded run, in a new run")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="validate, load, plan the memory, and stop")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model with reinforcement learning.
+
+    \b
+    isobit train configs/quickstart.yaml                          the main job
+    isobit train configs/quickstart.yaml steps=50 precision=bf16  the same, changed
+    isobit train configs/quickstart.yaml --dry-run                check everything, plan the memory, stop
+    isobit train --resume runs/quickstart                         go on after an interruption, bit for bit
+    isobit train --resume runs/quickstart steps=200               the same, and extend it
+    isobit train --from-rollouts runs/quickstart --out runs/again repeat the learning without rolling out
+
+    Every key of a config: docs/config.md, or python -m isobit.config
+    """
+    changes = list(overrides or [])
+    if resume is not None or from_rollouts is not None:
+        if config is not None:  # there is no config to give: the first argument is an override too
+            if "=" not in config:
+                raise IsobitError(f"the run has its own config: leave {config!r} out")
+            changes = [config, *changes]
+        config = None
+    elif config is None:
+        raise IsobitError("give a config, such as configs/quickstart.yaml, or --resume RUN")
+    raise typer.Exit(_train(config, changes, resume, from_rollouts, out, dry_run, quiet))
+
+
+def _train(
+    config: str | None,
+    overrides: list[str],
+    resume: Path | None,
+    from_rollouts: Path | None,
+    out: Path | None,
+    dry_run: bool,
+    quiet: bool,
+) -> int:
+    from isobit import train as training
+    from isobit.config import load_config
+    from isobit.setup import dry_run_report
+
+    if resume is not None:
+        if from_rollouts is not None or out is not None or dry_run:
+            raise IsobitError("--resume goes on with a run where it is; leave --from-rollouts, --out and --dry-run out")
+        return training.resume(resume, overrides, quiet=quiet).exit_code
+    if from_rollouts is not None:
+        if out is None or dry_run:
+            raise IsobitError("--from-rollouts makes a new run: say where with --out DIR, without --dry-run")
+        return training.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
+    assert config is not None
+    resolved = load_config(config, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
+    if dry_run:
+        print(dry_run_report(resolved))
+        return 0
+    return training.train(resolved, quiet=quiet).exit_code
+
+
+@app.command()
+def sft(
+    config: Annotated[str, typer.Argument(help="YAML file, see configs/quickstart-sft.yaml")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="where the model is written; default: out")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Supervised training on prompt/completion data: the same model, the same precision, before RL.
+
+    \b
+    isobit sft configs/quickstart-sft.yaml
+    isobit sft configs/quickstart-sft.yaml steps=100 --out runs/base
+    """
+    from isobit.config import load_sft_config
+    from isobit.sft import supervised_run
+
+    changes = list(overrides or [])
+    if out is not None:
+        changes.append(f"out={out}")
+    supervised_run(load_sft_config(config, changes), quiet=quiet)
+
+
+@app.command()
+def compare(
+    config: Annotated[str, typer.Argument(help="YAML file: a comparison, or a training config")],
+    overrides: Overrides = None,
+    presets: Annotated[str, typer.Option(metavar="A,B,C", help="precision flows; default: the config's")] = "",
+    seeds: Annotated[int | None, typer.Option(help="runs per preset; default: the config's, or 1")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="default: the config's out, or runs/compare")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train under several precision flows, same data and seeds, and show what differs: one table, one page.
+
+    \b
+    isobit compare configs/compare-recipes.yaml
+    isobit compare configs/quickstart.yaml steps=50 --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
+
+    The same command goes on after an interruption; what is finished is not repeated.
+    """
+    from isobit.compare import compare as run_comparison
+    from isobit.config import load_compare_config
+
+    settings = load_compare_config(config, names(presets), seeds, None if out is None else str(out), overrides or ())
+    raise typer.Exit(run_comparison(settings, quiet=quiet))

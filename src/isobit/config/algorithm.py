@@ -1,0 +1,97 @@
+"""The objective of a configuration: advantages, surrogate, correction, and what they may be composed of."""
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from isobit.config.sections import Section
+
+
+class RejectionConfig(Section):
+    """Which tokens or sequences a correction leaves out: those whose value is outside [low, high]."""
+
+    measure: Literal["ratio", "k1", "k2", "k3"] = Field("ratio", description="of log learner - log rollout")
+    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    low: float | None = None
+    high: float | None = None
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "RejectionConfig":
+        if self.low is None and self.high is None:
+            raise ValueError("give low, high, or both: bounds of what is kept")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low {self.low} must be below high {self.high}")
+        return self
+
+
+class CorrectionConfig(Section):
+    """A correction put together by hand: a weight, a rejection, or both."""
+
+    weight: Literal["none", "token", "sequence"] = "none"
+    cap: float | None = Field(None, gt=0, description="largest weight; default: none")
+    floor: float = Field(0.0, ge=0, description="smallest weight")
+    normalize: bool = Field(False, description="divide weights by their mean over the batch")
+    rejection: RejectionConfig | None = None
+    veto: float = Field(0.0, ge=0, lt=1, description="a sequence is out if any token's ratio is below this; 0: off")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CorrectionConfig":
+        if self.cap is not None and self.floor > self.cap:
+            raise ValueError(f"floor {self.floor} exceeds cap {self.cap}")
+        if self.weight == "none" and (self.cap is not None or self.floor or self.normalize):
+            raise ValueError("cap, floor and normalize need a weight: token or sequence")
+        if self.weight == "none" and self.rejection is None and not self.veto:
+            raise ValueError("an empty correction: give a weight, a rejection or a veto, or write correction: none")
+        return self
+
+
+CorrectionName = Literal[
+    "auto", "none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric_mask", "k3_mask"
+]
+
+
+Correction = Annotated[
+    Annotated[CorrectionName, Tag("<name>")] | Annotated[CorrectionConfig, Tag("<rule>")],
+    Discriminator(lambda value: "<rule>" if isinstance(value, (dict, CorrectionConfig)) else "<name>"),
+]
+
+
+class AlgorithmConfig(Section):
+    """The objective. `preset` fills what is not given."""
+
+    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce_pp"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] | None = None
+    decoupled_rewards: bool = Field(
+        False, description="compute the advantages of each reward function apart and add them by weight (GDPO)"
+    )
+    ratio: Literal["token", "sequence"] | None = Field(None, description="one ratio per token, or per sequence (GSPO)")
+    surrogate: Literal["clip", "cispo"] | None = None
+    dual_clip: float | None = Field(None, gt=1, description="bound of the loss over |A| where A < 0; default: none")
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    clip_low: float | None = Field(None, gt=0, le=1)
+    clip_high: float | None = Field(None, gt=0)
+    dynamic_sampling: bool | None = Field(None, description="drop groups of equal rewards and sample others")
+    max_resamples: int = Field(10, ge=1, description="rollout rounds a step may take under dynamic sampling")
+    overlong_buffer: int = Field(0, ge=0, description="tokens before the limit, penalized softly; 0: off")
+    overlong_penalty: float = Field(1.0, ge=0)
+    kl_coefficient: float = Field(0.0, ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in_reward: bool = Field(
+        False, description="take k1, summed over the completion, from the reward; not in the loss"
+    )
+    correction: Correction = Field("auto", description="auto: the precision preset's; a name; or a rule of your own")
+    recompute_old_logprobs: Literal["auto", "always", "never"] = Field(
+        "auto", description="auto: never under a unified precision, whose rollout log-probabilities are the old ones"
+    )
+    router_replay: bool = Field(
+        False, description="mixture of experts: the learner takes the experts that the rollout chose (R3)"
+    )
+    router_aux_coefficient: float = Field(
+        0.0, ge=0, description="mixture of experts: weight of the load-balancing loss, per micro-batch"
+    )
+    shadow_every: int = Field(
+        0, ge=0, description="steps between BF16 shadow passes, which measure the noise in the ratio; 0: none"
+    )
+    shadow_calibrates_clip: bool = Field(False, description="widen the clip so that it clips what BF16 would clip")
+    updates_per_batch: int = Field(1, ge=1, description="optimizer steps per pass over a rollout batch")
+    epochs: int = Field(1, ge=1, description="passes over a rollout batch")

@@ -1,0 +1,162 @@
+"""The sections of a configuration: each key once, with its type, its range, its default and what it means.
+
+Left out: the objective (`algorithm.py`), and what contradicts across sections (`schema.py`).
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Precision = str | dict[str, Any]
+PRECISION = (
+    "a preset: float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8, mxfp8-rollout, nvfp4-rollout, "
+    "mxfp8, nvfp4; or {preset: ..., and what differs}, also written fp8[wgrad=bf16]"
+)
+CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the machine's own products"
+BACKEND = "auto: native where a C++ compiler is found"
+
+
+class Section(BaseModel):
+    """A frozen mapping of known keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Where the initial weights come from: `path`, or `sft`."""
+
+    path: str | None = Field(None, description="a Hugging Face directory (config.json, safetensors, tokenizer.json)")
+    sft: str | None = Field(None, description="a config of `isobit sft`; its model is made once and kept in a cache")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if (self.path is None) == (self.sft is None):
+            raise ValueError("give exactly one of path (a Hugging Face directory) and sft (a config of `isobit sft`)")
+        return self
+
+
+class TaskConfig(Section):
+    """What is asked and how it is scored: a built-in task by name, or a file of the user's own."""
+
+    name: str = Field("file", description="arithmetic, countdown, gsm8k, or file (any JSONL)")
+    path: str | None = Field(None, description="JSONL, one object a line; every column reaches the reward function")
+    held_out_path: str | None = Field(None, description="JSONL of the held-out split; default: cut from path")
+    held_out_size: int | None = Field(None, ge=0, description="examples kept out of training for evaluation")
+    prompt_column: str | None = Field(None, description="column of the prompt: text, or chat messages")
+    answer_column: str | None = Field(None, description="column handed to rewards as `answer`")
+    prompt_template: str | None = Field(None, description="text with {prompt} in it, put around every prompt")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of a built-in task, such as digits")
+
+
+class RewardConfig(Section):
+    """One reward function of the user's own, in TRL's signature."""
+
+    function: str = Field(description="path/to/file.py:function or package.module:function")
+    weight: float = 1.0
+    name: str | None = Field(None, description="name in the metrics; default: the function's")
+
+
+class RewardModelConfig(Section):
+    """A sequence-classification checkpoint with one label, whose logit is a reward."""
+
+    path: str = Field(description="a Hugging Face directory, such as a LlamaForSequenceClassification")
+    weight: float = 1.0
+    name: str = Field("reward_model", description="name in the metrics")
+    precision: Precision = Field("fp8", description="its own flow; it keeps working weights only")
+
+
+class RewardsConfig(Section):
+    """How rewards are computed: functions in worker processes, with a deadline for each call, and reward models."""
+
+    functions: tuple[RewardConfig, ...] = Field((), description="default: the task's own reward")
+    models: tuple[RewardModelConfig, ...] = Field((), description="reward models, added to the functions by weight")
+    deadline_s: float = Field(30.0, gt=0, description="seconds for one call; a worker that takes longer is killed")
+    num_workers: int = Field(1, ge=1, le=64)
+    on_error: Literal["stop", "skip"] = Field("stop", description="what a failing reward function does to the run")
+    environment: tuple[str, ...] = Field((), description="variables that functions get besides PATH and the like")
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    group_size: int = Field(8, ge=1, description="completions per prompt")
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_k: int = Field(0, ge=0, description="refused in training when not 0: see the message")
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class EngineConfig(Section):
+    """The rollout engine's memory and batch."""
+
+    kv_pages: int | None = Field(None, ge=1, description="pages of the KV cache; default: what one step needs")
+    page_size: int = Field(16, ge=1, le=1024, description="tokens per page")
+    max_batch_tokens: int = Field(2048, ge=1, description="tokens of one forward (chunked prefill under this budget)")
+    max_sequences: int = Field(512, ge=1, description="sequences that decode at the same time")
+
+
+class OptimizerConfig(Section):
+    """AdamW on FP32 masters."""
+
+    learning_rate: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final_fraction: float = Field(0.0, ge=0, le=1, description="of the peak rate, at the last step of a schedule")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    state: Literal["fp32", "8bit"] = Field("fp32", description="AdamW's moments; 8bit needs torchao (isobit[optim])")
+    micro_batch_tokens: int = Field(16384, ge=1, description="tokens of one forward and backward")
+    max_bad_steps: int = Field(3, ge=1, description="skipped (non-finite) steps in a row that end the run")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each must be at least 0 and below 1")
+        return betas
+
+
+class ReferenceConfig(Section):
+    """The frozen model of the KL penalty: the initial weights, under a precision of their own."""
+
+    precision: Precision | None = Field(None, description="default: the policy's")
+
+
+class ReplayConfig(Section):
+    """Learning again from past groups, drawn by age and by the spread of their rewards."""
+
+    capacity: int = Field(0, ge=0, description="groups kept; 0: no replay")
+    groups_per_step: int = Field(0, ge=0, description="past groups in each step, beside prompts_per_step fresh ones")
+    max_staleness: int = Field(8, ge=0, description="steps; older groups are forgotten")
+    half_life: float = Field(2.0, gt=0, description="steps in which a group's chance to be drawn halves")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ReplayConfig":
+        if self.groups_per_step and not self.max_staleness:
+            raise ValueError("max_staleness: 0 forgets every past group; give at least 1, or groups_per_step: 0")
+        if self.groups_per_step > self.capacity:
+            raise ValueError(f"groups_per_step {self.groups_per_step} exceeds capacity {self.capacity}")
+        return self
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation inside training: greedy accuracy."""
+
+    every: int = Field(
+        0, ge=0, description="steps between evaluations, and one before the first and after the last; 0: none"
+    )
+    samples: int = Field(256, ge=1, description="held-out prompts")
+
+
+class RunConfig(Section):
+    """Where a run is kept."""
+
+    dir: str = Field("runs/train", description="must not exist yet, or be empty")
+    checkpoint_every: int = Field(20, ge=0, description="steps; the last step is always saved; 0: only the last")
+    keep_last: int = Field(2, ge=1)
+    report: bool = True
