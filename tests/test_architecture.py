@@ -19,7 +19,7 @@ LAYERS = [
     {"compare"},
     {"train"},
     {"session"},
-    {"setup", "generate", "inspection"},
+    {"setup", "generate", "inspection", "export"},
     {"sft"},
     {"evaluate", "statistics", "scoring"},
     {"rl", "engine"},
@@ -164,6 +164,16 @@ def test_the_public_surface_is_small_and_there() -> None:
     assert len(isobit.__all__) <= 12
     assert {"Engine", "Model", "Precision", "Sampling", "load_config", "train"} <= set(isobit.__all__)
     assert all(getattr(isobit, name) is not None for name in isobit.__all__)
+
+
+@pytest.mark.parametrize("before", ["pass", "import isobit.train", "from isobit.train import resume"])
+def test_train_is_callable_however_it_was_imported(before: str) -> None:
+    """`isobit.train` names the function of the public surface and the module that it stands in."""
+    both = "from isobit import train; from isobit import train as again"
+    code = f"{before}; {both}; print(callable(train), callable(again))"
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_dependencies_are_declared() -> None:

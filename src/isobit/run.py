@@ -135,6 +135,11 @@ def newest_checkpoint(directory: Path) -> Path:
     return path
 
 
+def model_directory(path: Path) -> Path:
+    """The newest checkpoint where `path` is a run directory; else the path itself, a Hugging Face directory."""
+    return newest_checkpoint(path) if (path / CONFIG).is_file() else path
+
+
 class Interruption:
     """SIGINT and SIGTERM set a flag, which the training loop reads between steps; a second signal ends the process."""
 

@@ -1,4 +1,4 @@
-"""Commands that use a model: `generate`, `eval`, `inspect`."""
+"""Commands that use a model: `generate`, `eval`, `inspect`, `export`."""
 
 import sys
 from pathlib import Path
@@ -135,3 +135,23 @@ def inspect(
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed)
     files = (prompts, prompt_column)
     inspect_command(model, names(presets), *files, sampling, decompose, stale, reward_model, backend, out)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="must not exist yet, or be empty")],
+    form: Annotated[str, typer.Option("--format", help="bf16, fp32, or fp8: blocks of 128x128")] = "bf16",
+    precision: Annotated[
+        str | None, typer.Option(help="flow of the FP8 weights; default: the run's own, or fp8")
+    ] = None,
+) -> None:
+    """Write a Hugging Face checkpoint that other systems serve.
+
+    \b
+    isobit export runs/quickstart --to quickstart-bf16
+    isobit export MODEL --format fp8 --to MODEL-FP8     weights as vLLM, SGLang and transformers read FP8 blocks
+    """
+    from isobit.export import export as write
+
+    print(write(source, to, form, precision))
