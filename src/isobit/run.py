@@ -26,7 +26,7 @@ CONFIG, METRICS, COMPLETIONS, CHECKPOINTS, REPORT = (
     "checkpoints",
     "report.html",
 )
-_LOCK = ".lock"
+LOCK = ".lock"
 
 
 class Run:
@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, directory: Path, offsets: Mapping[str, int]) -> None:
         self.directory = directory
-        self._lock = (directory / _LOCK).open("w")
+        self._lock = (directory / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

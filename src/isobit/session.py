@@ -19,7 +19,6 @@ from isobit.config import Config, dump_config, load_config
 from isobit.engine import Completion
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluate import evaluate_greedy
-from isobit.progress import Display
 from isobit.report import write_report
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
@@ -27,6 +26,7 @@ from isobit.run import Interruption, Run
 from isobit.setup import Parts, load_state, open_parts, save_checkpoint
 from isobit.statistics import batch_metrics, staleness_metrics, weight_metrics
 from isobit.tasks import Example
+from isobit.view import Display, Shown
 
 
 @dataclass
@@ -47,7 +47,8 @@ class Session:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
         self.model, self.objective, self.quiet = parts.model, parts.objective, quiet
         self.interruption = Interruption()
-        self.display = Display(self.config.steps, quiet, state.step)
+        details = f"{self.model.precision.name}, {self.config.consistency}"
+        self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
         self._recorded = _recorded_groups(recorded) if recorded is not None else None
         self._examples: dict[int, Example] = {}
         self._metrics: dict[str, float] = {}
@@ -59,7 +60,7 @@ class Session:
         for resource_ in (self.run, self.parts.rewards, self.interruption, self.display):
             self._stack.enter_context(resource_)
         if self._saved_step is None:
-            self._evaluate_and_write(self.state.step)
+            self.display.history.add(self._evaluate_and_write(self.state.step))
             self._save()
         return self
 
@@ -186,8 +187,8 @@ class Session:
         }
         self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)
         last = state.step == config.steps
-        self._evaluate_and_write(state.step, measured, last)
-        self.display.step(measured)
+        values = self._evaluate_and_write(state.step, measured, last)
+        self.display.step(values, (self._shown(sample) for group in batch.groups for sample in group))
         every = config.run.checkpoint_every
         if last or (every and state.step % every == 0):
             self._save()
@@ -196,6 +197,9 @@ class Session:
     def _row(self, sample: Sample) -> dict[str, object]:
         prompt = self.model.tokenizer.decode(sample.prompt_ids)
         return {"step": self.state.step, "prompt": prompt, **sample.to_json()}
+
+    def _shown(self, sample: Sample) -> Shown:
+        return Shown(sample.reward, self.model.tokenizer.decode(sample.prompt_ids), sample.completion)
 
     def finish(self) -> None:
         """Save what is not saved, write the report, and say how to go on."""
@@ -208,11 +212,14 @@ class Session:
             again = f"isobit train --resume {self.run.directory}"
             self.display.note(f"stopped after step {self.state.step}; go on with: {again}")
 
-    def _evaluate_and_write(self, step: int, measured: dict[str, float] | None = None, last: bool = False) -> None:
+    def _evaluate_and_write(
+        self, step: int, measured: dict[str, float] | None = None, last: bool = False
+    ) -> dict[str, float]:
         values = {"step": float(step), **(measured or {})}
         every = self.config.evaluation.every
         if every and (step % every == 0 or last):
             self._refresh()
+            self.display.phase("evaluate")
             examples = self.parts.held_out
             judge = self.parts.rewards if self.parts.rewards.specs else self.parts.scorer
             with self._broken_weights_end_the_run():
@@ -221,8 +228,10 @@ class Session:
             self.display.note(f"step {step}: held-out greedy accuracy {result.accuracy}")
         if len(values) > 1:
             self.run.write_metrics(values)
+        return values
 
     def _save(self) -> None:
+        self.display.phase("save")
         counted = {
             "step": self.state.step,
             "cursor": self.state.cursor,
@@ -261,6 +270,7 @@ class Session:
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
+        self.display.phase(name)
         yield
         self._count(f"time/{name}", time.perf_counter() - began)
 

@@ -21,11 +21,11 @@ from isobit.engine import Engine, Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluate import Evaluation, evaluate_greedy
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
-from isobit.progress import Display
 from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
 from isobit.run import refuse_existing
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
+from isobit.view import Display
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
     settings = optimizer_settings(config.optimizer, config.steps)
     optimizer = Optimizer(model.named_parameters(), settings)
     batches, bad_steps = _batches(model, config, task), 0
-    with Display(config.steps, quiet) as display:
+    with Display(config.steps, quiet, name=config.out, details="supervised") as display:
         for step in range(config.steps):
             rate = learning_rate(step, settings)
             metrics = supervised_update(model, optimizer, next(batches), rate, config.optimizer.micro_batch_tokens)
