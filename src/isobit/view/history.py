@@ -74,11 +74,10 @@ class History:
         return None if pace is None else pace * max(self.total - self.step, 0)
 
     def phase_shares(self) -> list[tuple[str, float]]:
-        """(phase, fraction of the last steps' time), with what no timer names as `other`."""
+        """(phase, fraction of the last steps' time) from half a percent on; what no timer names is `other`."""
         whole = sum(self.values("time/step")[-RECENT:])
         if not whole:
             return []
         shares = [(name, sum(self.values(f"time/{name}")[-RECENT:]) / whole) for name in PHASES]
-        named = [(name, share) for name, share in shares if share > 0]
-        rest = 1.0 - sum(share for _, share in named)
-        return [*named, ("other", rest)] if rest > 0.005 else named
+        rest = 1.0 - sum(share for _, share in shares)
+        return [(name, share) for name, share in (*shares, ("other", rest)) if share >= 0.005]

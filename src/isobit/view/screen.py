@@ -15,6 +15,7 @@ from isobit.view.history import History, Shown
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
+_NOTES_FROM = 76  # columns: a narrower terminal has no room beside the sparklines
 _PHASE_STYLES = {"rollout": "blue", "score": "yellow", "learn": "green", "sync": "magenta", "calibrate": "cyan"}
 _SOFT = "bright_black"
 
@@ -49,9 +50,9 @@ def plain(text: str) -> str:
 def screen(history: History, width: int, height: int) -> RenderableType:
     """The whole view, at most `width` columns and `height` lines; what matters least is left out first."""
     header = _header(history, width)
-    rows = _metrics(history, SPARK_WIDTH if width >= 70 else 16)
+    rows = _metrics(history, min(SPARK_WIDTH, max(width - 26, 8)), notes=width >= _NOTES_FROM)
     parts: list[RenderableType] = [header, _progress(history, width), Text(""), rows]
-    foot = [line for line in (_phases(history, width), _memory(history)) if line is not None]
+    foot = [line for line in (_phases(history, width), _memory(history, width)) if line is not None]
     samples = [_sample(label, shown, width) for label, shown in _samples(history)]
     room = height - (3 + rows.row_count)
     for block in (foot, samples):
@@ -99,17 +100,19 @@ def _progress(history: History, width: int) -> Text:
     return bar.append("━" * (room - filled), style=_SOFT).append(words).append(doing, style=_SOFT)
 
 
-def _metrics(history: History, spark: int) -> Table:
+def _metrics(history: History, spark: int, notes: bool) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style=_SOFT, no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(no_wrap=True, width=spark)
-    grid.add_column(style=_SOFT, no_wrap=True, overflow="ellipsis")
+    if notes:
+        grid.add_column(style=_SOFT, no_wrap=True, overflow="ellipsis")
     for label, name, form, note in _LINES:
         if (value := history.last(name)) is not None:
-            text = form.format(value)
-            grid.add_row(label, text, Text(sparkline(history.values(name), spark), style="blue"), _note(history, note))
-    _mismatch(history, grid, spark)
+            line = Text(sparkline(history.values(name), spark), style="blue")
+            grid.add_row(*(label, form.format(value), line, _note(history, note))[: 3 + notes])
+    if (row := _mismatch(history, spark)) is not None:
+        grid.add_row(*row[: 3 + notes])
     return grid
 
 
@@ -128,20 +131,17 @@ def _note(history: History, note: tuple[str, str] | None) -> str:
     return "" if note is None or value is None else note[0].format(value)
 
 
-def _mismatch(history: History, grid: Table, spark: int) -> None:
+def _mismatch(history: History, spark: int) -> tuple[str, str | Text, Text, str] | None:
     differing = history.last("mismatch/differing_tokens")
     if differing is None:
-        return
+        return None
     compared, total = (history.total_of(f"mismatch/{name}_tokens") for name in ("compared", "differing"))
-    kl = history.last("mismatch/kl_k3")
     if total == 0:
-        grid.add_row(
-            "mismatch", Text("0", style="green"), Text("exactly zero", style="green"), f"{compared:,.0f} tokens"
-        )
-        return
+        return "mismatch", Text("0", style="green"), Text("exactly zero", style="green"), f"{compared:,.0f} tokens"
+    kl = history.last("mismatch/kl_k3")
     line = Text(sparkline(history.values("mismatch/kl_k3"), spark), style="yellow")
     value = f"{kl:.1e}" if kl is not None else f"{differing:,.0f}"
-    grid.add_row("mismatch k3", value, line, f"{total:,.0f} of {compared:,.0f} tokens differ")
+    return "mismatch k3", value, line, f"{total:,.0f} of {compared:,.0f} tokens differ"
 
 
 def _phases(history: History, width: int) -> Text | None:
@@ -164,7 +164,7 @@ def _phases(history: History, width: int) -> Text | None:
     return line
 
 
-def _memory(history: History) -> Text | None:
+def _memory(history: History, width: int) -> Text | None:
     peak = history.last("memory/peak_rss_mib")
     if peak is None:
         return None
