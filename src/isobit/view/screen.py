@@ -171,11 +171,9 @@ def _memory(history: History, width: int) -> Text | None:
     parts = [("weights", "weights"), ("optimizer", "optimizer"), ("cache", "kv_cache")]
     known = [(label, history.last(f"memory/{name}_mib")) for label, name in parts]
     rest = "  ".join(f"{label} {value:,.0f}" for label, value in known if value is not None)
-    return (
-        Text(f"{'memory':<10}", style=_SOFT)
-        .append(f"peak {peak:,.0f} MiB  ", style="default")
-        .append(rest, style=_SOFT)
-    )
+    line = Text(f"{'memory':<10}", style=_SOFT).append(f"peak {peak:,.0f} MiB  ", style="default").append(rest)
+    line.truncate(width, overflow="ellipsis")
+    return line
 
 
 def _samples(history: History) -> list[tuple[str, Shown]]:
