@@ -66,7 +66,8 @@ def listing(folder: Path) -> dict[str, int]:
         (["model.path=nowhere"], "nowhere: no such directory"),
         (["task.options.digts=2"], "digts"),
         (["task.name=chess"], "chess"),
-        (["sampling.max_new_tokens=1000", "algorithm.preset=dapo", "engine.kv_pages=1"], "page"),
+        (["sampling.max_new_tokens=40", "algorithm.preset=dapo", "engine.kv_pages=1"], "page"),
+        (["sampling.max_new_tokens=64"], "leaves no room for a prompt in the model's context of 64"),
         (["rewards.functions=[{function: 'gone.py:score'}]"], "gone.py"),
         (["rewards.functions=[{function: 'reward.py:scor'}]"], "scor"),
         (["rewards.functions=[{function: 'broken.py:score'}]"], "broken.py"),
@@ -245,7 +246,7 @@ def test_eval(config: Path, refused: Callable[..., str]) -> None:
     assert "needs 1 to -n samples" in refused("eval", model, *arithmetic, "--pass-at", "9", "-n", "4")
     assert "expected KEY=VALUE" in refused("eval", model, "--task", "arithmetic", "--option", "digits")
     assert "gone.jsonl" in refused("eval", model, "--task", "gsm8k", "--data", "gone.jsonl")
-    assert "reward" in refused("eval", model, "--data", rows, "--prompt-column", "question")
+    assert "reward" in refused("eval", model, "--data", rows, "--column", "prompt=question")
 
 
 def test_sft(tmp_path: Path, refused: Callable[..., str]) -> None:
