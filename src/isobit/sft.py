@@ -86,11 +86,11 @@ def _identity(config: SftConfig, task: Task) -> str:
     digest = hashlib.sha256(f"{__version__}\n{dump_config(config.model_copy(update={'out': ''}))}".encode())
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
+    files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))
     if config.model.chat_template is not None:
-        digest.update(Path(config.model.chat_template).read_bytes())
-    if config.model.path is not None:
-        for file in sorted(Path(config.model.path).glob("*.*")):
-            digest.update(file.read_bytes() if file.is_file() else b"")
+        files.append(Path(config.model.chat_template))
+    for file in files:
+        digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()[:16]
 
 

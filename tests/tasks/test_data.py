@@ -62,6 +62,49 @@ def test_chat_prompts_are_kept_and_text_can_become_one(file: Path) -> None:
     assert read(file, template="[{prompt}]", text_template="<{prompt}>")[0].prompt == "[Hi]"
 
 
+def test_a_system_message_goes_before_every_chat(file: Path) -> None:
+    user = {"role": "user", "content": "Hi"}
+    write(file, {"prompt": [user]})
+    assert read(file, system="S")[0].prompt == [{"role": "system", "content": "S"}, user]
+    assert read(file, chat=True)[0].prompt == [user]
+    write(file, {"prompt": [{"role": "system", "content": "own"}, user]})
+    with pytest.raises(IsobitError, match=r":1: the chat has a system message of its own: no task\.system for it"):
+        read(file, system="S")
+
+
+def test_messages_are_the_prompt_where_there_is_none(file: Path) -> None:
+    """The assistant's last message is what supervised training learns; rewards get it as `completion`."""
+    user, gold = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+    rest = [gold, {"role": "user", "content": "sure?"}]
+    write(file, {"messages": [user, gold], "level": 1}, {"messages": [user, *rest, gold], "level": 2})
+    first, second = read(file)
+    assert (first.prompt, second.prompt) == ([user], [user, *rest])
+    assert first.columns == {"messages": [user, gold], "level": 1, "completion": "2"}
+    write(file, {"messages": [user, *rest], "completion": "own"})
+    assert read(file)[0] == Example(0, [user, *rest], {"messages": [user, *rest], "completion": "own"})
+    write(file, {"messages": [user, gold], "completion": "own"})
+    assert read(file)[0].columns["completion"] == "own"
+    write(file, {"prompt": "p", "messages": [user, gold]})
+    assert read(file)[0] == Example(0, "p", {"messages": [user, gold]})
+    write(file, {"prompt": "p", "conversation": [user, gold]})
+    found = read(file, columns={"messages": "conversation"})[0]
+    assert (found.prompt, found.columns["completion"], found.columns["prompt"]) == ([user], "2", "p")
+
+
+def test_a_chat_prompt_keeps_its_last_message_and_loses_null_keys(file: Path) -> None:
+    prompt = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    write(file, {"prompt": [{**message, "name": None, "tool_calls": None} for message in prompt]})
+    assert read(file)[0] == Example(0, prompt, {})
+
+
+def test_columns_are_renamed(file: Path) -> None:
+    write(file, {"question": "q", "answer": "long", "final": "7", "completions": "c"})
+    columns = {"prompt": "question", "answer": "final", "solution": "answer", "earlier": "completions"}
+    assert read(file, columns=columns)[0] == Example(
+        0, "q", {"question": "q", "answer": "7", "final": "7", "solution": "long", "earlier": "c"}
+    )
+
+
 def test_the_answer_of_verl_rows_is_found(file: Path) -> None:
     verl = {"prompt": "p", "data_source": "s", "reward_model": {"style": "rule", "ground_truth": "42"}}
     write(file, verl)
@@ -103,6 +146,15 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(file: Path) -> None:
             "data.jsonl:1: lacks 'x'; adds 'y'",
         ),
         ([{"prompt": "a", "x": 1}, {"x": 1}], "data.jsonl:1: lacks 'prompt'"),
+        ([{"messages": "a"}], ":1: 'messages' must be a list of chat messages, got text"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], ":1: 'messages' has the assistant's message only"),
+        (
+            [
+                {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]}
+                for role in ("assistant", "user")
+            ],
+            ":2: 'messages' ends with the assistant's message in one row and not in another",
+        ),
         ([{"prompt": "a", "completions": 1}], ":1: column 'completions' has a name that reward functions get"),
     ],
 )

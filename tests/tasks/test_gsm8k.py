@@ -115,5 +115,5 @@ def test_answers_must_be_there_and_have_numbers(tmp_path: Path) -> None:
         load_task(TaskSettings("gsm8k", str(path)))
     with pytest.raises(IsobitError, match=r"data\.jsonl:1: the answer has no number in it"):
         load_task(TaskSettings("gsm8k", str(path), columns={"answer": "solution"}))
-    with pytest.raises(IsobitError, match=r"task\.path: task gsm8k needs a JSONL file"):
+    with pytest.raises(IsobitError, match=r"task\.path: task gsm8k needs a file or directory of data"):
         load_task(TaskSettings("gsm8k"))
