@@ -21,7 +21,7 @@ LAYERS = [
     {"session"},
     {"setup", "generate", "inspection", "export"},
     {"sft"},
-    {"evaluate", "statistics", "scoring"},
+    {"evaluate", "statistics", "scoring", "lengths"},
     {"rl", "engine"},
     {"model"},
     {"kernels"},

@@ -79,7 +79,10 @@ class Session:
         self._metrics |= weight_metrics(self.model) | self.parts.calibrator.step_metrics()
 
     def _refresh(self) -> None:
-        """The working weights become those of the masters, and the scales of a calibrated KV cache fit them."""
+        """The working weights become those of the masters, and the scales of a calibrated KV cache fit them; reward
+        functions learn which step it is."""
+        counted = {"global_step": self.state.step, "max_steps": self.config.steps}
+        self.parts.rewards.trainer_state = counted | {"epoch": self.state.cursor / len(self.parts.task.train)}
         with self._timed("sync"), self._broken_weights_end_the_run():
             self.model.sync()
         if self.parts.calibrator.active:
@@ -141,7 +144,10 @@ class Session:
         examples = [self._examples[sample.prompt_index] for sample in samples]
         with self._timed("score"):
             rewards = self.parts.scorer.score(
-                [e.prompt for e in examples], [s.completion for s in samples], [e.columns for e in examples]
+                [e.prompt for e in examples],
+                [s.completion for s in samples],
+                [e.columns for e in examples],
+                [s.completion_ids for s in samples],
             )
         for reward in rewards:
             if reward.error is not None:

@@ -16,6 +16,7 @@ from isobit import checkpoints
 from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.errors import IsobitError
+from isobit.lengths import fit_prompts
 from isobit.model import Model, RewardModel
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
 from isobit.rl.correction import CorrectionRule, Rejection
@@ -93,6 +94,10 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
     )
     model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
+    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
+        model.tokenizer.use_template(config.model.chat_template)
+    fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
+    task = fitted.task
     scorer = Scorer(rewards, _reward_models(config), config.rewards.on_error == "stop")
     objective = replace(objective_of(config, model), reward_weights=scorer.weights)
     if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
@@ -102,7 +107,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision
         reference = Model.load(base, precision, config.backend, config.consistency)
-        Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+        Calibrator(reference).calibrate(fitted.train[:8])
         reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
     learner = Learner(
@@ -114,10 +119,11 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         seed=config.seed,
     )
     sampling = _sampling(config)
-    held_out = list(task.held_out.examples[: config.evaluation.samples]) if config.evaluation.every else []
-    engine = _engine(config, model, list(task.train.examples), config.prompts_per_step * sampling.n)
+    samples = config.evaluation.samples if config.evaluation.every else 0
+    held_out = list(task.held_out.examples[:samples])
+    engine = _engine(config, model, fitted.train, config.prompts_per_step * sampling.n)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
-    evaluator = _engine(config, model, held_out, len(held_out)) if held_out else engine
+    evaluator = _engine(config, model, fitted.held_out[:samples], len(held_out)) if held_out else engine
     return Parts(
         config,
         model,
@@ -187,9 +193,8 @@ def _sampling(config: Config) -> Sampling:
     )
 
 
-def _engine(config: Config, model: Model, examples: list[Example], sequences: int) -> Engine:
+def _engine(config: Config, model: Model, prompts: list[list[int]], sequences: int) -> Engine:
     section = config.engine
-    prompts = [example.prompt for example in examples]
     return Engine.sized_for(
         model,
         prompts,

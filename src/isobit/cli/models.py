@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from isobit.cli.app import Backend, Consistency, Precision, Stop, app, names
+from isobit.cli.app import Backend, Column, Consistency, Precision, Stop, app, columns, names
 from isobit.errors import IsobitError
 
 
@@ -50,12 +50,16 @@ def generate(
 def evaluate(
     model: Annotated[Path | None, typer.Argument(help="a Hugging Face directory; not with --completions")] = None,
     task: Annotated[str, typer.Option(help="arithmetic, countdown, gsm8k, or file")] = "file",
-    data: Annotated[Path | None, typer.Option(help="JSONL, evaluated whole; default: the held-out split")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="a file or directory, evaluated whole; default: the held-out split")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="of a directory that has several; default: test")] = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")] = None,
     reward: Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION")] = None,
-    prompt_column: Annotated[str | None, typer.Option()] = None,
-    answer_column: Annotated[str | None, typer.Option(help="handed to rewards as `answer`")] = None,
+    column: Column = None,
     prompt_template: Annotated[str | None, typer.Option(help="text with {prompt} in it")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="a text prompt becomes the message of a user")] = False,
+    system: Annotated[str | None, typer.Option(help="system message before every chat")] = None,
     completions: Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")] = None,
     samples: Annotated[int | None, typer.Option(help="the first so many examples; default: all")] = None,
     pass_at: Annotated[str, typer.Option(metavar="K,K", help="also pass@k, from -n samples a prompt")] = "",
@@ -81,10 +85,20 @@ def evaluate(
     from isobit.evaluate import evaluate_command
     from isobit.tasks import RewardSpec, TaskSettings
 
-    # a file that is given is evaluated whole: it is the held-out split
+    # data that are given are evaluated whole: they are the held-out split
     path = None if data is None else str(data)
-    options = dict(_key_value(text) for text in option or [])
-    settings = TaskSettings(task, path, path, None, prompt_column, answer_column, prompt_template, options)
+    settings = TaskSettings(
+        task,
+        path,
+        path,
+        split=split,
+        held_out_split=split,
+        columns=columns(column),
+        prompt_template=prompt_template,
+        chat=chat,
+        system=system,
+        options=dict(_key_value(text) for text in option or []),
+    )
     rewards = [RewardSpec(function) for function in reward or []]
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed, stop=tuple(stop or ()))
     flow = (precision, backend, consistency)
@@ -106,8 +120,10 @@ def inspect(
     presets: Annotated[
         str, typer.Option(metavar="A,B,C", help="precision flows")
     ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
-    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: sequences that the model itself begins")] = None,
-    prompt_column: Annotated[str, typer.Option()] = "prompt",
+    prompts: Annotated[
+        Path | None, typer.Option(help="a file or directory; default: sequences that the model itself begins")
+    ] = None,
+    column: Column = None,
     decompose: Annotated[bool, typer.Option("--decompose", help="take the gap of two-engine flows apart")] = False,
     stale: Annotated[
         Path | None, typer.Option(metavar="MODEL", help="an older checkpoint: the gap of a late weight sync")
@@ -127,14 +143,15 @@ def inspect(
     \b
     isobit inspect MODEL
     isobit inspect MODEL --presets fp8,fp8-rollout --decompose --out inspected
-    isobit inspect MODEL --prompts gsm8k.jsonl --prompt-column question
+    isobit inspect MODEL --prompts gsm8k.jsonl --column prompt=question
     """
     from isobit.engine import Sampling
     from isobit.inspection import inspect_command
 
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed)
-    files = (prompts, prompt_column)
-    inspect_command(model, names(presets), *files, sampling, decompose, stale, reward_model, backend, out)
+    inspect_command(
+        model, names(presets), prompts, columns(column), sampling, decompose, stale, reward_model, backend, out
+    )
 
 
 @app.command()
