@@ -218,9 +218,11 @@ class Session:
         values = {"step": float(step), **(measured or {})}
         held_out = self.parts.held_out
         if held_out is not None and (step % self.config.evaluation.every == 0 or last):
+            version = self.model.weights_version
             self._refresh()
             with self._broken_weights_end_the_run():
                 found, line = held_out.evaluate()
+            self.model.transformer.weights_version = version  # the next sync is of the same weights
             values |= found
             self.display.note(f"step {step}: {line}")
             self.best.consider(step, found)
