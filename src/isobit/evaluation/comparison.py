@@ -65,18 +65,19 @@ def comparison_table(first: Result, second: Result) -> str:
         text_table(rows, rule=True),
         f"of {count} prompts A alone answers {accuracy.only_first} correctly, B alone {accuracy.only_second}, both "
         f"{both}\np: exact McNemar test for accuracy, sign-flip test of the paired differences for the rest; not "
-        f"corrected for being {len(differences)}",
+        f"corrected for being {len(differences)} tests",
         conclusion(differences),
     ]
     return "\n\n".join(lines)
 
 
 def conclusion(differences: Mapping[str, Difference]) -> str:
-    """What follows, in a sentence: of accuracy, or of the reward where no prompt tells the accuracies apart."""
-    accuracy = differences["accuracy"]
-    alike = accuracy.only_first == accuracy.only_second == 0
-    name = "reward" if alike and "reward" in differences else "accuracy"
-    found = differences[name]
+    """What follows, in a sentence: of accuracy; of the measure after it where no prompt tells the two apart; and so
+    on."""
+    telling = [name for name, found in differences.items() if (found.difference.low, found.difference.high) != (0, 0)]
+    if not telling:
+        return "No difference is shown: the two score the same on every prompt."
+    name, found = telling[0], differences[telling[0]]
     low, high = (_signed(x, name) for x in (found.difference.low, found.difference.high))
     size = f"{_signed(found.difference.value, name)} (95 % interval {low} to {high}), p = {found.p:.2g}"
     if found.p > LEVEL:

@@ -60,7 +60,8 @@ def summary_json(summary: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any
 
 
 def summary_table(result: Result) -> str:
-    """The summary as plain text: a line for each measure, and below it, where there is a tag, a line for each value."""
+    """The summary as plain text: a line for each measure, and below it, where there is a tag, a line for each of its
+    values, with the measures that fit beside each other."""
     summary = summarize(result)
     rows = [["", "value", "95 % interval", "prompts"]]
     for name, estimate in summary[ALL].items():
@@ -69,7 +70,8 @@ def summary_table(result: Result) -> str:
         rows.append([label, value, f"{low} to {high}", str(estimate.prompts)])
     tables = [text_table(rows, rule=True)]
     if len(summary) > 1:
-        names = list(summary[ALL])
+        ends = [f"pass@{k}" for k in sorted({*result.ks[:1], *result.ks[-1:]})]
+        names = ["accuracy", *(ends if ends else ["reward"]), *(f"maj@{k}" for k in result.ks[-1:] if k > 1)]
         heads = [str(result.settings.get("tag", "tag")), "prompts", *names]
         cells = [
             [tag, str(row["accuracy"].prompts), *(_cell(row, name) for name in names)] for tag, row in summary.items()
