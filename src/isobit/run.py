@@ -26,7 +26,7 @@ CONFIG, METRICS, COMPLETIONS, CHECKPOINTS, REPORT = (
     "checkpoints",
     "report.html",
 )
-LOCK = ".lock"
+LOCK, BEST = ".lock", "best"
 
 
 class Run:
@@ -135,9 +135,17 @@ def newest_checkpoint(directory: Path) -> Path:
     return path
 
 
-def model_directory(path: Path) -> Path:
-    """The newest checkpoint where `path` is a run directory; else the path itself, a Hugging Face directory."""
-    return newest_checkpoint(path) if (path / CONFIG).is_file() else path
+def model_directory(path: Path, best: bool = False) -> Path:
+    """The newest checkpoint, or the `best` model, where `path` is a run directory; else the path itself, a Hugging Face
+    directory. Raises IsobitError for a run that has neither."""
+    if not (path / CONFIG).is_file():
+        return path
+    if not best:
+        # what lies half-written there belongs to a run that may be alive
+        return checkpoints.newest(path / CHECKPOINTS, clean=False)[0]
+    if not (path / BEST).is_dir():
+        raise IsobitError(f"{path} has no best model: its evaluation is off, or keep_best is")
+    return path / BEST
 
 
 class Interruption:

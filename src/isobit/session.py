@@ -18,7 +18,7 @@ from isobit import run as runs
 from isobit.config import Config, dump_config, load_config
 from isobit.engine import Completion
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
-from isobit.evaluate import evaluate_greedy
+from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
@@ -46,6 +46,10 @@ class Session:
     def __init__(self, parts: Parts, run: Run, state: State, *, quiet: bool, recorded: Path | None = None) -> None:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
         self.model, self.objective, self.quiet = parts.model, parts.objective, quiet
+        evaluation = self.config.evaluation
+        self.best = Best(
+            run.directory, evaluation.best_by if evaluation.every and evaluation.keep_best else None, parts.model.save
+        )
         self.interruption = Interruption()
         details = f"{self.model.precision.name}, {self.config.consistency}"
         self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
@@ -214,6 +218,8 @@ class Session:
         if self.config.run.report:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
+        if (line := self.best.line(self.state.step)) is not None:
+            self.display.note(line)
         if self.interruption.signal is not None:
             again = f"isobit train --resume {self.run.directory}"
             self.display.note(f"stopped after step {self.state.step}; go on with: {again}")
@@ -222,16 +228,17 @@ class Session:
         self, step: int, measured: dict[str, float] | None = None, last: bool = False
     ) -> dict[str, float]:
         values = {"step": float(step), **(measured or {})}
-        every = self.config.evaluation.every
-        if every and (step % every == 0 or last):
+        held_out = self.parts.held_out
+        if held_out is not None and (step % self.config.evaluation.every == 0 or last):
+            version = self.model.weights_version
             self._refresh()
             self.display.phase("evaluate")
-            examples = self.parts.held_out
-            judge = self.parts.rewards if self.parts.rewards.specs else self.parts.scorer
             with self._broken_weights_end_the_run():
-                result = evaluate_greedy(self.parts.evaluator, examples, judge, self.parts.sampling)
-            values |= {"accuracy/held_out": result.accuracy.value, "reward/held_out": result.mean_reward}
-            self.display.note(f"step {step}: held-out greedy accuracy {result.accuracy}")
+                found, line = held_out.evaluate()
+            self.model.transformer.weights_version = version  # the next sync is of the same weights
+            values |= found
+            self.display.note(f"step {step}: {line}")
+            self.best.consider(step, found)
         if len(values) > 1:
             self.run.write_metrics(values)
         return values
@@ -248,8 +255,10 @@ class Session:
             "clip_bounds": self.parts.learner.clip_bounds,
             "weights_version": self.model.weights_version,
             "offsets": self.run.offsets(),
+            "best": self.best.to_json(),
         }
         save_checkpoint(self.run.checkpoints, self.parts, counted, self.config.run.keep_last)
+        self.best.settle()
         self._saved_step = self.state.step
 
     def _stop_if_bad(self) -> None:
@@ -309,6 +318,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     session = Session(parts, Run(run_dir, counted["offsets"]), state, quiet=quiet)
     session._saved_step = state.step
+    session.best.restore(counted.get("best"))
     return session
 
 

@@ -17,9 +17,10 @@ from safetensors import SafetensorError
 
 from isobit import __version__
 from isobit.config import ArchitectureConfig, OptimizerConfig, SftConfig, dump_config, load_sft_config, task_settings
-from isobit.engine import Engine, Sampling
+from isobit.engine import Engine
 from isobit.errors import IsobitError, RunFailed
-from isobit.evaluate import Evaluation, evaluate_greedy
+from isobit.evaluation.measure import Plan, measure
+from isobit.intervals import Estimate, proportion
 from isobit.lengths import encode_prompt, keep, outside
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
@@ -51,7 +52,7 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     if not quiet:
         print(f"base model in {out}", file=sys.stderr)
         if task.held_out.examples and task.rewards:
-            print(f"held-out greedy accuracy  {_accuracy(model, task, config).accuracy}", file=sys.stderr)
+            print(f"held-out greedy accuracy  {_accuracy(model, task, config)}", file=sys.stderr)
     return out
 
 
@@ -187,8 +188,9 @@ def _sample(example: Example, task: Task, model: Model) -> SupervisedSample:
     return SupervisedSample(tuple(encode_prompt(example, model)), tuple(completion_ids))
 
 
-def _accuracy(model: Model, task: Task, config: SftConfig) -> Evaluation:
+def _accuracy(model: Model, task: Task, config: SftConfig) -> Estimate:
     examples = task.held_out.examples[: config.evaluation.samples]
     engine = Engine.sized_for(model, [e.prompt for e in examples], len(examples), config.max_new_tokens)
     with RewardPool(task.rewards) as pool:
-        return evaluate_greedy(engine, examples, pool, Sampling(max_new_tokens=config.max_new_tokens))
+        answered = measure(engine, examples, pool, Plan(config.max_new_tokens))
+    return proportion(sum(question.greedy.correct for question in answered), len(answered))

@@ -7,11 +7,11 @@ inside the commands, so that `--help` answers at once.
 
 import sys
 
-from isobit.cli import training, models, pages  # isort: skip (the order of the commands in --help)
+from isobit.cli import training, evaluation, models, pages  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
 from isobit.errors import IsobitError
 
-__all__ = ["app", "main", "models", "pages", "training"]
+__all__ = ["app", "evaluation", "main", "models", "pages", "training"]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Commands that use a model: `generate`, `eval`, `inspect`, `export`."""
+"""Commands that use a model: `generate`, `inspect`, `export`."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from isobit.cli.app import Backend, Column, Consistency, Precision, Stop, app, columns, names
-from isobit.errors import IsobitError
 
 
 @app.command()
@@ -44,74 +43,6 @@ def generate(
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
     sampling = Sampling(n, max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
     print_completions(model, prompts, sampling, (precision, backend, consistency), chat=chat, as_json=as_json)
-
-
-@app.command("eval")
-def evaluate(
-    model: Annotated[Path | None, typer.Argument(help="a Hugging Face directory; not with --completions")] = None,
-    task: Annotated[str, typer.Option(help="arithmetic, countdown, gsm8k, or file")] = "file",
-    data: Annotated[
-        Path | None, typer.Option(help="a file or directory, evaluated whole; default: the held-out split")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="of a directory that has several; default: test")] = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")] = None,
-    reward: Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION")] = None,
-    column: Column = None,
-    prompt_template: Annotated[str | None, typer.Option(help="text with {prompt} in it")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="a text prompt becomes the message of a user")] = False,
-    system: Annotated[str | None, typer.Option(help="system message before every chat")] = None,
-    completions: Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")] = None,
-    samples: Annotated[int | None, typer.Option(help="the first so many examples; default: all")] = None,
-    pass_at: Annotated[str, typer.Option(metavar="K,K", help="also pass@k, from -n samples a prompt")] = "",
-    n: Annotated[int, typer.Option("-n", help="samples per prompt for pass@k")] = 8,
-    max_new_tokens: Annotated[int, typer.Option()] = 256,
-    temperature: Annotated[float, typer.Option(help="of the samples for pass@k")] = 1.0,
-    stop: Stop = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    out: Annotated[Path | None, typer.Option(help="write the result and every completion as JSON")] = None,
-    precision: Precision = "fp8",
-    consistency: Consistency = "bitwise",
-    backend: Backend = "auto",
-) -> None:
-    """Accuracy on a held-out split: greedy, and pass@k, with 95 % intervals.
-
-    \b
-    isobit eval MODEL --task arithmetic --pass-at 1,4 -n 8
-    isobit eval MODEL --task gsm8k --data test.jsonl
-    isobit eval MODEL --task file --data mine.jsonl --reward rewards.py:score
-    isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
-    """
-    from isobit.engine import Sampling
-    from isobit.evaluate import evaluate_command
-    from isobit.tasks import RewardSpec, TaskSettings
-
-    # data that are given are evaluated whole: they are the held-out split
-    path = None if data is None else str(data)
-    settings = TaskSettings(
-        task,
-        path,
-        path,
-        split=split,
-        held_out_split=split,
-        columns=columns(column),
-        prompt_template=prompt_template,
-        chat=chat,
-        system=system,
-        options=dict(_key_value(text) for text in option or []),
-    )
-    rewards = [RewardSpec(function) for function in reward or []]
-    sampling = Sampling(n, max_new_tokens, temperature, seed=seed, stop=tuple(stop or ()))
-    flow = (precision, backend, consistency)
-    evaluate_command(model, settings, rewards, sampling, pass_at, samples, completions, out, flow)
-
-
-def _key_value(text: str) -> tuple[str, object]:
-    import yaml
-
-    key, sign, value = text.partition("=")
-    if not sign:
-        raise IsobitError(f"--option {text!r}: expected KEY=VALUE, such as digits=4")
-    return key, yaml.safe_load(value)
 
 
 @app.command()

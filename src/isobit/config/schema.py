@@ -25,6 +25,7 @@ from isobit.config.sections import (
     RunConfig,
     SamplingConfig,
     Section,
+    SftEvaluationConfig,
     TaskConfig,
 )
 
@@ -151,7 +152,7 @@ class SftConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     steps: int = Field(100, ge=1)
     batch_size: int = Field(64, ge=1, description="examples per optimizer step")
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: SftEvaluationConfig = SftEvaluationConfig()
     max_new_tokens: int = Field(64, ge=1, description="limit of the completions sampled by the evaluation")
     out: str = Field("runs/sft", description="where the model is written; must not exist yet, or be empty")
     seed: int = Field(0, ge=0, lt=2**63)

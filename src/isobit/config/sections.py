@@ -170,13 +170,37 @@ class ReplayConfig(Section):
         return self
 
 
+class SftEvaluationConfig(Section):
+    """Held-out evaluation after supervised training: greedy accuracy."""
+
+    samples: int = Field(256, ge=1, description="held-out prompts")
+
+
 class EvaluationConfig(Section):
-    """Held-out evaluation inside training: greedy accuracy."""
+    """Held-out evaluation inside training: greedy accuracy; of samples, pass@k and majority@k; the best model kept."""
 
     every: int = Field(
         0, ge=0, description="steps between evaluations, and one before the first and after the last; 0: none"
     )
     samples: int = Field(256, ge=1, description="held-out prompts")
+    num_samples: int = Field(0, ge=0, le=1000, description="samples of each prompt, for pass_at; 0: greedy only")
+    pass_at: tuple[int, ...] = Field((), description="every k of pass@k and majority@k; default: 1 and num_samples")
+    temperature: float | None = Field(None, gt=0, description="of the samples; default: sampling.temperature")
+    tag: str | None = Field(None, description="column whose values get an accuracy of their own")
+    answer_pattern: str | None = Field(
+        None, description="regular expression of the answer that a majority votes on; default: the task's own"
+    )
+    keep_best: bool = Field(True, description="keep the best model in best/ of the run directory; weights only")
+    best_by: str = Field("accuracy/held_out", description="metric of an evaluation, the larger the better")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "EvaluationConfig":
+        if self.pass_at and not self.num_samples:
+            raise ValueError("pass_at needs samples: set num_samples, such as 8")
+        for k in self.pass_at:
+            if not 1 <= k <= self.num_samples:
+                raise ValueError(f"pass_at: {k} is not from 1 to num_samples, which is {self.num_samples}")
+        return self
 
 
 class RunConfig(Section):
