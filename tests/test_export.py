@@ -35,6 +35,8 @@ def test_a_run_is_exported_from_its_newest_checkpoint(tmp_path: Path, blocks: Pa
     assert done.exit_code == 0, done.output
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in newest.items())
+    with pytest.raises(IsobitError, match="has no best model: its evaluation is off"):
+        export(run, tmp_path / "best", "bf16", None, best=True)
     text = export(run, tmp_path / "fp8", "fp8", None)
     assert "14 matrices in FP8 blocks, as the rollout under fp8-unified multiplies them" in text
     stored = load_file(tmp_path / "fp8" / "model.safetensors")

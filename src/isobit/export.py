@@ -23,12 +23,15 @@ FORMATS = ("bf16", "fp32", "fp8")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def export(source: Path, to: Path, form: str, precision: str | None, shard_bytes: int = SHARD_BYTES) -> str:
+def export(
+    source: Path, to: Path, form: str, precision: str | None, *, best: bool = False, shard_bytes: int = SHARD_BYTES
+) -> str:
     """Write the checkpoint `to`; returns what was written, as text.
 
-    `source` is a Hugging Face directory or a run, whose newest checkpoint is taken. `precision` is the flow whose
-    weights are written as FP8 blocks; default: the run's own, else fp8. Raises IsobitError for a format that does not
-    exist, a model whose layers have no whole blocks, and a directory that is not empty or cannot be written.
+    `source` is a Hugging Face directory or a run, whose newest checkpoint is taken, or its `best` model. `precision` is
+    the flow whose weights are written as FP8 blocks; default: the run's own, else fp8. Raises IsobitError for a format
+    that does not exist, a model whose layers have no whole blocks, and a directory that is not empty or cannot be
+    written.
     """
     if form not in FORMATS:
         raise IsobitError(f"--format {form!r}: choose from {', '.join(FORMATS)}")
@@ -36,7 +39,7 @@ def export(source: Path, to: Path, form: str, precision: str | None, shard_bytes
         raise IsobitError(f"--precision says which FP8 blocks are written; with --format {form} leave it out")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise IsobitError(f"{to} exists and is not empty; choose another directory (--to)")
-    model = Model.load(model_directory(source), precision or _own_precision(source, form))
+    model = Model.load(model_directory(source, best), precision or _own_precision(source, form))
     partial = to.with_name(f".{to.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

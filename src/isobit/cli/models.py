@@ -11,7 +11,7 @@ from isobit.cli.app import Backend, Column, Consistency, Precision, Stop, app, c
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face directory, or a checkpoint of a run")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
     prompt: Annotated[
         list[str] | None, typer.Option(help="may be given several times; default: lines of stdin")
     ] = None,
@@ -39,15 +39,18 @@ def generate(
     """
     from isobit.engine import Sampling
     from isobit.generate import print_completions
+    from isobit.run import model_directory
 
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
     sampling = Sampling(n, max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
-    print_completions(model, prompts, sampling, (precision, backend, consistency), chat=chat, as_json=as_json)
+    print_completions(
+        model_directory(model), prompts, sampling, (precision, backend, consistency), chat=chat, as_json=as_json
+    )
 
 
 @app.command()
 def inspect(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face directory, or a checkpoint of a run")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
     presets: Annotated[
         str, typer.Option(metavar="A,B,C", help="precision flows")
     ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
@@ -78,10 +81,20 @@ def inspect(
     """
     from isobit.engine import Sampling
     from isobit.inspection import inspect_command
+    from isobit.run import model_directory
 
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed)
     inspect_command(
-        model, names(presets), prompts, columns(column), sampling, decompose, stale, reward_model, backend, out
+        model_directory(model),
+        names(presets),
+        prompts,
+        columns(column),
+        sampling,
+        decompose,
+        stale,
+        reward_model,
+        backend,
+        out,
     )
 
 
@@ -93,6 +106,7 @@ def export(
     precision: Annotated[
         str | None, typer.Option(help="flow of the FP8 weights; default: the run's own, or fp8")
     ] = None,
+    best: Annotated[bool, typer.Option("--best", help="of a run: its best model instead of its newest")] = False,
 ) -> None:
     """Write a Hugging Face checkpoint that other systems serve.
 
@@ -102,4 +116,4 @@ def export(
     """
     from isobit.export import export as write
 
-    print(write(source, to, form, precision))
+    print(write(source, to, form, precision, best=best))
