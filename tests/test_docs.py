@@ -4,7 +4,9 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -207,6 +209,21 @@ def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
     assert [kl[preset] for preset in order] == sorted(kl[preset] for preset in order)
     _, low, high = mean_interval(runs["bf16"]["accuracy"])
     assert low <= sum(runs["fp8"]["accuracy"]) / 3 <= high
+
+
+def nav_files(entries: Any) -> Iterator[str]:
+    """The files that a nav of mkdocs names, in order."""
+    if isinstance(entries, str):
+        yield entries
+    else:
+        for entry in entries.values() if isinstance(entries, dict) else entries:
+            yield from nav_files(entry)
+
+
+def test_every_page_is_in_the_nav_and_the_other_way_round() -> None:
+    named = list(nav_files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
+    assert len(named) == len(set(named))
 
 
 def test_the_maps_tree_names_files_that_exist() -> None:
