@@ -104,7 +104,8 @@ def _target(site: Path, page: Path, link: str) -> Path:
     """The file that a relative link on a page leads to."""
     path = unquote(urlsplit(link).path)
     above = site if path.startswith("/") else page.parent  # 404.html is served from any depth
-    return Path(os.path.normpath(above / path.lstrip("/"))) if path else page
+    target = Path(os.path.normpath(above / path.lstrip("/"))) if path else page
+    return target / "index.html" if target.is_dir() else target
 
 
 @pytest.mark.skipif(not shutil.which("chromium") or not shutil.which("chromedriver"), reason="needs chromium")
@@ -116,9 +117,15 @@ def test_it_is_read_and_searched_from_disk(site: Path, tmp_path: Path) -> None:
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
-    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={tmp_path}"):
+    for flag in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path}",
+    ):
         options.add_argument(flag)
-    for flag in ("--disable-background-networking", "--disable-component-update", "--disable-sync"):
+    for flag in ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(shutil.which("chromedriver"))
