@@ -107,7 +107,8 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision
         reference = Model.load(base, precision, config.backend, config.consistency)
-        Calibrator(reference).calibrate(fitted.train[:8])
+        reference.tokenizer = model.tokenizer  # with its chat template
+        Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
         reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
     learner = Learner(
@@ -119,11 +120,10 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         seed=config.seed,
     )
     sampling = _sampling(config)
-    samples = config.evaluation.samples if config.evaluation.every else 0
-    held_out = list(task.held_out.examples[:samples])
-    engine = _engine(config, model, fitted.train, config.prompts_per_step * sampling.n)
+    held_out = list(task.held_out.examples[: config.evaluation.samples]) if config.evaluation.every else []
+    engine = _engine(config, model, [fitted.longest], config.prompts_per_step * sampling.n)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
-    evaluator = _engine(config, model, fitted.held_out[:samples], len(held_out)) if held_out else engine
+    evaluator = _engine(config, model, held_out, len(held_out)) if held_out else engine
     return Parts(
         config,
         model,
@@ -193,8 +193,9 @@ def _sampling(config: Config) -> Sampling:
     )
 
 
-def _engine(config: Config, model: Model, prompts: list[list[int]], sequences: int) -> Engine:
+def _engine(config: Config, model: Model, examples: list[Example], sequences: int) -> Engine:
     section = config.engine
+    prompts = [example.prompt for example in examples]
     return Engine.sized_for(
         model,
         prompts,
