@@ -133,6 +133,18 @@ def test_examples_that_do_not_fit_are_named(config: WriteConfig, tmp_path: Path)
     assert not (tmp_path / "model").exists()
 
 
+def test_what_is_held_out_for_the_evaluation_must_fit_too(config: WriteConfig, tmp_path: Path) -> None:
+    for name, question in (("train", "1+1="), ("test", "1" * 32)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": question, "answer": "2"}) + "\n")
+    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
+    files = {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    path = config(task={"name": "gsm8k", "prompt_template": "{prompt}", **files}, model={"init": init})
+    with pytest.raises(
+        IsobitError, match=r"test\.jsonl:1: the prompt has 32 tokens, which fill the model's context of 32"
+    ):
+        supervised_run(load_sft_config(path), quiet=True)
+
+
 def test_what_does_not_fit_is_dropped_where_asked(
     config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

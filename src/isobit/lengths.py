@@ -7,7 +7,6 @@ cannot be encoded, such as a chat that the model's template refuses, is never dr
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from isobit.config import TaskConfig
 from isobit.engine.prompts import encode
@@ -15,16 +14,13 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.tasks import Dataset, Example, Task
 
-_Encoded = TypeVar("_Encoded")
-
 
 @dataclass(frozen=True)
 class Fitted:
-    """The task without what was dropped; token ids of its training and held-out prompts."""
+    """The task without what was dropped, and the longest prompt to train on: what an engine must have room for."""
 
     task: Task
-    train: list[list[int]]
-    held_out: list[list[int]]
+    longest: Example
 
 
 def fit_prompts(task: Task, model: Model, limits: TaskConfig, max_new_tokens: int, *, quiet: bool) -> Fitted:
@@ -32,24 +28,26 @@ def fit_prompts(task: Task, model: Model, limits: TaskConfig, max_new_tokens: in
     `max_new_tokens`. Raises IsobitError for the first that is outside, unless such are dropped; for what cannot be
     encoded; and where nothing is left to train on."""
     context = model.config.max_positions
-    if max_new_tokens >= context:
+    room = context - max_new_tokens
+    if room < 1:
         raise IsobitError(
             f"sampling.max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's context of {context}"
         )
+    lengths: dict[int, int] = {}
 
-    def problem(ids: list[int]) -> str | None:
-        room = context - max_new_tokens
-        if len(ids) > room:
+    def problem(example: Example) -> str | None:
+        tokens = len(encode_prompt(example, model))
+        if tokens > room:
             left = f"the model's context of {context} leaves {room} beside sampling.max_new_tokens {max_new_tokens}"
-            return f"the prompt has {len(ids)} tokens: {left}"
-        return outside(len(ids), limits)
+            return f"the prompt has {tokens} tokens: {left}"
+        lengths[example.index] = tokens
+        return outside(tokens, limits)
 
-    def encoded(example: Example) -> list[int]:
-        return encode_prompt(example, model)
-
-    train, train_ids = keep(task.train, encoded, problem, limits, "training", quiet)
-    held_out, held_out_ids = keep(task.held_out, encoded, problem, limits, "held-out", quiet)
-    return Fitted(replace(task, train=train, held_out=held_out), train_ids, held_out_ids)
+    held_out = keep(task.held_out, problem, limits, "held-out", quiet)
+    lengths.clear()
+    train = keep(task.train, problem, limits, "training", quiet)
+    longest = max(train.examples, key=lambda example: lengths[example.index])
+    return Fitted(replace(task, train=train, held_out=held_out), longest)
 
 
 def encode_prompt(example: Example, model: Model) -> list[int]:
@@ -70,36 +68,25 @@ def outside(tokens: int, limits: TaskConfig) -> str | None:
 
 
 def keep(
-    data: Dataset,
-    encoded: Callable[[Example], _Encoded],
-    problem: Callable[[_Encoded], str | None],
-    limits: TaskConfig,
-    name: str,
-    quiet: bool,
-) -> tuple[Dataset, list[_Encoded]]:
-    """The examples without a problem, and their encodings. Raises IsobitError for the first that has one, unless such
-    are dropped, which is said on stderr."""
-    kept: list[Example] = []
-    encodings: list[_Encoded] = []
+    data: Dataset, problem: Callable[[Example], str | None], limits: TaskConfig, name: str, quiet: bool
+) -> Dataset:
+    """The examples without a problem. Raises IsobitError for the first that has one, unless such are dropped, which is
+    said on stderr."""
     first: str | None = None
+    dropped: set[int] = set()
     for example in data.examples:
-        found = encoded(example)
-        wrong = problem(found)
+        wrong = problem(example)
         if wrong is None:
-            kept.append(example)
-            encodings.append(found)
             continue
         first = first or f"{example.place}: {wrong}"
         if limits.too_long == "stop":
             raise IsobitError(f"{first}; change it or the limit, or leave such rows out with task.too_long: drop")
+        dropped.add(example.index)
     if first is None:
-        return data, encodings
-    if not kept:
+        return data
+    if len(dropped) == len(data):
         raise IsobitError(f"no {name} example is within the limits of length; the first: {first}")
     if not quiet:
-        dropped = len(data) - len(kept)
-        print(
-            f"{dropped:,} of {len(data):,} {name} examples dropped for their length; the first: {first}",
-            file=sys.stderr,
-        )
-    return replace(data, examples=kept), encodings
+        count = f"{len(dropped):,} of {len(data):,}"
+        print(f"{count} {name} examples dropped for their length; the first: {first}", file=sys.stderr)
+    return replace(data, examples=[example for example in data.examples if example.index not in dropped])

@@ -20,7 +20,7 @@ from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
 from isobit.evaluation.measure import Judge
 from isobit.evaluation.periodic import HeldOut, evaluation_plan
-from isobit.lengths import Fitted, fit_prompts
+from isobit.lengths import fit_prompts
 from isobit.model import Model, RewardModel
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
 from isobit.rl.correction import CorrectionRule, Rejection
@@ -114,7 +114,8 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision
         reference = Model.load(base, precision, config.backend, config.consistency)
-        Calibrator(reference).calibrate(fitted.train[:8])
+        reference.tokenizer = model.tokenizer  # with its chat template
+        Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
         reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
     learner = Learner(
@@ -126,14 +127,14 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         seed=config.seed,
     )
     sampling = _sampling(config)
-    engine = sized_engine(config, model, fitted.train, config.prompts_per_step * sampling.n)
+    engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
     return Parts(
         config,
         model,
         reference,
         task,
-        _held_out(config, model, fitted, scorer) if config.evaluation.every else None,
+        _held_out(config, model, task, scorer) if config.evaluation.every else None,
         rewards,
         scorer,
         engine,
@@ -146,10 +147,11 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     )
 
 
-def _held_out(config: Config, model: Model, fitted: Fitted, scorer: Scorer) -> HeldOut:
-    plan, samples = evaluation_plan(config), config.evaluation.samples
-    examples = list(fitted.task.held_out.examples[:samples])
-    engine = sized_engine(config, model, fitted.held_out[:samples], len(examples) * max(1, plan.num_samples))
+def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldOut:
+    plan = evaluation_plan(config)
+    examples = list(task.held_out.examples[: config.evaluation.samples])
+    prompts = [example.prompt for example in examples]
+    engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples))
     held_out = HeldOut(engine, examples, held_out_judge(scorer), plan)
     held_out.check_metric(config.evaluation.best_by)
     return held_out

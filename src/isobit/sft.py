@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,8 +46,8 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     model = _initial_model(config, task)
     if config.model.chat_template is not None:
         model.tokenizer.use_template(config.model.chat_template)
-    task, samples = _fit(task, model, config, quiet)
-    _train(model, config, task, samples, quiet)
+    task = _fit(task, model, config, quiet)
+    _train(model, config, task, quiet)
     _save(model, out)
     if not quiet:
         print(f"base model in {out}", file=sys.stderr)
@@ -140,16 +140,14 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
     )
 
 
-def _train(model: Model, config: SftConfig, task: Task, samples: Mapping[int, SupervisedSample], quiet: bool) -> None:
+def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
     settings = optimizer_settings(config.optimizer, config.steps)
     optimizer = Optimizer(model.named_parameters(), settings)
-    bad_steps = 0
+    batches, bad_steps = _batches(model, config, task), 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
         for step in range(config.steps):
-            first = step * config.batch_size
-            batch = [samples[task.train.at(first + i).index] for i in range(config.batch_size)]
             rate = learning_rate(step, settings)
-            metrics = supervised_update(model, optimizer, batch, rate, config.optimizer.micro_batch_tokens)
+            metrics = supervised_update(model, optimizer, next(batches), rate, config.optimizer.micro_batch_tokens)
             bad_steps = bad_steps + 1 if metrics["steps/skipped"] else 0
             if bad_steps >= config.optimizer.max_bad_steps:
                 raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")
@@ -157,21 +155,35 @@ def _train(model: Model, config: SftConfig, task: Task, samples: Mapping[int, Su
             display.step(metrics)
 
 
-def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> tuple[Task, dict[int, SupervisedSample]]:
-    """The task without examples that are too long, which stop the run unless they are dropped; its samples by index."""
+def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[SupervisedSample]]:
+    cursor = 0
+    while True:
+        examples = [task.train.at(cursor + i) for i in range(config.batch_size)]
+        yield [_sample(example, task, model) for example in examples]
+        cursor += config.batch_size
 
-    def encoded(example: Example) -> SupervisedSample:
-        return _sample(example, task, model)
 
-    def problem(sample: SupervisedSample) -> str | None:
-        prompt, completion, context = len(sample.prompt_ids), len(sample.completion_ids), model.config.max_positions
+def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
+    """The task without examples that are too long, which stop the run unless they are dropped."""
+    context = model.config.max_positions
+
+    def problem(example: Example) -> str | None:
+        sample = _sample(example, task, model)
+        prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
         if prompt + completion > context:
             both = f"a prompt of {prompt} tokens with a completion of {completion}"
             return f"{both} exceeds the model's context of {context}"
         return outside(prompt, config.task)
 
-    train, samples = keep(task.train, encoded, problem, config.task, "training", quiet)
-    return replace(task, train=train), {e.index: sample for e, sample in zip(train.examples, samples)}
+    def unanswerable(example: Example) -> str | None:
+        tokens = len(encode_prompt(example, model))
+        full = f"the prompt has {tokens} tokens, which fill the model's context of {context}"
+        return full if tokens >= context else outside(tokens, config.task)
+
+    train = keep(task.train, problem, config.task, "training", quiet)
+    if not task.rewards:  # there is no evaluation at the end
+        return replace(task, train=train)
+    return replace(task, train=train, held_out=keep(task.held_out, unanswerable, config.task, "held-out", quiet))
 
 
 def _sample(example: Example, task: Task, model: Model) -> SupervisedSample:
