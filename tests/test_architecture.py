@@ -148,6 +148,7 @@ def _can_have_docstring(node: ast.AST) -> bool:
         ("import isobit.cli", ("torch", "pydantic", "matplotlib")),
         ("import isobit.tasks, isobit.tasks.rewards, isobit.config", ("torch", "transformers")),
         ("import isobit.report", ("torch",)),
+        ("import isobit.evaluation.shown", ("torch",)),
         ("import isobit.train", ("transformers",)),
     ],
 )
