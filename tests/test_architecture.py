@@ -149,6 +149,7 @@ def _can_have_docstring(node: ast.AST) -> bool:
         ("import isobit.tasks, isobit.tasks.rewards, isobit.config", ("torch", "transformers")),
         ("import isobit.tasks.worker", ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic")),
         ("import isobit.report", ("torch",)),
+        ("import isobit.evaluation.shown", ("torch",)),
         ("import isobit.train", ("transformers",)),
     ],
 )

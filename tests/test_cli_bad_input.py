@@ -325,6 +325,7 @@ RESULT = {
         (("gone",), "gone: no such directory"),
         (("model", "--against", "gone"), "gone: no such directory"),
         (("model", "--against", "gone.json"), "cannot read result gone.json"),
+        (("model", "--against", "two.json"), "two.json and the data cannot be paired: they have 2 and 1 prompts"),
         (("run",), "there is none"),
         (("run", "--best"), "run has no best model"),
         (("model", "--out", "gone/result.json"), "--out gone/result.json: there is no directory gone"),
@@ -339,6 +340,7 @@ def test_evaluations_are_refused(
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "level": 1, "parts": [1]}\n')
     (folder / "many.jsonl").write_text("".join(f'{{"prompt": "1+{i}=", "many": {i}}}\n' for i in range(101)))
     (folder / "empty.jsonl").write_text("\n")
+    (folder / "two.json").write_text(json.dumps({**RESULT, "prompts": RESULT["prompts"] * 2}))
     (folder / "run").mkdir()
     shutil.copy(config, folder / "run" / "config.yaml")
     first, *options = words
@@ -353,7 +355,7 @@ def test_evaluations_are_refused(
             {"prompts": [{**RESULT["prompts"][0], "prompt": "1+2="}]},
             "prompt 0 is '1+1=' in one and '1+2=' in the other",
         ),
-        ({"prompts": RESULT["prompts"] * 2}, "they answer 1 and 2 prompts"),
+        ({"prompts": RESULT["prompts"] * 2}, "they have 1 and 2 prompts"),
         ({"rewards": ["g"]}, "their rewards differ: f and g"),
         ({"ks": [2]}, "b.json: not a result of isobit eval --out: prompts or samples are missing"),
         ({"prompts": []}, "b.json: not a result of isobit eval --out: prompts or samples are missing"),

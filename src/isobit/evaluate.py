@@ -1,7 +1,8 @@
 """`isobit eval`: a model, a run or given completions on held-out prompts; and two of them against each other.
 
 What is asked is a run's configuration, of the run that is evaluated or an empty one, with what the command line gives
-in its place: a checkpoint of a run is asked exactly what training asked it. Left out: what is measured (`evaluation/`).
+in its place: a checkpoint of a run is asked exactly what training asked it. Left out: what is measured (`evaluation/`),
+and results that are all saved (`evaluation/shown.py`).
 """
 
 import gc
@@ -13,19 +14,19 @@ from typing import Any
 from isobit import run as runs
 from isobit.config import Config, load_config, parse_config, reward_specs, task_settings
 from isobit.errors import IsobitError
-from isobit.evaluation.comparison import compare, comparison_json, comparison_table
+from isobit.evaluation.comparison import check_same_prompts
 from isobit.evaluation.measure import grade_given, measure, tags_of
 from isobit.evaluation.periodic import evaluation_plan
 from isobit.evaluation.progress import Progress
-from isobit.evaluation.result import Question, Result, read_result, write_result
-from isobit.evaluation.summary import summarize, summary_json, summary_table
+from isobit.evaluation.result import Question, Result, read_result
+from isobit.evaluation.shown import is_saved, show
+from isobit.lengths import fit_prompts
 from isobit.model import Model
 from isobit.scoring import Scorer
 from isobit.setup import held_out_judge, reward_models, sized_engine
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
 
-SAVED = ".json"
 DEFAULT_SAMPLES = 8
 _EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
 
@@ -48,21 +49,8 @@ def evaluate_command(first: Path | None, second: Path | None, request: Request, 
             "give a model to evaluate, a run, or a saved result; or none of them, and --completions COLUMN to score a "
             "column of the data"
         )
-    if out is not None and not out.parent.is_dir():
-        raise IsobitError(f"--out {out}: there is no directory {out.parent}")
-    sides = [path for path in (first, second) if path is not None]
-    if sides and all(_is_saved(path) for path in sides):
-        if request.given or request.best:
-            raise IsobitError("saved results are not evaluated again: leave every option but --against and --out out")
-        results = [read_result(path) for path in sides]
-    else:
-        results = _evaluate(sides, request)
-    if len(results) == 1:
-        print(f"{results[0].model}\n\n{summary_table(results[0])}")
-    else:
-        print(comparison_table(*results))
-    if out is not None:
-        write_result(out, _content(*results))
+    results = _evaluate([path for path in (first, second) if path is not None], request)
+    show(results[0], results[1] if len(results) > 1 else None, out)
 
 
 def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
@@ -91,12 +79,18 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
     config = evaluation_config(run, request.given)
-    models = {path: runs.model_directory(path, request.best) for path in sides if not _is_saved(path)}
+    models = {path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)}
+    saved = {path: read_result(path) for path in sides if is_saved(path)}
     task, plan = load_task(task_settings(config.task, config.seed)), evaluation_plan(config)
+    if run is not None and config.task.too_long == "drop":  # what training left out is left out here
+        model = Model.load(models[run], "float32")
+        task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
     examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
     if not examples:
         raise IsobitError("there is nothing to evaluate: the held-out split is empty")
-    tags_of(examples, plan.tag)  # before a model is loaded
+    tags_of(examples, plan.tag)  # what is wrong is found before a model is loaded
+    for path, result in saved.items():
+        check_same_prompts(str(path), result.prompts, "the data", [example.prompt for example in examples])
     with _pool(config, task) as pool:
         pool.check_columns(examples[0].columns)
         if request.completions is not None:
@@ -105,8 +99,8 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         scorer = Scorer(pool, [] if pool.specs else reward_models(config), stop_on_error=False)
         results = []
         for path in sides:
-            if _is_saved(path):
-                results.append(read_result(path))
+            if path in saved:
+                results.append(saved[path])
             else:
                 questions = _ask(models[path], config, examples, scorer)
                 results.append(_result(str(models[path]), config, questions, pool))
@@ -159,23 +153,12 @@ def _result(model: str, config: Config, questions: tuple[Question, ...], pool: R
     return Result(model, questions, plan.ks, tuple(names), settings)
 
 
-def _content(result: Result, against: Result | None = None) -> dict[str, Any]:
-    content = {**result.to_json(), "summary": summary_json(summarize(result))}
-    if against is not None:
-        content |= {"against": _content(against), "comparison": comparison_json(compare(result, against))}
-    return content
-
-
 def _column(example: Example, column: str, index: int) -> str:
     if column not in example.columns:
         raise IsobitError(
             f"--completions {column}: example {index} has no such column; it has {', '.join(example.columns)}"
         )
     return str(example.columns[column])
-
-
-def _is_saved(path: Path) -> bool:
-    return path.suffix == SAVED
 
 
 def _is_run(path: Path) -> bool:

@@ -82,6 +82,15 @@ def test_where_accuracy_is_the_same_the_next_measure_decides() -> None:
     assert few.endswith("p = 1; a difference inside the interval is not ruled out.")
 
 
+def test_shorter_is_neither_better_nor_worse() -> None:
+    long, short = (
+        Result("m", tuple(Question(f"p{i}", None, graded(0, tokens=tokens + i % 2)) for i in range(20)), rewards=("f",))
+        for tokens in (9, 2)
+    )
+    assert compare(long, short)["tokens"].p < 0.001
+    assert comparison_table(long, short).endswith("No difference is shown: the two score the same on every prompt.")
+
+
 def test_pairs_without_a_value_on_one_side_are_left_out() -> None:
     first, second = result([1, 0.5, 0]), result([0, 0.25, 0])
     broken = dataclasses.replace(second.questions[0], greedy=graded(None))

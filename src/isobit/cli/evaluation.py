@@ -74,8 +74,9 @@ def evaluate(
     isobit eval a.json --against b.json              the same of two results that --out wrote
     isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
     """
-    from isobit.evaluate import Request, evaluate_command
+    from isobit.evaluation.shown import check_out, is_saved, show_saved
 
+    check_out(out)
     ks = None if pass_at is None else _ks(pass_at, n)
     asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
     values: dict[str, Any] = {
@@ -93,7 +94,12 @@ def evaluate(
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }
     values |= {"seed": seed, "precision": precision, "consistency": consistency, "backend": backend}
-    evaluate_command(model, against, Request(_given(values), best, completions), out)
+    given = _given(values)
+    if model is not None and is_saved(model) and (against is None or is_saved(against)):
+        return show_saved(model, against, out, bool(given or best or completions))
+    from isobit.evaluate import Request, evaluate_command
+
+    return evaluate_command(model, against, Request(given, best, completions), out)
 
 
 def _files(data: Path | None, split: str | None) -> dict[str, str | None]:

@@ -12,9 +12,10 @@ from typing import Any
 from isobit.errors import IsobitError
 from isobit.evaluation.paired import mcnemar, sign_flip
 from isobit.evaluation.result import Result
-from isobit.evaluation.summary import number, values_per_prompt
+from isobit.evaluation.summary import LENGTHS, number, values_per_prompt
 from isobit.intervals import Estimate, bootstrap_mean
 from isobit.report.tables import text_table
+from isobit.tasks.data import Prompt
 
 LEVEL = 0.05
 
@@ -74,7 +75,8 @@ def comparison_table(first: Result, second: Result) -> str:
 def conclusion(differences: Mapping[str, Difference]) -> str:
     """What follows, in a sentence: of accuracy; of the measure after it where no prompt tells the two apart; and so
     on."""
-    telling = [name for name, found in differences.items() if (found.difference.low, found.difference.high) != (0, 0)]
+    scores = {name: found for name, found in differences.items() if name not in LENGTHS}
+    telling = [name for name, found in scores.items() if (found.difference.low, found.difference.high) != (0, 0)]
     if not telling:
         return "No difference is shown: the two score the same on every prompt."
     name, found = telling[0], differences[telling[0]]
@@ -96,20 +98,25 @@ def _difference(name: str, pairs: list[tuple[float, float]]) -> Difference:
     return Difference(first, second, difference, mcnemar(only_first, only_second), only_first, only_second)
 
 
-def _check_same(first: Result, second: Result) -> None:
-    names = f"{first.model} and {second.model}"
-    if len(first.questions) != len(second.questions):
-        counts = f"{len(first.questions)} and {len(second.questions)}"
-        raise IsobitError(f"{names} cannot be paired: they answer {counts} prompts; evaluate both on the same ones")
-    for i, (a, b) in enumerate(zip(first.questions, second.questions)):
-        if a.prompt != b.prompt:
+def check_same_prompts(first_name: str, first: list[Prompt], second_name: str, second: list[Prompt]) -> None:
+    """Raise IsobitError, with the first difference, unless the prompts are the same, in the same order."""
+    names = f"{first_name} and {second_name} cannot be paired"
+    if len(first) != len(second):
+        counts = f"{len(first)} and {len(second)}"
+        raise IsobitError(f"{names}: they have {counts} prompts; evaluate both on the same ones")
+    for i, (a, b) in enumerate(zip(first, second)):
+        if a != b:
             raise IsobitError(
-                f"{names} cannot be paired: prompt {i} is {_excerpt(a.prompt)} in one and {_excerpt(b.prompt)} in the "
-                "other; evaluate both on the same prompts"
+                f"{names}: prompt {i} is {_excerpt(a)} in one and {_excerpt(b)} in the other; evaluate both on the "
+                "same prompts"
             )
+
+
+def _check_same(first: Result, second: Result) -> None:
+    check_same_prompts(first.model, first.prompts, second.model, second.prompts)
     if first.rewards != second.rewards:
         listed = " and ".join(", ".join(result.rewards) or "none" for result in (first, second))
-        raise IsobitError(f"{names} cannot be compared: their rewards differ: {listed}")
+        raise IsobitError(f"{first.model} and {second.model} cannot be compared: their rewards differ: {listed}")
 
 
 def _excerpt(prompt: object) -> str:

@@ -65,6 +65,10 @@ class Result:
         return len(self.questions[0].samples)
 
     @property
+    def prompts(self) -> list[Prompt]:
+        return [question.prompt for question in self.questions]
+
+    @property
     def given(self) -> bool:
         """Whether completions were given instead of sampled."""
         return self.questions[0].greedy.tokens is None

@@ -16,6 +16,8 @@ from isobit.report.tables import text_table
 
 ALL = "(all)"
 """The row of all prompts."""
+LENGTHS = ("tokens", "truncated")
+"""Measures of which more is not better."""
 Values = list[float | None]
 """One value for each prompt; None where it has none."""
 
