@@ -33,7 +33,11 @@ class Judge(Protocol):
     """What gives completions their rewards: functions, or functions and models."""
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Reward]: ...
 
 
@@ -41,7 +45,7 @@ def evaluate_greedy(engine: Engine, examples: Sequence[Example], pool: Judge, sa
     """Greedy accuracy; `sampling` gives the length and the stop strings."""
     greedy = Sampling(1, sampling.max_new_tokens, 0.0, stop=sampling.stop, ignore_eos=sampling.ignore_eos)
     groups = engine.generate([e.prompt for e in examples], greedy)
-    return score_completions(examples, [group[0].text for group in groups], pool)
+    return score_completions(examples, [group[0].text for group in groups], pool, [g[0].token_ids for g in groups])
 
 
 def evaluate_samples(
@@ -50,14 +54,20 @@ def evaluate_samples(
     """pass@k for every k, from `sampling.n` samples of each prompt."""
     groups = engine.generate([e.prompt for e in examples], sampling)
     repeated = [example for example in examples for _ in range(sampling.n)]
-    rows = score_completions(repeated, [c.text for group in groups for c in group], pool).rows
+    sampled = [completion for group in groups for completion in group]
+    rows = score_completions(repeated, [c.text for c in sampled], pool, [c.token_ids for c in sampled]).rows
     correct = [sum(bool(row["correct"]) for row in rows[i : i + sampling.n]) for i in range(0, len(rows), sampling.n)]
     return {k: pass_at_k_estimate(correct, sampling.n, k) for k in ks}, rows
 
 
-def score_completions(examples: Sequence[Example], completions: Sequence[str], pool: Judge) -> Evaluation:
+def score_completions(
+    examples: Sequence[Example],
+    completions: Sequence[str],
+    pool: Judge,
+    completion_ids: Sequence[Sequence[int]] | None = None,
+) -> Evaluation:
     """Accuracy of given completions, one per example. An unscored one counts as wrong and has reward null."""
-    rewards = pool.score([e.prompt for e in examples], completions, [e.columns for e in examples])
+    rewards = pool.score([e.prompt for e in examples], completions, [e.columns for e in examples], completion_ids)
     rows = [
         {"prompt": e.prompt, "completion": text, "reward": r.total, "correct": r.total is not None and r.total >= 1}
         for e, text, r in zip(examples, completions, rewards)

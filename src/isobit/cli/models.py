@@ -52,7 +52,9 @@ def evaluate(
     task: Annotated[str, typer.Option(help="arithmetic, countdown, gsm8k, or file")] = "file",
     data: Annotated[Path | None, typer.Option(help="JSONL, evaluated whole; default: the held-out split")] = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")] = None,
-    reward: Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|FILE.py:FUNCTION", help='or NAME:{"option": value}')
+    ] = None,
     prompt_column: Annotated[str | None, typer.Option()] = None,
     answer_column: Annotated[str | None, typer.Option(help="handed to rewards as `answer`")] = None,
     prompt_template: Annotated[str | None, typer.Option(help="text with {prompt} in it")] = None,
@@ -79,13 +81,13 @@ def evaluate(
     """
     from isobit.engine import Sampling
     from isobit.evaluate import evaluate_command
-    from isobit.tasks import RewardSpec, TaskSettings
+    from isobit.tasks import TaskSettings, parse_reward
 
     # a file that is given is evaluated whole: it is the held-out split
     path = None if data is None else str(data)
     options = dict(_key_value(text) for text in option or [])
     settings = TaskSettings(task, path, path, None, prompt_column, answer_column, prompt_template, options)
-    rewards = [RewardSpec(function) for function in reward or []]
+    rewards = [parse_reward(text) for text in reward or []]
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed, stop=tuple(stop or ()))
     flow = (precision, backend, consistency)
     evaluate_command(model, settings, rewards, sampling, pass_at, samples, completions, out, flow)
