@@ -18,7 +18,10 @@ _Split = Annotated[str | None, typer.Option(help="of a directory that has severa
 _Chat = Annotated[bool, typer.Option("--chat", help="a text prompt becomes the message of a user")]
 _System = Annotated[str | None, typer.Option(help="system message before every chat")]
 _Option = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")]
-_Reward = Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION", help="may be given several times")]
+_Reward = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME|FILE.py:FUNCTION", help='or NAME:{"option": value}; may be given several times'),
+]
 _Template = Annotated[str | None, typer.Option(help="text with {prompt} in it")]
 _Completions = Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")]
 _Samples = Annotated[int | None, typer.Option(help="the first so many prompts; default: all, or the run's")]
@@ -89,7 +92,7 @@ def evaluate(
             "system": system,
             "options": dict(_key_value(text) for text in option) if option else None,
         },
-        "rewards": {"functions": [{"function": name} for name in reward] if reward else None},
+        "rewards": {"functions": [_reward(text) for text in reward] if reward else None},
         "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None},
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }
@@ -100,6 +103,13 @@ def evaluate(
     from isobit.evaluate import Request, evaluate_command
 
     return evaluate_command(model, against, Request(given, best, completions), out)
+
+
+def _reward(text: str) -> dict[str, Any]:
+    from isobit.tasks import parse_reward
+
+    spec = parse_reward(text)
+    return {"function": spec.function, "options": dict(spec.options)}
 
 
 def _files(data: Path | None, split: str | None) -> dict[str, str | None]:
