@@ -7,12 +7,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install quickstart test lint bench clean
+.PHONY: help install quickstart test lint docs bench clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
 	@echo "make test         the whole test suite"
 	@echo "make lint         ruff and mypy"
+	@echo "make docs         the documentation site, in build/site; open build/site/index.html"
 	@echo "make bench        the benchmarks; results under benchmarks/results"
 	@echo "make install      only the environment, in $(VENV)"
 	@echo "make clean        remove $(VENV), runs and caches"
@@ -44,6 +45,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[bench]"

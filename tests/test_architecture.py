@@ -19,9 +19,9 @@ LAYERS = [
     {"compare"},
     {"train"},
     {"session", "evaluate"},
-    {"setup", "generate", "inspection"},
+    {"setup", "generate", "inspection", "export"},
     {"sft"},
-    {"evaluation", "statistics", "scoring"},
+    {"evaluation", "statistics", "scoring", "lengths"},
     {"rl", "engine"},
     {"model"},
     {"kernels"},
@@ -29,7 +29,7 @@ LAYERS = [
 ]
 """From the top down: a package imports only what stands below it. A layer's members do not import each other."""
 
-FREE = {"errors", "intervals", "metrics", "checkpoints", "run", "progress", "config", "tasks", "report"}
+FREE = {"errors", "intervals", "metrics", "checkpoints", "run", "view", "config", "tasks", "report"}
 """What is beside the layers, and what each may import of isobit."""
 FREE_MAY = {
     "errors": set(),
@@ -37,7 +37,7 @@ FREE_MAY = {
     "metrics": set(),
     "checkpoints": {"errors"},
     "run": {"errors", "checkpoints", "metrics"},
-    "progress": set(),
+    "view": {"errors", "run"},
     "tasks": {"errors"},
     "report": {"errors", "intervals", "run"},
     "config": {"errors", "tasks", "precision"},
@@ -165,6 +165,16 @@ def test_the_public_surface_is_small_and_there() -> None:
     assert len(isobit.__all__) <= 12
     assert {"Engine", "Model", "Precision", "Sampling", "load_config", "train"} <= set(isobit.__all__)
     assert all(getattr(isobit, name) is not None for name in isobit.__all__)
+
+
+@pytest.mark.parametrize("before", ["pass", "import isobit.train", "from isobit.train import resume"])
+def test_train_is_callable_however_it_was_imported(before: str) -> None:
+    """`isobit.train` names the function of the public surface and the module that it stands in."""
+    both = "from isobit import train; from isobit import train as again"
+    code = f"{before}; {both}; print(callable(train), callable(again))"
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_dependencies_are_declared() -> None:

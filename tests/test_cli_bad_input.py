@@ -66,7 +66,8 @@ def listing(folder: Path) -> dict[str, int]:
         (["model.path=nowhere"], "nowhere: no such directory"),
         (["task.options.digts=2"], "digts"),
         (["task.name=chess"], "chess"),
-        (["sampling.max_new_tokens=1000", "algorithm.preset=dapo", "engine.kv_pages=1"], "page"),
+        (["sampling.max_new_tokens=40", "algorithm.preset=dapo", "engine.kv_pages=1"], "page"),
+        (["sampling.max_new_tokens=64"], "leaves no room for a prompt in the model's context of 64"),
         (["rewards.functions=[{function: 'gone.py:score'}]"], "gone.py"),
         (["rewards.functions=[{function: 'reward.py:scor'}]"], "scor"),
         (["rewards.functions=[{function: 'broken.py:score'}]"], "broken.py"),
@@ -123,6 +124,35 @@ def test_data(config: Path, refused: Callable[..., str], content: str | None, me
         rows.write_text(content)
     task = ["task={path: rows.jsonl, held_out_size: 0}"]
     assert message in refused("train", config, *task, "--quiet")
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("path: rows.csv", "rows.csv:3: 1 field, but the header names 2"),
+        ("path: cut.parquet", "cut.parquet: truncated or corrupt Parquet"),
+        ("path: folder", "folder: no data in this directory: expected Parquet, JSONL or CSV files"),
+        ("path: splits, split: trian", "task.split: splits has no split 'trian'; known: test, train"),
+        ("path: splits, format: csv", "splits: no data in this directory: expected csv files"),
+        ("path: splits, format: arrow", "task.format: input should be 'auto', 'jsonl', 'csv', 'parquet' or 'dataset'"),
+        ("path: splits, columns: {prompt: question}", "no column 'question' (task.columns.prompt)"),
+        ("path: splits, columns: [question]", "task.columns: input should be a valid dictionary"),
+        ("path: splits, too_long: skip", "task.too_long: input should be 'stop' or 'drop'"),
+        ("path: splits, max_prompt_tokens: 2", "splits/train.jsonl:1: the prompt has 4 tokens"),
+        ("path: splits, chat: true", "splits/train.jsonl:1: the prompt is a chat, but the model has no chat template"),
+        ("path: splits, system: Hi", "splits/train.jsonl:1: task.system needs a chat"),
+    ],
+)
+def test_data_of_any_format(config: Path, refused: Callable[..., str], task: str, message: str) -> None:
+    """No run directory is written; `tests/tasks/test_readers.py` has the rest of the messages."""
+    folder = config.parent
+    (folder / "rows.csv").write_text("prompt,answer\n1+1=,2\n1+2=\n")
+    (folder / "cut.parquet").write_bytes(b"PAR1 and no end")
+    (folder / "folder").mkdir()
+    (folder / "splits").mkdir()
+    for split in ("train", "test"):
+        (folder / "splits" / f"{split}.jsonl").write_text('{"prompt": "1+1="}\n')
+    assert message in refused("train", config, f"task={{{task}, held_out_size: 0}}", "--quiet")
 
 
 def test_an_architecture_that_is_not_supported(config: Path, refused: Callable[..., str]) -> None:
@@ -258,7 +288,9 @@ def test_eval(config: Path, refused: Callable[..., str]) -> None:
     assert "expected KEY=VALUE" in refused("eval", model, "--task", "arithmetic", "--option", "digits")
     assert "expected KEY=VALUE" in refused("eval", model, "--option", "digits")
     assert "gone.jsonl" in refused("eval", model, "--task", "gsm8k", "--data", "gone.jsonl")
-    assert "reward" in refused("eval", model, "--data", rows, "--prompt-column", "question")
+    assert "reward" in refused("eval", model, "--data", rows, "--column", "prompt=question")
+    assert "--column 'question': expected NAME=COLUMN" in refused("eval", model, "--data", rows, "--column", "question")
+    assert "a file, which has no splits" in refused("eval", model, "--data", rows, "--split", "test")
 
 
 RESULT = {

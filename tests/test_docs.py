@@ -1,89 +1,109 @@
 """The documents are true: every command and snippet in them runs, every test and file that they name exists."""
 
 import json
-import os
 import re
 import shlex
-import string
-import subprocess
-import sys
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from isobit import Model
 from isobit.config import Config, SftConfig, load_compare_config, load_config, load_sft_config
 from isobit.intervals import mean_interval
-from isobit.model import ModelConfig, Tokenizer
-
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-
-
-def blocks(path: Path, language: str) -> list[str]:
-    return [text for kind, text in FENCE.findall(path.read_text(encoding="utf-8")) if kind == language]
-
-
-def commands(path: Path) -> list[list[str]]:
-    """The words of every command in a document's `sh` blocks, without comments."""
-    lines = [line for block in blocks(path, "sh") for line in block.splitlines()]
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
-def run(words: list[str], folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    if words[0] == "isobit":
-        words = [sys.executable, "-m", "isobit.cli", *words[1:]]
-    elif words[0] == "python":
-        words = [sys.executable, *words[1:]]
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2", **environment}
-    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+from tests.documents import (
+    CHECKED,
+    DOCUMENTS,
+    PAGES,
+    README,
+    ROOT,
+    blocks,
+    check,
+    commands,
+    first_word,
+    follow,
+    reader_folder,
+    succeed,
+)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the README's reader has: a model, prompts, and the README's own rewards.py and run.yaml."""
-    folder = tmp_path_factory.mktemp("reader")
-    tokenizer = Tokenizer.characters(string.ascii_letters + string.digits + string.punctuation + " ")
-    config = ModelConfig(
-        family="llama",
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=160,
-        eos_ids=tokenizer.eos_ids,
-    )
-    Model.init(config, tokenizer, "float32").save(folder / "path" / "to" / "hf_checkpoint")
-    prompts = [{"prompt": f"Tell me about {thing}."} for thing in ("rain", "the sea", "bread", "a fox", "two cats")]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts * 4))
-    readme = ROOT / "README.md"
-    (folder / "rewards.py").write_text(blocks(readme, "python")[0])
-    (folder / "run.yaml").write_text(blocks(readme, "yaml")[0])
-    return folder
+    return reader_folder(tmp_path_factory.mktemp("reader"))
+
+
+def _runs_something(path: Path) -> bool:
+    return any(first_word(command) not in CHECKED for command in commands(path))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow if _runs_something(p) else ()) for p in PAGES],
+    ids=lambda p: str(p.relative_to(ROOT / "docs")),
+)
+def test_a_page_does_what_it_says(path: Path, workplace: Path, tmp_path: Path) -> None:
+    """In a folder of its own, with a reader's model, data and run.yaml."""
+    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", "*.html"))
+    follow(path.read_text(encoding="utf-8"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("```sh\nfalse  # fails\n```", "false"),
+        ("```sh\nfalse | cat\n```", "false"),
+        ("    ```sh\n    cat nowhere\n    ```", "nowhere"),
+        ("```sh\nmake bread\n```", "bread"),
+        ('```sh\npip install "isobit[bread]"\n```', "bread"),
+        ("```sh\ncd somewhere\n```", "shell of its own"),
+        ('```json title="../x.json"\n{}\n```', "x.json"),
+    ],
+)
+def test_a_page_that_is_wrong_fails(page: str, message: str, tmp_path: Path) -> None:
+    """The control of the test above."""
+    with pytest.raises(AssertionError, match=message):
+        follow(page + "\n", tmp_path)
+
+
+def test_a_page_is_followed_in_order(tmp_path: Path) -> None:
+    page = """
+```text title="folder/a.txt"
+one
+```
+
+- a list
+
+    ```sh
+    cp folder/a.txt b.txt   # the file as it is now
+    WORD=two python -c \
+        "import os; print(os.environ['WORD'])" | cat >> b.txt
+    ```
+
+```text title="folder/a.txt"
+three
+```
+"""
+    follow(page, tmp_path)
+    assert (tmp_path / "b.txt").read_text() == "one\ntwo\n"
+    assert (tmp_path / "folder/a.txt").read_text() == "three\n"
 
 
 def test_make_targets_exist_and_say_what_they_would_do() -> None:
-    used = {words[1] for path in DOCUMENTS for words in commands(path) if words[0] == "make"}
-    assert {"quickstart", "test"} <= used
-    for target in used | {"install", "lint", "bench", "clean", "help"}:
-        done = run(["make", "--dry-run", target], ROOT)
-        assert done.returncode == 0, done.stderr
-    assert "isobit train configs/quickstart.yaml" in run(["make", "--dry-run", "quickstart"], ROOT).stdout
+    used = {command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"}
+    assert {"quickstart", "test"} <= {shlex.split(command)[1] for command in used}
+    for command in used | {f"make {target}" for target in ("install", "lint", "bench", "clean", "help")}:
+        check(command)
+    assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
 
 
 @pytest.mark.slow
 def test_the_readme_commands_run_in_order(workplace: Path) -> None:
-    own = [words for words in commands(ROOT / "README.md") if words[0] == "isobit"]
-    assert {words[1] for words in own} == {"train", "generate", "eval", "report", "compare", "inspect"}
-    for words in own:
-        done = run(words, workplace)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+    own = [command for command in commands(README) if first_word(command) == "isobit"]
+    assert {"train", "generate", "eval", "report", "compare", "inspect"} <= {shlex.split(line)[1] for line in own}
+    for command in own:
+        succeed(command, workplace)
     rows = [json.loads(line) for line in (workplace / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 80
     assert all(row["mismatch/differing_tokens"] == 0 for row in rows)
@@ -91,31 +111,28 @@ def test_the_readme_commands_run_in_order(workplace: Path) -> None:
 
 
 def test_the_readme_snippet_runs(workplace: Path) -> None:
-    done = run(["python", "-c", blocks(ROOT / "README.md", "python")[1]], workplace)
-    assert done.returncode == 0, done.stderr
+    (workplace / "snippet.py").write_text(blocks(README, "python")[1])
+    succeed("python snippet.py", workplace)
 
 
 def test_other_commands_run(tmp_path: Path) -> None:
-    """Everything in `sh` blocks that neither make nor the README's own-model section covers."""
-    rest = [w for path in DOCUMENTS for w in commands(path) if w[0] not in ("make", "isobit")]
+    """Commands outside the pages that neither `make` nor the README's own-model section covers: the benchmarks."""
+    rest = [c for path in DOCUMENTS if path not in PAGES for c in commands(path)]
+    rest = [command for command in rest if first_word(command) not in CHECKED | {"isobit"}]
     assert rest
-    for words in rest:
-        assert words[:3] == ["python", "-m", "benchmarks"], f"no test runs {shlex.join(words)}"
+    for command in rest:
+        words = shlex.split(command, comments=True)
+        assert words[:3] == ["python", "-m", "benchmarks"], f"no test runs {command}"
+        succeed(shlex.join([*words, "--rounds", "1"]), tmp_path)
         out = tmp_path / words[words.index("--out") + 1]
-        done = run([*words, "--rounds", "1"], tmp_path)
-        assert done.returncode == 0, done.stderr
         assert json.loads(next(out.glob("*.json")).read_text())["claims"]
 
 
 @pytest.mark.slow
 def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Path) -> None:
     """`make quickstart` whole: what the README and its picture claim."""
-    done = run(
-        ["isobit", "train", "configs/quickstart.yaml", "--out", str(tmp_path / "run"), "--quiet"],
-        ROOT,
-        ISOBIT_CACHE=str(tmp_path / "cache"),
-    )
-    assert done.returncode == 0, done.stderr
+    command = f"isobit train configs/quickstart.yaml --out {tmp_path / 'run'} --quiet"
+    succeed(command, ROOT, ISOBIT_CACHE=str(tmp_path / "cache"))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     accuracies = [row["accuracy/held_out"] for row in rows if "accuracy/held_out" in row]
     assert 0.2 <= accuracies[0] <= 0.6
@@ -130,7 +147,7 @@ def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Pat
     assert len(rows) == 1 + load_config(ROOT / "configs/quickstart.yaml").steps
     assert "0 differing tokens" in (tmp_path / "run/report.html").read_text()
     picture = tmp_path / "picture.png"
-    assert run(["python", str(ROOT / "docs/plot_run.py"), str(tmp_path / "run"), str(picture)], ROOT).returncode == 0
+    succeed(f"python docs/plot_run.py {tmp_path / 'run'} {picture}", ROOT)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -192,6 +209,21 @@ def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
     assert [kl[preset] for preset in order] == sorted(kl[preset] for preset in order)
     _, low, high = mean_interval(runs["bf16"]["accuracy"])
     assert low <= sum(runs["fp8"]["accuracy"]) / 3 <= high
+
+
+def nav_files(entries: Any) -> Iterator[str]:
+    """The files that a nav of mkdocs names, in order."""
+    if isinstance(entries, str):
+        yield entries
+    else:
+        for entry in entries.values() if isinstance(entries, dict) else entries:
+            yield from nav_files(entry)
+
+
+def test_every_page_is_in_the_nav_and_the_other_way_round() -> None:
+    named = list(nav_files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
+    assert len(named) == len(set(named))
 
 
 def test_the_maps_tree_names_files_that_exist() -> None:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit import checkpoints
 from isobit import run as runs
 from isobit.config import Config, load_config, parse_config, reward_specs, task_settings
 from isobit.errors import IsobitError
-from isobit.evaluation.best import BEST
 from isobit.evaluation.comparison import check_same_prompts
 from isobit.evaluation.measure import grade_given, measure, tags_of
 from isobit.evaluation.periodic import evaluation_plan
@@ -80,7 +78,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
     config = evaluation_config(run, request.given)
-    models = {path: _model_directory(path, request.best) for path in sides if not is_saved(path)}
+    models = {path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)}
     saved = {path: read_result(path) for path in sides if is_saved(path)}
     task, plan = load_task(task_settings(config.task, config.seed)), evaluation_plan(config)
     examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
@@ -109,7 +107,7 @@ def _ask(path: Path, config: Config, examples: Sequence[Example], scorer: Scorer
     gc.collect()  # of a model that was asked before
     plan = evaluation_plan(config)
     model = Model.load(path, config.precision, config.backend, config.consistency)
-    engine = sized_engine(config, model, examples, len(examples) * max(1, plan.num_samples))
+    engine = sized_engine(config, model, [e.prompt for e in examples], len(examples) * max(1, plan.num_samples))
     engine.calibrate([example.prompt for example in examples])
     with Progress(str(path)) as progress:
         return measure(engine, examples, held_out_judge(scorer), plan, progress.update)
@@ -161,14 +159,3 @@ def _column(example: Example, column: str, index: int) -> str:
 
 def _is_run(path: Path) -> bool:
     return (path / runs.CONFIG).is_file()
-
-
-def _model_directory(path: Path, best: bool) -> Path:
-    if not _is_run(path):
-        return path
-    if best:
-        if not (path / BEST).is_dir():
-            raise IsobitError(f"{path} has no best model: its evaluation is off, or keep_best is")
-        return path / BEST
-    # what lies half-written there belongs to a run that may be alive
-    return checkpoints.newest(path / runs.CHECKPOINTS, clean=False)[0]

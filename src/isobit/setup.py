@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from isobit import checkpoints
 from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
 from isobit.engine import Calibrator, Engine, Sampling
+from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
 from isobit.evaluation.measure import Judge
 from isobit.evaluation.periodic import HeldOut, evaluation_plan
+from isobit.lengths import Fitted, fit_prompts
 from isobit.model import Model, RewardModel
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
 from isobit.rl.correction import CorrectionRule, Rejection
@@ -26,7 +28,7 @@ from isobit.rl.replay import ReplayBuffer, ReplaySettings
 from isobit.run import refuse_existing
 from isobit.scoring import Scorer, WeightedModel
 from isobit.sft import cached_model, optimizer_settings
-from isobit.tasks import Example, Task, load_task
+from isobit.tasks import Task, load_task
 from isobit.tasks.rewards import RewardPool
 
 _MIB = 1024 * 1024
@@ -99,6 +101,10 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
     )
     model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
+    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
+        model.tokenizer.use_template(config.model.chat_template)
+    fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
+    task = fitted.task
     scorer = Scorer(rewards, reward_models(config), config.rewards.on_error == "stop")
     objective = replace(objective_of(config, model), reward_weights=scorer.weights)
     if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
@@ -108,7 +114,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision
         reference = Model.load(base, precision, config.backend, config.consistency)
-        Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+        Calibrator(reference).calibrate(fitted.train[:8])
         reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
     learner = Learner(
@@ -120,14 +126,14 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         seed=config.seed,
     )
     sampling = _sampling(config)
-    engine = sized_engine(config, model, list(task.train.examples), config.prompts_per_step * sampling.n)
+    engine = sized_engine(config, model, fitted.train, config.prompts_per_step * sampling.n)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
     return Parts(
         config,
         model,
         reference,
         task,
-        _held_out(config, model, task, scorer) if config.evaluation.every else None,
+        _held_out(config, model, fitted, scorer) if config.evaluation.every else None,
         rewards,
         scorer,
         engine,
@@ -140,10 +146,10 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     )
 
 
-def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldOut:
-    plan = evaluation_plan(config)
-    examples = list(task.held_out.examples[: config.evaluation.samples])
-    engine = sized_engine(config, model, examples, len(examples) * max(1, plan.num_samples))
+def _held_out(config: Config, model: Model, fitted: Fitted, scorer: Scorer) -> HeldOut:
+    plan, samples = evaluation_plan(config), config.evaluation.samples
+    examples = list(fitted.task.held_out.examples[:samples])
+    engine = sized_engine(config, model, fitted.held_out[:samples], len(examples) * max(1, plan.num_samples))
     held_out = HeldOut(engine, examples, held_out_judge(scorer), plan)
     held_out.check_metric(config.evaluation.best_by)
     return held_out
@@ -205,10 +211,9 @@ def _sampling(config: Config) -> Sampling:
     )
 
 
-def sized_engine(config: Config, model: Model, examples: Sequence[Example], sequences: int) -> Engine:
-    """An engine for any of the examples, whose cache holds so many sequences, within the config's bounds."""
+def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int) -> Engine:
+    """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds."""
     section = config.engine
-    prompts = [example.prompt for example in examples]
     return Engine.sized_for(
         model,
         prompts,

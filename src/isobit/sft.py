@@ -9,8 +9,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -21,12 +21,13 @@ from isobit.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import Plan, measure
 from isobit.intervals import Estimate, proportion
+from isobit.lengths import encode_prompt, keep, outside
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
-from isobit.progress import Display
 from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
 from isobit.run import refuse_existing
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
+from isobit.view import Display
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     refuse_existing(out)
     task = load_task(task_settings(config.task, config.seed))
     model = _initial_model(config, task)
-    _train(model, config, task, quiet)
+    if config.model.chat_template is not None:
+        model.tokenizer.use_template(config.model.chat_template)
+    task, samples = _fit(task, model, config, quiet)
+    _train(model, config, task, samples, quiet)
     _save(model, out)
     if not quiet:
         print(f"base model in {out}", file=sys.stderr)
@@ -83,9 +87,11 @@ def _identity(config: SftConfig, task: Task) -> str:
     digest = hashlib.sha256(f"{__version__}\n{dump_config(config.model_copy(update={'out': ''}))}".encode())
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
-    if config.model.path is not None:
-        for file in sorted(Path(config.model.path).glob("*.*")):
-            digest.update(file.read_bytes() if file.is_file() else b"")
+    files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))
+    if config.model.chat_template is not None:
+        files.append(Path(config.model.chat_template))
+    for file in files:
+        digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()[:16]
 
 
@@ -134,14 +140,16 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
     )
 
 
-def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
+def _train(model: Model, config: SftConfig, task: Task, samples: Mapping[int, SupervisedSample], quiet: bool) -> None:
     settings = optimizer_settings(config.optimizer, config.steps)
     optimizer = Optimizer(model.named_parameters(), settings)
-    batches, bad_steps = _batches(model, config, task), 0
-    with Display(config.steps, quiet) as display:
+    bad_steps = 0
+    with Display(config.steps, quiet, name=config.out, details="supervised") as display:
         for step in range(config.steps):
+            first = step * config.batch_size
+            batch = [samples[task.train.at(first + i).index] for i in range(config.batch_size)]
             rate = learning_rate(step, settings)
-            metrics = supervised_update(model, optimizer, next(batches), rate, config.optimizer.micro_batch_tokens)
+            metrics = supervised_update(model, optimizer, batch, rate, config.optimizer.micro_batch_tokens)
             bad_steps = bad_steps + 1 if metrics["steps/skipped"] else 0
             if bad_steps >= config.optimizer.max_bad_steps:
                 raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")
@@ -149,31 +157,35 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
             display.step(metrics)
 
 
-def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[SupervisedSample]]:
-    cursor = 0
-    while True:
-        examples = [task.train.at(cursor + i) for i in range(config.batch_size)]
-        yield [_sample(example, task, model, config) for example in examples]
-        cursor += config.batch_size
+def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> tuple[Task, dict[int, SupervisedSample]]:
+    """The task without examples that are too long, which stop the run unless they are dropped; its samples by index."""
+
+    def encoded(example: Example) -> SupervisedSample:
+        return _sample(example, task, model)
+
+    def problem(sample: SupervisedSample) -> str | None:
+        prompt, completion, context = len(sample.prompt_ids), len(sample.completion_ids), model.config.max_positions
+        if prompt + completion > context:
+            both = f"a prompt of {prompt} tokens with a completion of {completion}"
+            return f"{both} exceeds the model's context of {context}"
+        return outside(prompt, config.task)
+
+    train, samples = keep(task.train, encoded, problem, config.task, "training", quiet)
+    return replace(task, train=train), {e.index: sample for e, sample in zip(train.examples, samples)}
 
 
-def _sample(example: Example, task: Task, model: Model, config: SftConfig) -> SupervisedSample:
+def _sample(example: Example, task: Task, model: Model) -> SupervisedSample:
     if task.gold is not None:
         completion = task.gold(example.columns)
-    elif config.completion_column in example.columns:
-        completion = str(example.columns[config.completion_column])
+    elif "completion" in example.columns:
+        completion = str(example.columns["completion"])
     else:
-        raise IsobitError(f"completion_column: the data has no column {config.completion_column!r} to learn from")
-    tokenizer, prompt = model.tokenizer, example.prompt
-    prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
-    completion_ids = [*tokenizer.encode(completion, add_special=False), *tokenizer.eos_ids[:1]]
-    room = model.config.max_positions - len(prompt_ids)
-    if len(completion_ids) > room:
         raise IsobitError(
-            f"a prompt of {len(prompt_ids)} tokens with a completion of {len(completion_ids)} exceeds the model's "
-            f"context of {model.config.max_positions}: {completion[:60]!r}"
+            f"{example.place}: no column 'completion' to learn from; name yours with task.columns: {{completion: ...}}"
         )
-    return SupervisedSample(tuple(prompt_ids), tuple(completion_ids))
+    tokenizer = model.tokenizer
+    completion_ids = [*tokenizer.encode(completion, add_special=False), *tokenizer.eos_ids[:1]]
+    return SupervisedSample(tuple(encode_prompt(example, model)), tuple(completion_ids))
 
 
 def _accuracy(model: Model, task: Task, config: SftConfig) -> Estimate:

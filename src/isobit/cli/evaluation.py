@@ -6,17 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
-from isobit.cli.app import Stop, app
+from isobit.cli.app import Column, Stop, app, columns
 from isobit.errors import IsobitError
 
 _Side = Annotated[Path | None, typer.Argument(help="a Hugging Face directory, a run, or a saved result (.json)")]
 _Against = Annotated[Path | None, typer.Option(metavar="MODEL", help="a second one, compared on the same prompts")]
 _Best = Annotated[bool, typer.Option("--best", help="of a run: its best model instead of its newest")]
 _Task = Annotated[str | None, typer.Option(help="arithmetic, countdown, gsm8k, or file; default: the run's, or file")]
-_Data = Annotated[Path | None, typer.Option(help="JSONL, evaluated whole; default: the held-out split")]
+_Data = Annotated[Path | None, typer.Option(help="a file or directory, evaluated whole; default: the held-out split")]
+_Split = Annotated[str | None, typer.Option(help="of a directory that has several; default: test")]
+_Chat = Annotated[bool, typer.Option("--chat", help="a text prompt becomes the message of a user")]
+_System = Annotated[str | None, typer.Option(help="system message before every chat")]
 _Option = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")]
 _Reward = Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION", help="may be given several times")]
-_AnswerColumn = Annotated[str | None, typer.Option(help="handed to rewards as `answer`")]
 _Template = Annotated[str | None, typer.Option(help="text with {prompt} in it")]
 _Completions = Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")]
 _Samples = Annotated[int | None, typer.Option(help="the first so many prompts; default: all, or the run's")]
@@ -42,9 +44,11 @@ def evaluate(
     data: _Data = None,
     option: _Option = None,
     reward: _Reward = None,
-    prompt_column: Annotated[str | None, typer.Option()] = None,
-    answer_column: _AnswerColumn = None,
+    column: Column = None,
+    split: _Split = None,
     prompt_template: _Template = None,
+    chat: _Chat = False,
+    system: _System = None,
     completions: _Completions = None,
     samples: _Samples = None,
     tag: _Tag = None,
@@ -70,45 +74,49 @@ def evaluate(
     isobit eval a.json --against b.json              the same of two results that --out wrote
     isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
     """
-    from isobit.evaluation.shown import check_out, is_saved, show_saved
-
-    check_out(out)
     ks = None if pass_at is None else _ks(pass_at, n)
     asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
     values: dict[str, Any] = {
-        "task": _task(task, data, option, prompt_column, answer_column, prompt_template),
+        "task": {
+            "name": task,
+            **_files(data, split),
+            "columns": columns(column) or None,
+            "prompt_template": prompt_template,
+            "chat": chat or None,
+            "system": system,
+            "options": dict(_key_value(text) for text in option) if option else None,
+        },
         "rewards": {"functions": [{"function": name} for name in reward] if reward else None},
         "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None},
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }
     values |= {"seed": seed, "precision": precision, "consistency": consistency, "backend": backend}
-    given = _given(values)
-    if model is not None and is_saved(model) and (against is None or is_saved(against)):
-        return show_saved(model, against, out, bool(given or best or completions))
+    _evaluate_or_show(model, against, _given(values), best, completions, out)
+
+
+def _evaluate_or_show(
+    first: Path | None,
+    second: Path | None,
+    given: dict[str, Any],
+    best: bool,
+    completions: str | None,
+    out: Path | None,
+) -> None:
+    """Results that are saved are shown without what an evaluation needs to import."""
+    from isobit.evaluation.shown import check_out, is_saved, show_saved
+
+    check_out(out)
+    if first is not None and is_saved(first) and (second is None or is_saved(second)):
+        return show_saved(first, second, out, changed=bool(given or best or completions))
     from isobit.evaluate import Request, evaluate_command
 
-    return evaluate_command(model, against, Request(given, best, completions), out)
+    return evaluate_command(first, second, Request(given, best, completions), out)
 
 
-def _task(
-    name: str | None,
-    data: Path | None,
-    options: list[str] | None,
-    prompt_column: str | None,
-    answer_column: str | None,
-    prompt_template: str | None,
-) -> dict[str, Any]:
-    # a file that is given is evaluated whole: it is the held-out split
+def _files(data: Path | None, split: str | None) -> dict[str, str | None]:
+    """Data that are given are evaluated whole: they are the held-out split."""
     path = None if data is None else str(data)
-    return {
-        "name": name,
-        "path": path,
-        "held_out_path": path,
-        "prompt_column": prompt_column,
-        "answer_column": answer_column,
-        "prompt_template": prompt_template,
-        "options": dict(_key_value(text) for text in options) if options else None,
-    }
+    return {"path": path, "held_out_path": path, "split": split, "held_out_split": split}
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from isobit.config.algorithm import AlgorithmConfig
 from isobit.config.sections import (
     BACKEND,
+    CHAT_TEMPLATE,
     CONSISTENCY,
     PRECISION,
     EngineConfig,
@@ -131,6 +132,7 @@ class SftModelConfig(Section):
 
     path: str | None = None
     init: ArchitectureConfig | None = None
+    chat_template: str | None = Field(None, description=CHAT_TEMPLATE)
 
     @model_validator(mode="after")
     def _one_source(self) -> "SftModelConfig":
@@ -140,11 +142,10 @@ class SftModelConfig(Section):
 
 
 class SftConfig(Section):
-    """One supervised run on prompt/completion data."""
+    """One supervised run on prompt/completion data: columns `prompt` and `completion`, or `messages`."""
 
     model: SftModelConfig
     task: TaskConfig = TaskConfig()
-    completion_column: str = Field("completion", description="column of the text to learn (file tasks)")
     precision: Precision = Field("fp8", description=PRECISION)
     consistency: Literal["bitwise", "fast"] = Field("bitwise", description=CONSISTENCY)
     backend: Literal["auto", "native", "reference"] = Field("auto", description=BACKEND)

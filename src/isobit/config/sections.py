@@ -13,6 +13,7 @@ PRECISION = (
     "mxfp8, nvfp4; or {preset: ..., and what differs}, also written fp8[wgrad=bf16]"
 )
 CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the machine's own products"
+CHAT_TEMPLATE = "a Jinja file, for a model without a chat template or with another; saved with its checkpoints"
 BACKEND = "auto: native where a C++ compiler is found"
 
 
@@ -27,6 +28,7 @@ class ModelConfig(Section):
 
     path: str | None = Field(None, description="a Hugging Face directory (config.json, safetensors, tokenizer.json)")
     sft: str | None = Field(None, description="a config of `isobit sft`; its model is made once and kept in a cache")
+    chat_template: str | None = Field(None, description=CHAT_TEMPLATE)
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":
@@ -36,16 +38,40 @@ class ModelConfig(Section):
 
 
 class TaskConfig(Section):
-    """What is asked and how it is scored: a built-in task by name, or a file of the user's own."""
+    """What is asked: a built-in task by name, or data of the user's own. Prompts outside the limits of length stop the
+    run before it starts, or are dropped and counted."""
 
-    name: str = Field("file", description="arithmetic, countdown, gsm8k, or file (any JSONL)")
-    path: str | None = Field(None, description="JSONL, one object a line; every column reaches the reward function")
-    held_out_path: str | None = Field(None, description="JSONL of the held-out split; default: cut from path")
+    name: str = Field("file", description="arithmetic, countdown, gsm8k, or file (any data)")
+    path: str | None = Field(
+        None,
+        description="JSONL, CSV, Parquet, or a directory of them or of `datasets`; every column reaches the reward",
+    )
+    held_out_path: str | None = Field(None, description="data of the held-out split; default: cut from path")
     held_out_size: int | None = Field(None, ge=0, description="examples kept out of training for evaluation")
-    prompt_column: str | None = Field(None, description="column of the prompt: text, or chat messages")
-    answer_column: str | None = Field(None, description="column handed to rewards as `answer`")
-    prompt_template: str | None = Field(None, description="text with {prompt} in it, put around every prompt")
+    format: Literal["auto", "jsonl", "csv", "parquet", "dataset"] = Field(
+        "auto", description="auto: by name and content"
+    )
+    split: str | None = Field(None, description="of a directory that has several; default: train")
+    held_out_split: str | None = Field(None, description="of held_out_path, or of path where that is not given")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="role or new name to column of the data, such as {prompt: question}"
+    )
+    prompt_template: str | None = Field(None, description="text with {prompt} in it, put around every text prompt")
+    chat: bool = Field(False, description="a text prompt becomes the message of a user, for the model's chat template")
+    system: str | None = Field(None, description="system message, put before every chat")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="limit, besides the model's context less max_new_tokens"
+    )
+    min_prompt_tokens: int = Field(0, ge=0, description="the same from below")
+    too_long: Literal["stop", "drop"] = Field("stop", description="what a prompt outside the limits of length does")
+    shuffle: bool = Field(True, description="another order in each epoch, by the seed; false: the order of the data")
     options: dict[str, Any] = Field(default_factory=dict, description="options of a built-in task, such as digits")
+
+    @model_validator(mode="after")
+    def _limits(self) -> "TaskConfig":
+        if self.max_prompt_tokens is not None and self.min_prompt_tokens > self.max_prompt_tokens:
+            raise ValueError(f"min_prompt_tokens {self.min_prompt_tokens} exceeds max_prompt_tokens")
+        return self
 
 
 class RewardConfig(Section):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from isobit import checkpoints
+from isobit.run import BEST
 
-BEST = "best"
 DESCRIPTION = "best.json"
 _PREVIOUS = ".best-previous"
 

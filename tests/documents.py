@@ -1,0 +1,146 @@
+"""Documents as their readers use them: their code blocks, the commands in these, and a folder to run them in.
+
+The convention of every page: a block with a title is a file, written where it stands; every line of a `sh` block is a
+command, run where it stands, in a folder with a model, prompts, `rewards.py` and `run.yaml`. `make`, `pip` and `mkdocs`
+are checked and not run. `text` is output.
+"""
+
+import json
+import os
+import re
+import shlex
+import string
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobit.model import Model, ModelConfig, Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
+CHECKED = {"make", "pip", "mkdocs"}
+"""First words of commands that make or change an environment: checked, not run."""
+
+_FENCE = re.compile(r"^( *)```([\w-]*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
+_SHELL = 'isobit() { "$PYTHON" -m isobit.cli "$@"; }\npython() { "$PYTHON" "$@"; }\n'
+_LONGEST_S = 600
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of code: its language, its title (a file's path) or "", its text."""
+
+    language: str
+    title: str
+    text: str
+
+    def commands(self) -> list[str]:
+        """Lines of a `sh` block without comments; a backslash at the end goes on with the next line."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line for line in lines if shlex.split(line, comments=True)] if self.language == "sh" else []
+
+
+def parsed(text: str) -> list[Block]:
+    """Every fenced block of a Markdown text, those inside lists and tabs too."""
+    return [
+        Block(language, (re.findall(r'title="([^"]+)"', rest) or [""])[0], textwrap.dedent(code))
+        for _, language, rest, code in _FENCE.findall(text)
+    ]
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [block.text for block in parsed(path.read_text(encoding="utf-8")) if block.language == language]
+
+
+def commands(path: Path) -> Iterator[str]:
+    """Every command of a document, in order."""
+    for block in parsed(path.read_text(encoding="utf-8")):
+        yield from block.commands()
+
+
+def first_word(command: str) -> str:
+    """The program of a command: its first word that is not NAME=value."""
+    return next(word for word in shlex.split(command, comments=True) if not re.match(r"\w+=", word))
+
+
+def run(command: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """One command in a shell in which `isobit` and `python` are those under test."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "2", "PYTHON": sys.executable, **environment}
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", _SHELL + command],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=_LONGEST_S,
+    )
+
+
+def succeed(command: str, folder: Path, **environment: str) -> str:
+    """Run a command that must end with status 0; what it printed."""
+    done = run(command, folder, **environment)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def check(command: str) -> None:
+    """That a command which is not run could be: a target of the Makefile, an extra of pyproject.toml, mkdocs.yml."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        succeed(shlex.join(["make", "--dry-run", *words[1:]]), ROOT)
+        return
+    assert words[:2] in (["pip", "install"], ["mkdocs", "build"], ["mkdocs", "serve"]), command
+    assert words[0] == "pip" or (ROOT / "mkdocs.yml").is_file()
+    declared = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+    for extras in re.findall(r"(?:isobit|\.)\[([\w,]+)\]", command):
+        assert set(extras.split(",")) <= set(declared), f"{command}: the extras are {declared}"
+
+
+def follow(text: str, folder: Path) -> None:
+    """Do what a page says, in order: write its files, run its commands, parse the rest."""
+    for block in parsed(text):
+        if block.title:
+            file = (folder / block.title).resolve()
+            assert file.is_relative_to(folder.resolve()), block.title
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            compile(block.text, "block", "exec")
+        for command in block.commands():
+            word = first_word(command)
+            assert word not in ("cd", "export", "source", "."), f"{command}: the next command has a shell of its own"
+            if word in CHECKED:
+                check(command)
+            else:
+                succeed(command, folder)
+
+
+def reader_folder(folder: Path) -> Path:
+    """What the README's reader has: a random model over printable ASCII, prompts, its rewards.py and run.yaml."""
+    tokenizer = Tokenizer.characters(string.ascii_letters + string.digits + string.punctuation + " ")
+    config = ModelConfig(
+        family="llama",
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=160,
+        eos_ids=tokenizer.eos_ids,
+    )
+    Model.init(config, tokenizer, "float32").save(folder / "path" / "to" / "hf_checkpoint")
+    prompts = [{"prompt": f"Tell me about {thing}."} for thing in ("rain", "the sea", "bread", "a fox", "two cats")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts * 4))
+    (folder / "rewards.py").write_text(blocks(README, "python")[0])
+    (folder / "run.yaml").write_text(blocks(README, "yaml")[0])
+    return folder

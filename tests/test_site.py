@@ -1,0 +1,147 @@
+"""The documentation site: built strictly and without network, complete, closed in itself, readable from disk."""
+
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import isobit
+from tests.documents import PAGES, ROOT
+
+pytestmark = pytest.mark.slow
+NOWHERE = "http://127.0.0.1:9"  # a proxy that answers nobody
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
+
+
+class Page(HTMLParser):
+    """What a built page loads, where its links lead, and which anchors it has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attributes}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag in LOADED and values.get(LOADED[tag]):
+            self.loads.append(values[LOADED[tag]])
+        if tag == "link" and values.get("rel") not in ("canonical", "prev", "next", "edit"):
+            self.loads.append(values["href"])
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason='needs pip install "isobit[docs]"')
+    folder = tmp_path_factory.mktemp("site")
+    variables = {**os.environ, "http_proxy": NOWHERE, "https_proxy": NOWHERE, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+    for path, page in pages.items():
+        assert page.loads
+        outside = [address for address in page.loads if urlsplit(address).scheme not in ("", "data")]
+        assert not outside + [address for address in page.loads if address.startswith("//")], path
+        missing = [a for a in page.loads if not urlsplit(a).scheme and not _target(site, path, a).is_file()]
+        assert not missing, path
+    for style in site.rglob("*.css"):
+        text = style.read_text(encoding="utf-8")
+        assert "url(http" not in text, style
+        assert "@import" not in text, style
+
+
+def test_all_links_resolve(site: Path, pages: dict[Path, Page]) -> None:
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme in ("http", "https"):
+                continue
+            target = _target(site, path, link)
+            assert target.is_file(), f"{path.name}: {link}"
+            if parts.fragment and target in pages:
+                assert unquote(parts.fragment) in pages[target].anchors, f"{path.name}: {link}"
+
+
+def test_every_page_is_reachable(site: Path, pages: dict[Path, Page]) -> None:
+    seen, waiting = set[Path](), [site / "index.html"]
+    while waiting:
+        path = waiting.pop()
+        if path in seen or path not in pages:
+            continue
+        seen.add(path)
+        waiting += [_target(site, path, link) for link in pages[path].links if not urlsplit(link).scheme]
+    assert set(pages) - seen <= {site / "404.html"}
+    assert len(seen) == len(PAGES)
+
+
+def test_every_public_name_is_documented(site: Path, pages: dict[Path, Page]) -> None:
+    anchors = pages[site / "api.html"].anchors
+    for name in isobit.__all__:
+        value = getattr(isobit, name)
+        home = ".".join(value.__module__.split(".")[:2])
+        assert {f"{home}.{name}", f"{value.__module__}.{name}"} & anchors, name
+
+
+def _target(site: Path, page: Path, link: str) -> Path:
+    """The file that a relative link on a page leads to."""
+    path = unquote(urlsplit(link).path)
+    above = site if path.startswith("/") else page.parent  # 404.html is served from any depth
+    target = Path(os.path.normpath(above / path.lstrip("/"))) if path else page
+    return target / "index.html" if target.is_dir() else target
+
+
+@pytest.mark.skipif(not shutil.which("chromium") or not shutil.which("chromedriver"), reason="needs chromium")
+def test_it_is_read_and_searched_from_disk(site: Path, tmp_path: Path) -> None:
+    """In headless Chromium from file://: search finds a page, the palette turns, nothing is asked from elsewhere."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path}",
+    ):
+        options.add_argument(flag)
+    for flag in ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    with webdriver.Chrome(options=options, service=service) as browser:
+        browser.get((site / "index.html").as_uri())
+        before = browser.find_element(By.TAG_NAME, "body").get_attribute("data-md-color-scheme")
+        toggles = browser.find_elements(By.CSS_SELECTOR, "form[data-md-component=palette] label:not([hidden])")
+        toggles[0].click()
+        after = browser.find_element(By.TAG_NAME, "body").get_attribute("data-md-color-scheme")
+        assert {before, after} == {"default", "slate"}
+        browser.execute_script("document.querySelector('input.md-search__input').focus()")
+        browser.find_element(By.CSS_SELECTOR, "input.md-search__input").send_keys("token_mult_prob_error")
+        found = WebDriverWait(browser, 60).until(
+            lambda b: b.find_elements(By.CSS_SELECTOR, ".md-search-result__item a.md-search-result__link")
+        )
+        assert any("metrics.html" in link.get_attribute("href") for link in found)
+        asked = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+        assert not [address for address in asked if urlsplit(address).scheme in ("http", "https")]
+        assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
