@@ -77,9 +77,6 @@ def evaluate(
     isobit eval a.json --against b.json              the same of two results that --out wrote
     isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
     """
-    from isobit.evaluation.shown import check_out, is_saved, show_saved
-
-    check_out(out)
     ks = None if pass_at is None else _ks(pass_at, n)
     asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
     values: dict[str, Any] = {
@@ -97,12 +94,26 @@ def evaluate(
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }
     values |= {"seed": seed, "precision": precision, "consistency": consistency, "backend": backend}
-    given = _given(values)
-    if model is not None and is_saved(model) and (against is None or is_saved(against)):
-        return show_saved(model, against, out, bool(given or best or completions))
+    _evaluate_or_show(model, against, _given(values), best, completions, out)
+
+
+def _evaluate_or_show(
+    first: Path | None,
+    second: Path | None,
+    given: dict[str, Any],
+    best: bool,
+    completions: str | None,
+    out: Path | None,
+) -> None:
+    """Results that are saved are shown without what an evaluation needs to import."""
+    from isobit.evaluation.shown import check_out, is_saved, show_saved
+
+    check_out(out)
+    if first is not None and is_saved(first) and (second is None or is_saved(second)):
+        return show_saved(first, second, out, changed=bool(given or best or completions))
     from isobit.evaluate import Request, evaluate_command
 
-    return evaluate_command(model, against, Request(given, best, completions), out)
+    return evaluate_command(first, second, Request(given, best, completions), out)
 
 
 def _reward(text: str) -> dict[str, Any]:
