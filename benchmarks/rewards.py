@@ -1,6 +1,14 @@
-"""The reward of the step benchmark, the same function for every contestant."""
+"""The rewards of the step benchmarks, the same functions for every contestant."""
+
+import time
 
 
 def digits(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
     """The share of digits among five characters."""
     return [sum(c.isdigit() for c in text) / 5 for text in completions]
+
+
+def slow_digits(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """The same, as slowly as a reward that asks somebody else: 20 ms a completion."""
+    time.sleep(0.02 * len(completions))
+    return digits(prompts, completions)

@@ -2,13 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from isobit import checkpoints
 from isobit.config import load_config
-from isobit.engine import Calibrator
+from isobit.engine import Calibrator, Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.kernels import get_ops
 from isobit.model import Model, Transformer
@@ -143,6 +144,36 @@ def test_a_reward_that_fails_stops_the_run_or_is_skipped(tmp_path: Path, base_mo
     assert sum(row["groups/unscored"] for row in skipped.metrics) > 0
     rows = list(read_jsonl(skipped.run_dir / "completions.jsonl"))
     assert {row["reward"] for row in rows if len(row["completion"]) == 1} == {None}
+
+
+def test_scoring_beside_the_rollout_changes_nothing(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against groups handed over after the rollout, last first, with other workers; the reward is of whole calls."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def rank(completions, **k):\n    return [float(sorted(completions).index(c)) for c in completions]\n"
+    )
+    changes: dict[str, Any] = {
+        "rewards": {"functions": [{"function": f"{own}:rank"}], "num_workers": 3},
+        "engine": {"max_sequences": 5},
+        "algorithm": {"preset": "dapo"},
+        "rollouts_ahead": 1,
+    }
+    beside = run(tmp_path, base_model, **changes)
+    generate = Engine.generate
+
+    def generate_first(self: Engine, *arguments: Any, on_group: Any = None, **more: Any) -> Any:
+        groups = generate(self, *arguments, **more)
+        for index in reversed(range(len(groups) if on_group is not None else 0)):
+            on_group(index, groups[index])
+        return groups
+
+    monkeypatch.setattr(Engine, "generate", generate_first)
+    changes["rewards"]["num_workers"] = 1
+    after = run(tmp_path, base_model, f"run.dir={tmp_path / 'after'}", **changes)
+    assert fingerprint(beside.run_dir) == fingerprint(after.run_dir)
+    assert all(row["time/score_overlapped"] >= 0 for row in beside.metrics)
 
 
 def test_non_finite_steps_end_the_run_with_the_last_good_checkpoint(

@@ -5,12 +5,12 @@ import pytest
 import torch
 import transformers
 
-from isobit.engine import Engine, Sampling
+from isobit.engine import Completion, Engine, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.tokenizer import Tokenizer
 
-from .helpers import ALPHABET, CONFIG, rollout, tiny
+from .helpers import ALPHABET, CONFIG, outcome, rollout, tiny
 
 MakeEngine = Callable[..., Engine]
 
@@ -171,6 +171,27 @@ def test_an_engine_works_after_a_call_that_was_broken_off(make_engine: MakeEngin
     engine.integrity()
     assert engine.pages.num_used == 0
     assert rollout(engine, [[5] * 20], sampling) == rollout(make_engine(tiny()), [[5] * 20], sampling)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_sequences": 3}, {"kv_pages": 9, "page_size": 4}])
+def test_each_group_is_told_of_once_when_it_is_whole(make_engine: MakeEngine, settings: dict[str, int]) -> None:
+    """Before the call is over, and the same completions as it returns; telling changes none of them."""
+    engine = make_engine(tiny(), **settings)
+    sampling, prompts = Sampling(n=3, max_new_tokens=8), [[5] * 9, [6], [7, 8], [9] * 4]
+    told: dict[int, list[Completion]] = {}
+    unfinished: list[int] = []
+
+    def on_group(index: int, completions: list[Completion]) -> None:
+        assert index not in told
+        told[index] = completions
+        assert engine._generation is not None
+        unfinished.append(12 - engine._generation.num_completions)
+
+    groups = engine.generate(prompts, sampling, on_group=on_group)
+    assert [told[index] for index in range(4)] == groups
+    assert outcome(groups) == outcome(engine.generate(prompts, sampling))
+    if settings:
+        assert unfinished[0] > 0
 
 
 def test_weights_that_change_in_the_middle_are_refused(make_engine: MakeEngine) -> None:

@@ -127,8 +127,10 @@ class BackgroundExchange:
     def _run(self) -> None:
         last, began = False, None
         try:
-            while not self._cancelled:
+            while True:
                 last = self._take() or last
+                if self._cancelled:  # looked at after what woke this thread was read, before it waits again
+                    break
                 if self._exchange.pending:
                     began = time.monotonic() if began is None else began
                     self._exchange.turn(self._woken)

@@ -252,7 +252,7 @@ def _become(job: Job, root: str, stdin: int, stdout: int, caged: bool) -> NoRetu
         limits = {"CORE": 0, "CPU": int(job["timeout_s"]) + 1, "NOFILE": job["open_files"]}
         limits |= {"FSIZE": job["disk_bytes"], "AS": job["memory_bytes"]}
         if caged:
-            limits["NPROC"] = job["processes"] + 1  # the first process counts too
+            limits["NPROC"] = job["processes"] + 2  # the two processes above it count too
         os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))

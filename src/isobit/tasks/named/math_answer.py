@@ -3,7 +3,7 @@
 The answer is what stands in the last `\\boxed{...}`, else after the last `####`, else what math-verify finds in the
 text. math-verify reads LaTeX and plain expressions and compares them with SymPy: 1/2 = 0.5 = \\frac{1}{2}.
 
-It can take arbitrarily long on an expression such as 9^(9^9). One clock (SIGALRM, so in the main thread of a process,
+SymPy can take arbitrarily long, as on 9^(9^9). One clock (SIGALRM, so in the main thread of a process,
 as the workers' is) is set over the whole comparison; where the time is out the completion is unscored and the reason
 said, never 0. A computation that holds the interpreter is ended with its worker, at the function's deadline.
 """
@@ -80,7 +80,7 @@ def last_answer(text: str) -> str:
             if depth == 0:
                 return text[start + len("\\boxed{") : i]
     _, mark, tail = text.rpartition("####")
-    return tail.strip().partition("\n")[0] if mark and tail.strip() else text
+    return tail.strip().partition("\n")[0].strip() if mark and tail.strip() else text
 
 
 def _parsed(parse: Any, text: str, is_answer: bool) -> list[Any]:
