@@ -166,6 +166,14 @@ def test_the_public_surface_is_small_and_there() -> None:
     assert all(getattr(isobit, name) is not None for name in isobit.__all__)
 
 
+@pytest.mark.parametrize("statement", ["from isobit import train", "import isobit.train; train = isobit.train"])
+def test_train_is_the_function_whatever_was_imported_before(statement: str) -> None:
+    code = f"{statement}; print(train.__name__, callable(train))"
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["train", "True"]
+
+
 def test_dependencies_are_declared() -> None:
     """Every module that the source imports is isobit's own, Python's, or named in pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text()

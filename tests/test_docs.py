@@ -93,7 +93,7 @@ three
 def test_make_targets_exist_and_say_what_they_would_do() -> None:
     used = {command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"}
     assert {"quickstart", "test"} <= {shlex.split(command)[1] for command in used}
-    for command in used | {f"make {target}" for target in ("install", "lint", "bench", "clean", "help")}:
+    for command in used | {f"make {target}" for target in ("install", "lint", "docs", "bench", "clean", "help")}:
         check(command)
     assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
 
