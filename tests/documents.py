@@ -129,12 +129,12 @@ def reader_folder(folder: Path) -> Path:
     config = ModelConfig(
         family="llama",
         vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=128,  # whole blocks, so that it can be exported in FP8
+        intermediate_size=128,
         num_layers=2,
         num_heads=2,
         num_kv_heads=2,
-        head_dim=16,
+        head_dim=64,
         max_positions=160,
         eos_ids=tokenizer.eos_ids,
     )

@@ -44,10 +44,13 @@ def digit_reward_file(folder: Path) -> Path:
 
 
 def fingerprint(run: Path) -> dict[str, Any]:
-    """Weights, optimizer, metrics without timings, completions: what an exact repetition has in common."""
+    """Weights, optimizer, metrics without timings, completions, and the best model where one is kept: what an exact
+    repetition has in common."""
     newest = all_checkpoints(run / "checkpoints")[-1]
     files = ["model.safetensors", "trainer/optimizer.safetensors"]
     hashes = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in files}
     rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
     completions = hashlib.sha256((run / "completions.jsonl").read_bytes()).hexdigest()
-    return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "completions": completions}
+    kept = [(run / "best" / name) for name in ("best.json", "model.safetensors")]
+    best = [hashlib.sha256(path.read_bytes()).hexdigest() for path in kept if path.is_file()]
+    return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "completions": completions, "best": best}

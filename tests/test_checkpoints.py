@@ -126,7 +126,7 @@ def test_what_an_interrupted_write_left_is_removed(tmp_path: Path) -> None:
 def test_a_run_on_a_full_disk_fails_cleanly_and_goes_on_later(tmp_path: Path, base_model: Path) -> None:
     """A limit on the size of files stands for the disk: the second checkpoint's optimizer state exceeds it."""
     config = write_config(tmp_path, base_model)
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     limit = (base_model / "model.safetensors").stat().st_size + 2048
     done = subprocess.run(
         [sys.executable, "-m", "isobit.cli", "train", str(config), "--quiet"],

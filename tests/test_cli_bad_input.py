@@ -66,7 +66,8 @@ def listing(folder: Path) -> dict[str, int]:
         (["model.path=nowhere"], "nowhere: no such directory"),
         (["task.options.digts=2"], "digts"),
         (["task.name=chess"], "chess"),
-        (["sampling.max_new_tokens=1000", "algorithm.preset=dapo", "engine.kv_pages=1"], "page"),
+        (["sampling.max_new_tokens=40", "algorithm.preset=dapo", "engine.kv_pages=1"], "page"),
+        (["sampling.max_new_tokens=64"], "leaves no room for a prompt in the model's context of 64"),
         (["rewards.functions=[{function: 'gone.py:score'}]"], "gone.py"),
         (["rewards.functions=[{function: 'reward.py:scor'}]"], "scor"),
         (["rewards.functions=[{function: 'broken.py:score'}]"], "broken.py"),
@@ -82,6 +83,17 @@ def listing(folder: Path) -> dict[str, int]:
         (["rewards.models=[{path: model}]"], "no tensor score.weight"),
         (["algorithm.shadow_calibrates_clip=true"], "needs shadow passes"),
         (["optimizer.state=4bit"], "optimizer.state"),
+        (["evaluation={every: 1, pass_at: [2]}"], "pass_at needs samples: set num_samples"),
+        (
+            ["evaluation={every: 1, num_samples: 2, pass_at: [4]}"],
+            "pass_at: 4 is not from 1 to num_samples, which is 2",
+        ),
+        (
+            ["evaluation={every: 1, best_by: accuracy/held}"],
+            "no metric 'accuracy/held'; did you mean 'accuracy/held_out'?",
+        ),
+        (["evaluation={every: 1, tag: level}"], "tag 'level': example 0 has no such column"),
+        (["evaluation={every: 1, answer_pattern: '['}"], "answer pattern '[': not a regular expression"),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else None,
 )
@@ -112,6 +124,35 @@ def test_data(config: Path, refused: Callable[..., str], content: str | None, me
         rows.write_text(content)
     task = ["task={path: rows.jsonl, held_out_size: 0}"]
     assert message in refused("train", config, *task, "--quiet")
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("path: rows.csv", "rows.csv:3: 1 field, but the header names 2"),
+        ("path: cut.parquet", "cut.parquet: truncated or corrupt Parquet"),
+        ("path: folder", "folder: no data in this directory: expected Parquet, JSONL or CSV files"),
+        ("path: splits, split: trian", "task.split: splits has no split 'trian'; known: test, train"),
+        ("path: splits, format: csv", "splits: no data in this directory: expected csv files"),
+        ("path: splits, format: arrow", "task.format: input should be 'auto', 'jsonl', 'csv', 'parquet' or 'dataset'"),
+        ("path: splits, columns: {prompt: question}", "no column 'question' (task.columns.prompt)"),
+        ("path: splits, columns: [question]", "task.columns: input should be a valid dictionary"),
+        ("path: splits, too_long: skip", "task.too_long: input should be 'stop' or 'drop'"),
+        ("path: splits, max_prompt_tokens: 2", "splits/train.jsonl:1: the prompt has 4 tokens"),
+        ("path: splits, chat: true", "splits/train.jsonl:1: the prompt is a chat, but the model has no chat template"),
+        ("path: splits, system: Hi", "splits/train.jsonl:1: task.system needs a chat"),
+    ],
+)
+def test_data_of_any_format(config: Path, refused: Callable[..., str], task: str, message: str) -> None:
+    """No run directory is written; `tests/tasks/test_readers.py` has the rest of the messages."""
+    folder = config.parent
+    (folder / "rows.csv").write_text("prompt,answer\n1+1=,2\n1+2=\n")
+    (folder / "cut.parquet").write_bytes(b"PAR1 and no end")
+    (folder / "folder").mkdir()
+    (folder / "splits").mkdir()
+    for split in ("train", "test"):
+        (folder / "splits" / f"{split}.jsonl").write_text('{"prompt": "1+1="}\n')
+    assert message in refused("train", config, f"task={{{task}, held_out_size: 0}}", "--quiet")
 
 
 def test_an_architecture_that_is_not_supported(config: Path, refused: Callable[..., str]) -> None:
@@ -242,10 +283,107 @@ def test_eval(config: Path, refused: Callable[..., str]) -> None:
     assert "give a model to evaluate" in refused("eval", model, *arithmetic, "--completions", "answer")
     assert "no such column" in refused("eval", "--task", "gsm8k", "--data", rows, "--completions", "gold")
     assert "expected whole numbers" in refused("eval", model, *arithmetic, "--pass-at", "one")
-    assert "needs 1 to -n samples" in refused("eval", model, *arithmetic, "--pass-at", "9", "-n", "4")
+    assert "needs 1 to -n samples, and -n is 4" in refused("eval", model, *arithmetic, "--pass-at", "9", "-n", "4")
+    assert "is not from 1 to num_samples, which is 8" in refused("eval", model, *arithmetic, "--pass-at", "9")
     assert "expected KEY=VALUE" in refused("eval", model, "--task", "arithmetic", "--option", "digits")
+    assert "expected KEY=VALUE" in refused("eval", model, "--option", "digits")
     assert "gone.jsonl" in refused("eval", model, "--task", "gsm8k", "--data", "gone.jsonl")
-    assert "reward" in refused("eval", model, "--data", rows, "--prompt-column", "question")
+    assert "reward" in refused("eval", model, "--data", rows, "--column", "prompt=question")
+    assert "--column 'question': expected NAME=COLUMN" in refused("eval", model, "--data", rows, "--column", "question")
+    assert "a file, which has no splits" in refused("eval", model, "--data", rows, "--split", "test")
+
+
+RESULT = {
+    "model": "m",
+    "settings": {},
+    "ks": [],
+    "rewards": ["f"],
+    "prompts": [
+        {
+            "prompt": "1+1=",
+            "tag": None,
+            "greedy": {"completion": "2", "reward": 1, "answer": "2", "tokens": 1, "truncated": False, "error": None},
+            "samples": [],
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model", "--tag", "levle"), "tag 'levle': example 0 has no such column; did you mean 'level'?"),
+        (("model", "--tag", "parts"), "tag 'parts': expected text or a number, got a list in example 0"),
+        (("model", "--tag", "many", "--data", "many.jsonl"), "tag 'many' has 101 different values"),
+        (("model", "--answer-pattern", "("), "answer pattern '(': not a regular expression"),
+        (("model", "-n", "-1"), "num_samples"),
+        (("model", "-n", "1001"), "num_samples"),
+        (("model", "-n", "2", "--temperature", "0"), "temperature: input should be greater than 0"),
+        (("model", "--samples", "0"), "samples: input should be greater than or equal to 1"),
+        (("model", "--data", "empty.jsonl"), "empty.jsonl: no examples"),
+        (("model", "--best"), "--best: there is no run"),
+        (("gone",), "gone: no such directory"),
+        (("model", "--against", "gone"), "gone: no such directory"),
+        (("model", "--against", "gone.json"), "cannot read result gone.json"),
+        (("model", "--against", "two.json"), "two.json and the data cannot be paired: they have 2 and 1 prompts"),
+        (("run",), "there is none"),
+        (("run", "--best"), "run has no best model"),
+        (("model", "--out", "gone/result.json"), "--out gone/result.json: there is no directory gone"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
+)
+def test_evaluations_are_refused(
+    config: Path, refused: Callable[..., str], words: tuple[str, ...], message: str
+) -> None:
+    folder = config.parent
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "level": 1, "parts": [1]}\n')
+    (folder / "many.jsonl").write_text("".join(f'{{"prompt": "1+{i}=", "many": {i}}}\n' for i in range(101)))
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "two.json").write_text(json.dumps({**RESULT, "prompts": RESULT["prompts"] * 2}))
+    (folder / "run").mkdir()
+    shutil.copy(config, folder / "run" / "config.yaml")
+    first, *options = words
+    data = () if "--data" in options else ("--data", "rows.jsonl")
+    assert message in refused("eval", first, *data, "--reward", "reward.py:score", "--max-new-tokens", 1, *options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"prompts": [{**RESULT["prompts"][0], "prompt": "1+2="}]},
+            "prompt 0 is '1+1=' in one and '1+2=' in the other",
+        ),
+        ({"prompts": RESULT["prompts"] * 2}, "they have 1 and 2 prompts"),
+        ({"rewards": ["g"]}, "their rewards differ: f and g"),
+        ({"ks": [2]}, "b.json: not a result of isobit eval --out: prompts or samples are missing"),
+        ({"prompts": []}, "b.json: not a result of isobit eval --out: prompts or samples are missing"),
+        ({"prompts": [{"prompt": "1+1="}]}, "b.json: not a result of isobit eval --out: no key 'greedy'"),
+        ({"prompts": 3}, "b.json: not a result of isobit eval --out: 'int' object is not iterable"),
+    ],
+    ids=["prompts", "number", "rewards", "k", "empty", "key", "type"],
+)
+def test_results_that_cannot_be_compared(
+    tmp_path: Path, refused: Callable[..., str], change: dict[str, object], message: str
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(RESULT))
+    (tmp_path / "b.json").write_text(json.dumps({**RESULT, **change}))
+    assert message in refused("eval", "a.json", "--against", "b.json")
+
+
+def test_files_that_are_no_results(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(RESULT))
+    (tmp_path / "b.json").write_text('{"model": "m",\n "ks": [}')
+    assert "b.json, line 2: malformed JSON" in refused("eval", "a.json", "--against", "b.json")
+    (tmp_path / "b.json").write_bytes(b"\xff\xfe")
+    assert "b.json: not UTF-8 text" in refused("eval", "b.json")
+    (tmp_path / "b.json").write_text("[" * 100_000)
+    assert "b.json: malformed JSON: nested too deeply" in refused("eval", "b.json")
+    (tmp_path / "b.json").write_text("[]")
+    assert "b.json: not a result of isobit eval --out" in refused("eval", "b.json")
+    assert "saved results are not evaluated again" in refused("eval", "a.json", "-n", 4)
+    assert "give a model to evaluate" in refused("eval", "--against", "a.json", "--completions", "answer")
 
 
 def test_sft(tmp_path: Path, refused: Callable[..., str]) -> None:

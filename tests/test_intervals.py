@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from isobit.intervals import pass_at_k, pass_at_k_estimate, proportion
+from isobit.intervals import bootstrap_mean, pass_at_k, proportion
 
 
 def test_wilson_known_values() -> None:
@@ -34,7 +34,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(n: int, c: int, k: int
     assert pass_at_k(n, c, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets), abs=1e-12)
 
 
-def test_pass_at_k_estimate_repeats_and_brackets() -> None:
-    first = pass_at_k_estimate([0, 4, 8, 2] * 10, 8, 2)
-    assert first == pass_at_k_estimate([0, 4, 8, 2] * 10, 8, 2)
-    assert first.low < first.value < first.high
+def test_the_bootstrap_repeats_and_has_the_standard_errors_width() -> None:
+    values = np.random.default_rng(0).normal(3, 2, 400).tolist()
+    estimate = bootstrap_mean(values)
+    assert estimate == bootstrap_mean(values)
+    assert (estimate.value, estimate.prompts) == (pytest.approx(np.mean(values)), 400)
+    half = 1.96 * np.std(values) / 20
+    assert estimate.low == pytest.approx(np.mean(values) - half, abs=0.1 * half)
+    assert estimate.high == pytest.approx(np.mean(values) + half, abs=0.1 * half)
+
+
+def test_the_bootstrap_of_many_prompts_is_drawn_in_parts() -> None:
+    estimate = bootstrap_mean([0.0, 1.0] * 200_000, resamples=60)
+    assert estimate.value == 0.5
+    assert 0.49 < estimate.low < 0.5 < estimate.high < 0.51

@@ -4,13 +4,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from isobit.config import load_sft_config
 from isobit.engine import Engine, Sampling
 from isobit.errors import IsobitError, RunFailed
-from isobit.evaluate import evaluate_greedy
+from isobit.evaluation.measure import Plan, measure
 from isobit.model import Model
 from isobit.sft import cached_model, supervised_run
 from isobit.tasks import TaskSettings, load_task
@@ -53,7 +55,8 @@ def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
     for path in (untrained, out):
         engine = Engine.sized_for(Model.load(path), [e.prompt for e in examples], len(examples), 4)
         with RewardPool(task.rewards) as pool:
-            accuracy[path] = evaluate_greedy(engine, examples, pool, Sampling(max_new_tokens=4)).accuracy.value
+            answered = measure(engine, examples, pool, Plan(4))
+            accuracy[path] = sum(question.greedy.correct for question in answered) / len(answered)
     assert accuracy[untrained] < 0.2
     assert accuracy[out] > 0.75
 
@@ -125,5 +128,53 @@ def test_examples_that_do_not_fit_are_named(config: WriteConfig, tmp_path: Path)
     rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2" * 40}) + "\n")
     init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
     path = config(task={"path": str(rows), "held_out_size": 0}, model={"init": init})
-    with pytest.raises(IsobitError, match="exceeds the model's context of 32"):
+    with pytest.raises(IsobitError, match=r"rows\.jsonl:1: a prompt of 4 tokens .* exceeds the model's context of 32"):
         supervised_run(load_sft_config(path), quiet=True)
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_is_held_out_for_the_evaluation_must_fit_too(config: WriteConfig, tmp_path: Path) -> None:
+    for name, question in (("train", "1+1="), ("test", "1" * 32)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": question, "answer": "2"}) + "\n")
+    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
+    files = {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "test.jsonl")}
+    path = config(task={"name": "gsm8k", "prompt_template": "{prompt}", **files}, model={"init": init})
+    with pytest.raises(
+        IsobitError, match=r"test\.jsonl:1: the prompt has 32 tokens, which fill the model's context of 32"
+    ):
+        supervised_run(load_sft_config(path), quiet=True)
+
+
+def test_what_does_not_fit_is_dropped_where_asked(
+    config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text(f"question,solution\n1+1=,{'2' * 40}\n1+2=,3\n1+1+1=,3\n")
+    columns = {"prompt": "question", "completion": "solution"}
+    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
+    task = {"path": str(rows), "held_out_size": 0, "columns": columns, "too_long": "drop", "max_prompt_tokens": 5}
+    supervised_run(load_sft_config(config(task=task, model={"init": init})))
+    said = capsys.readouterr().err
+    assert "2 of 3 training examples dropped for their length; the first: " in said
+    assert "rows.csv:2: a prompt of 4 tokens with a completion of 41" in said
+
+
+def test_conversations_are_learned_under_a_given_template(config: WriteConfig, tmp_path: Path) -> None:
+    """`messages` as SFT sets have them; the template is saved with the model, and part of what it is cached by."""
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}] * 4), tmp_path / "rows.parquet")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}=")
+    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
+    task = {"path": str(tmp_path / "rows.parquet"), "held_out_size": 0}
+    path = config(task=task, model={"init": init, "chat_template": str(template)}, steps=30, batch_size=4)
+    first = cached_model(str(path), quiet=True)
+    model = Model.load(first)
+    assert model.tokenizer.chat_template == template.read_text()
+    (group,) = Engine(model).generate([messages[:1]], Sampling(1, 4, 0.0))
+    assert (group[0].text, group[0].finish_reason) == ("2", "stop")
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}==")
+    assert cached_model(str(path), quiet=True) != first
+    template.unlink()
+    with pytest.raises(IsobitError, match=r"cannot read chat template .*template\.jinja: No such file"):
+        cached_model(str(path), quiet=True)

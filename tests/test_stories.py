@@ -30,7 +30,7 @@ def story(prompts, completions, **columns):
 
 
 def isobit(folder: Path, *words: object) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-m", "isobit.cli", *map(str, words)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -77,9 +77,13 @@ def test_every_gold_answer_of_gsm8k_is_right(tmp_path: Path, gsm8k_test: Path) -
     out = tmp_path / "result.json"
     gold = ("eval", "--task", "gsm8k", "--data", gsm8k_test)
     done = isobit(tmp_path, *gold, "--completions", "answer", "--out", out)
-    assert done.stdout.startswith("accuracy  1.0000"), done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == sum(1 for line in gsm8k_test.open() if line.strip())
-    assert {row["reward"] for row in rows} == {1.0}
-    wrong = isobit(tmp_path, *gold, "--completions", "question")
-    assert float(wrong.stdout.split()[1]) < 0.1, wrong.stderr
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["summary"]["(all)"]["accuracy"]["value"] == 1
+    assert len(result["prompts"]) == sum(1 for line in gsm8k_test.open() if line.strip())
+    assert {row["greedy"]["reward"] for row in result["prompts"]} == {1.0}
+    other = tmp_path / "other.json"
+    assert isobit(tmp_path, *gold, "--completions", "question", "--out", other).returncode == 0
+    assert json.loads(other.read_text())["summary"]["(all)"]["accuracy"]["value"] < 0.1
+    compared = isobit(tmp_path, "eval", out, "--against", other)
+    assert "A is better than B in accuracy" in compared.stdout, compared.stderr

@@ -3,9 +3,7 @@
 The public names are loaded on first use, so that `isobit --help` and the reward workers never import torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 _HOMES = {
@@ -21,17 +19,6 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 __version__ = "0.1.0"
-
-
-class _Package(ModuleType):
-    """`isobit.train` stays the function: importing the module of that name would put the module in its place."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

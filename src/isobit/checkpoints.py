@@ -25,9 +25,18 @@ def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: i
     Raises RunFailed if the disk is full or the files cannot be written; earlier checkpoints stay as they are.
     """
     final = directory / f"{_PREFIX}{step:06d}"
-    temporary = directory / f"{_TEMPORARY}{step:06d}"
+    replace(final, write)
+    for old in all_checkpoints(directory)[:-keep_last]:
+        shutil.rmtree(old)
+    return final
+
+
+def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None) -> None:
+    """Write a directory through `write(folder)`, with a manifest, and put it in the place of `final`, whole or not at
+    all; what was there is removed, or renamed to `keep`. Raises RunFailed as `save`."""
+    temporary = final.parent / f"{_TEMPORARY}{final.name.removeprefix(_PREFIX)}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         write(temporary)
@@ -36,19 +45,18 @@ def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: i
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         for path in [*files, temporary / _MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
             _flush(path)
-        if final.exists():
+        if final.exists() and keep is not None:
+            final.rename(keep)
+        elif final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _flush(directory)
+        _flush(final.parent)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, (OSError, SafetensorError)):  # safetensors wraps the system's error
             reason = getattr(error, "strerror", None) or str(error)
             raise RunFailed(f"cannot save checkpoint {final}: {reason}; earlier checkpoints are intact") from None
         raise
-    for old in all_checkpoints(directory)[:-keep_last]:
-        shutil.rmtree(old)
-    return final
 
 
 def all_checkpoints(directory: Path) -> list[Path]:
@@ -56,13 +64,13 @@ def all_checkpoints(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob(f"{_PREFIX}*") if p.is_dir())
 
 
-def newest(directory: Path) -> tuple[Path, list[str]]:
+def newest(directory: Path, *, clean: bool = True) -> tuple[Path, list[str]]:
     """The newest checkpoint that is whole, and a line for every newer one that is damaged.
 
-    Removes what an interrupted write left behind. Raises IsobitError if no checkpoint is whole.
+    Removes what an interrupted write left behind if it is to `clean`. Raises IsobitError if no checkpoint is whole.
     """
-    for leftover in directory.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(leftover)
+    if clean:
+        remove_leftovers(directory)
     warnings: list[str] = []
     for path in reversed(all_checkpoints(directory)):
         problem = damage(path)
@@ -70,7 +78,13 @@ def newest(directory: Path) -> tuple[Path, list[str]]:
             return path, warnings
         warnings.append(f"checkpoint {path} is damaged ({problem}); taking the one before it")
     found = f"all {len(warnings)} are damaged: {warnings[0]}" if warnings else "there is none"
-    raise IsobitError(f"{directory}: no checkpoint to resume from: {found}")
+    raise IsobitError(f"{directory}: no checkpoint to take: {found}")
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what interrupted writes into a directory left behind."""
+    for leftover in directory.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(leftover)
 
 
 def damage(path: Path) -> str | None:

@@ -32,6 +32,7 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
                 f"run.dir={out / folder_name(preset) / f'seed-{seed}'}",
                 "run.report=false",
                 "run.keep_last=1",
+                "evaluation.keep_best=false",
             ],
         )
         for preset in config.presets

@@ -1,138 +1,156 @@
-"""Accuracy on held-out examples: greedy, and pass@k from samples, with intervals; or of completions that are given.
+"""`isobit eval`: a model, a run or given completions on held-out prompts; and two of them against each other.
 
-A completion is correct if its reward is at least 1. Left out: majority voting and paired tests.
+What is asked is a run's configuration, of the run that is evaluated or an empty one, with what the command line gives
+in its place: a checkpoint of a run is asked exactly what training asked it. Left out: what is measured (`evaluation/`),
+and results that are all saved (`evaluation/shown.py`).
 """
 
-import json
+import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from isobit.engine import Engine, Sampling
+from isobit import run as runs
+from isobit.config import Config, load_config, parse_config, reward_specs, task_settings
 from isobit.errors import IsobitError
-from isobit.intervals import Estimate, pass_at_k_estimate, proportion
+from isobit.evaluation.comparison import check_same_prompts
+from isobit.evaluation.measure import grade_given, measure, tags_of
+from isobit.evaluation.periodic import evaluation_plan
+from isobit.evaluation.progress import Progress
+from isobit.evaluation.result import Question, Result, read_result
+from isobit.evaluation.shown import is_saved, show
+from isobit.lengths import fit_prompts
 from isobit.model import Model
-from isobit.tasks import Example, RewardSpec, TaskSettings, load_task
-from isobit.tasks.data import Prompt
-from isobit.tasks.rewards import Reward, RewardPool
+from isobit.scoring import Scorer
+from isobit.setup import held_out_judge, reward_models, sized_engine
+from isobit.tasks import Example, Task, load_task
+from isobit.tasks.rewards import RewardPool
+
+DEFAULT_SAMPLES = 8
+_EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """`greedy` or given completions: their accuracy and mean reward; `passes`: k to pass@k; `rows`: every
-    completion."""
+class Request:
+    """What the command line asks. `given`: sections of a run's configuration, as far as they are given; `best`: a run's
+    best model instead of its newest; `completions`: a column to score instead of a model's answers."""
 
-    accuracy: Estimate
-    mean_reward: float
-    passes: dict[int, Estimate] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-
-class Judge(Protocol):
-    """What gives completions their rewards: functions, or functions and models."""
-
-    def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]: ...
+    given: Mapping[str, Any]
+    best: bool = False
+    completions: str | None = None
 
 
-def evaluate_greedy(engine: Engine, examples: Sequence[Example], pool: Judge, sampling: Sampling) -> Evaluation:
-    """Greedy accuracy; `sampling` gives the length and the stop strings."""
-    greedy = Sampling(1, sampling.max_new_tokens, 0.0, stop=sampling.stop, ignore_eos=sampling.ignore_eos)
-    groups = engine.generate([e.prompt for e in examples], greedy)
-    return score_completions(examples, [group[0].text for group in groups], pool)
+def evaluate_command(first: Path | None, second: Path | None, request: Request, out: Path | None) -> None:
+    """Print what is found; with `out`, write it with every completion. A side is a model directory, a run, or a result
+    that was written before. Raises IsobitError for contradictory arguments and for bad data."""
+    if (first is None) == (request.completions is None) or (first is None and second is not None):
+        raise IsobitError(
+            "give a model to evaluate, a run, or a saved result; or none of them, and --completions COLUMN to score a "
+            "column of the data"
+        )
+    results = _evaluate([path for path in (first, second) if path is not None], request)
+    show(results[0], results[1] if len(results) > 1 else None, out)
 
 
-def evaluate_samples(
-    engine: Engine, examples: Sequence[Example], pool: Judge, sampling: Sampling, ks: Sequence[int]
-) -> tuple[dict[int, Estimate], list[dict[str, Any]]]:
-    """pass@k for every k, from `sampling.n` samples of each prompt."""
-    groups = engine.generate([e.prompt for e in examples], sampling)
-    repeated = [example for example in examples for _ in range(sampling.n)]
-    rows = score_completions(repeated, [c.text for group in groups for c in group], pool).rows
-    correct = [sum(bool(row["correct"]) for row in rows[i : i + sampling.n]) for i in range(0, len(rows), sampling.n)]
-    return {k: pass_at_k_estimate(correct, sampling.n, k) for k in ks}, rows
+def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
+    """A run's configuration, or an empty one, with what is given in its place.
+
+    A task that is named replaces the run's whole, a file its files, a number of samples its k. Raises IsobitError for
+    values that cannot be.
+    """
+    values: dict[str, Any] = load_config(run / runs.CONFIG).model_dump(mode="json") if run is not None else dict(_EMPTY)
+    for section, found in given.items():
+        replaced = not isinstance(found, Mapping) or (section == "task" and "name" in found)
+        values[section] = found if replaced else {**values.get(section, {}), **found}
+    if "path" in given.get("task", {}):
+        values["task"] = {**values["task"], "held_out_size": None}
+    evaluation, asked = dict(values.get("evaluation", {})), given.get("evaluation", {})
+    if "pass_at" in asked and not evaluation.get("num_samples"):
+        evaluation["num_samples"] = DEFAULT_SAMPLES
+    if "num_samples" in asked and "pass_at" not in asked:
+        evaluation["pass_at"] = []
+    return parse_config(Config, {**values, "evaluation": evaluation}, "isobit eval")
 
 
-def score_completions(examples: Sequence[Example], completions: Sequence[str], pool: Judge) -> Evaluation:
-    """Accuracy of given completions, one per example. An unscored one counts as wrong and has reward null."""
-    rewards = pool.score([e.prompt for e in examples], completions, [e.columns for e in examples])
-    rows = [
-        {"prompt": e.prompt, "completion": text, "reward": r.total, "correct": r.total is not None and r.total >= 1}
-        for e, text, r in zip(examples, completions, rewards)
-    ]
-    scored = [r.total for r in rewards if r.total is not None]
-    mean = sum(scored) / len(scored) if scored else float("nan")
-    return Evaluation(proportion(sum(bool(row["correct"]) for row in rows), len(rows)), mean, rows=rows)
-
-
-def evaluate_command(
-    model: Path | None,
-    settings: TaskSettings,
-    rewards: Sequence[RewardSpec],
-    sampling: Sampling,
-    pass_at: str,
-    samples: int | None,
-    completions: str | None,
-    out: Path | None,
-    flow: tuple[str, str, str],
-) -> None:
-    """`isobit eval`: print the result; with `out`, write it with every completion. `flow`: precision, backend,
-    consistency. Raises IsobitError for contradictory arguments and for bad data."""
-    ks = _parse_ks(pass_at, sampling.n)
-    if (model is None) == (completions is None):
-        raise IsobitError("give a model to evaluate, or --completions COLUMN to score a column of the data")
-    task = load_task(settings)
-    examples = task.held_out.examples[:samples]
+def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
+    """The result of each side; of given completions where there is none."""
+    run = next((path for path in sides if _is_run(path)), None)
+    if request.best and run is None:
+        raise IsobitError("--best: there is no run whose best model could be taken")
+    config = evaluation_config(run, request.given)
+    models = {path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)}
+    saved = {path: read_result(path) for path in sides if is_saved(path)}
+    task, plan = load_task(task_settings(config.task, config.seed)), evaluation_plan(config)
+    if run is not None and config.task.too_long == "drop":  # what training left out is left out here
+        model = Model.load(models[run], "float32")
+        task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
+    examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
     if not examples:
         raise IsobitError("there is nothing to evaluate: the held-out split is empty")
-    if not rewards and not task.rewards:
+    tags_of(examples, plan.tag)  # what is wrong is found before a model is loaded
+    for path, result in saved.items():
+        check_same_prompts(str(path), result.prompts, "the data", [example.prompt for example in examples])
+    with _pool(config, task) as pool:
+        pool.check_columns(examples[0].columns)
+        if request.completions is not None:
+            texts = [_column(example, request.completions, i) for i, example in enumerate(examples)]
+            return [_result(f"column {request.completions}", config, grade_given(examples, texts, pool, plan), pool)]
+        scorer = Scorer(pool, [] if pool.specs else reward_models(config), stop_on_error=False)
+        results = []
+        for path in sides:
+            if path in saved:
+                results.append(saved[path])
+            else:
+                questions = _ask(models[path], config, examples, scorer)
+                results.append(_result(str(models[path]), config, questions, pool))
+    return results
+
+
+def _ask(path: Path, config: Config, examples: Sequence[Example], scorer: Scorer) -> tuple[Question, ...]:
+    gc.collect()  # of a model that was asked before
+    plan = evaluation_plan(config)
+    model = Model.load(path, config.precision, config.backend, config.consistency)
+    engine = sized_engine(config, model, [e.prompt for e in examples], len(examples) * max(1, plan.num_samples))
+    engine.calibrate([example.prompt for example in examples])
+    with Progress(str(path)) as progress:
+        return measure(engine, examples, held_out_judge(scorer), plan, progress.update)
+
+
+def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:
+    """How many examples: as given; of a run's own task as many as its evaluations take; else all."""
+    own = of_run and not {"name", "path"} & set(given.get("task", {}))
+    return config.evaluation.samples if own or "samples" in given.get("evaluation", {}) else None
+
+
+def _pool(config: Config, task: Task) -> RewardPool:
+    specs = reward_specs(config.rewards) or task.rewards
+    if not specs and not config.rewards.models:
         raise IsobitError("no reward function: give --reward FILE.py:FUNCTION, or use a task that has one of its own")
-    with RewardPool(list(rewards) or task.rewards, on_error="skip") as pool:
-        pool.start()
-        if completions is not None:
-            result = score_completions(examples, [_column(e, completions, i) for i, e in enumerate(examples)], pool)
-        else:
-            assert model is not None
-            result = _evaluate_model(model, flow, examples, pool, sampling, ks)
-    print(f"{'accuracy' if completions is not None else 'greedy accuracy'}  {result.accuracy}")
-    print(f"mean reward  {result.mean_reward:.4f}")
-    for k, estimate in result.passes.items():
-        print(f"pass@{k}  {estimate}")
-    if out is not None:
-        _write(out, result)
+    return RewardPool(
+        specs,
+        deadline_s=config.rewards.deadline_s,
+        num_workers=config.rewards.num_workers,
+        on_error="skip",
+        environment=config.rewards.environment,
+    )
 
 
-def _evaluate_model(
-    path: Path,
-    flow: tuple[str, str, str],
-    examples: Sequence[Example],
-    pool: RewardPool,
-    sampling: Sampling,
-    ks: Sequence[int],
-) -> Evaluation:
-    model = Model.load(path, *flow)
-    sequences = len(examples) * (sampling.n if ks else 1)
-    prompts = [e.prompt for e in examples]
-    engine = Engine.sized_for(model, prompts, sequences, sampling.max_new_tokens)
-    engine.calibrate(prompts)
-    greedy = evaluate_greedy(engine, examples, pool, sampling)
-    if not ks:
-        return greedy
-    passes, rows = evaluate_samples(engine, examples, pool, sampling, ks)
-    return Evaluation(greedy.accuracy, greedy.mean_reward, passes, greedy.rows + rows)
-
-
-def _parse_ks(text: str, n: int) -> list[int]:
-    try:
-        ks = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise IsobitError(f"--pass-at {text!r}: expected whole numbers, such as 1,4") from None
-    for k in ks:
-        if not 1 <= k <= n:
-            raise IsobitError(f"--pass-at {k}: needs 1 to -n samples, and -n is {n}")
-    return ks
+def _result(model: str, config: Config, questions: tuple[Question, ...], pool: RewardPool) -> Result:
+    plan = evaluation_plan(config)
+    names = [spec.label for spec in pool.specs] or [reward.name for reward in config.rewards.models]
+    settings = {
+        "task": config.task.model_dump(mode="json"),
+        "precision": config.precision,
+        "consistency": config.consistency,
+        "seed": config.seed,
+        "max_new_tokens": plan.max_new_tokens,
+        "stop": list(plan.stop),
+        "temperature": plan.temperature,
+        "tag": plan.tag,
+        "answer_pattern": config.evaluation.answer_pattern,
+    }
+    return Result(model, questions, plan.ks, tuple(names), settings)
 
 
 def _column(example: Example, column: str, index: int) -> str:
@@ -143,7 +161,5 @@ def _column(example: Example, column: str, index: int) -> str:
     return str(example.columns[column])
 
 
-def _write(path: Path, result: Evaluation) -> None:
-    estimates = {"accuracy": result.accuracy, **{f"pass@{k}": e for k, e in result.passes.items()}}
-    values = {name: vars(estimate) for name, estimate in estimates.items()}
-    path.write_text(json.dumps({**values, "mean_reward": result.mean_reward, "rows": result.rows}, indent=1) + "\n")
+def _is_run(path: Path) -> bool:
+    return (path / runs.CONFIG).is_file()

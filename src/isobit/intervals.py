@@ -1,6 +1,8 @@
-"""Accuracy with its uncertainty: Wilson intervals for a proportion, unbiased pass@k with a bootstrap interval.
+"""Values with their uncertainty: Wilson's interval of a proportion, Student's and the bootstrap's of a mean, and the
+unbiased pass@k.
 
-Left out: what a correct completion is (the task says) and how completions are made (`evaluate.py`).
+Left out: what a correct completion is (its reward says), how completions are made (`evaluation/`), and tests of a
+difference (`evaluation/paired.py`).
 """
 
 import math
@@ -12,6 +14,8 @@ import numpy as np
 _Z95 = 1.959963984540054
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 0.975 for 1, 2, ... degrees of freedom."""
+
+_ELEMENTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,16 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - missed
 
 
-def pass_at_k_estimate(correct: Sequence[int], num_samples: int, k: int, resamples: int = 2000) -> Estimate:
-    """Mean pass@k over prompts; `correct[i]` of `num_samples` passed for prompt i.
-
-    The interval is the percentile bootstrap over prompts, with a fixed seed, so that it repeats.
-    """
-    values = np.array([pass_at_k(num_samples, passed, k) for passed in correct], dtype=np.float64)
+def bootstrap_mean(values: Sequence[float], resamples: int = 2000) -> Estimate:
+    """Mean over prompts with the percentile bootstrap's 95 % interval (Efron 1979), under a fixed seed, so that it
+    repeats. Values that are all equal give an interval without width, and few prompts one that is too narrow."""
+    array = np.asarray(values, dtype=np.float64)
+    assert array.size > 0
     generator = np.random.Generator(np.random.Philox(key=0))
-    means = values[generator.integers(0, len(values), (resamples, len(values)))].mean(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return Estimate(float(values.mean()), float(low), float(high), len(values))
+    at_once = max(1, _ELEMENTS_AT_ONCE // array.size)
+    means = [
+        array[generator.integers(0, array.size, (min(at_once, resamples - start), array.size))].mean(axis=1)
+        for start in range(0, resamples, at_once)
+    ]
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    return Estimate(float(array.mean()), float(low), float(high), array.size)

@@ -1,7 +1,7 @@
 """Every metric that a run logs: its name, what it means, and whose definition it is. One place.
 
 `python -m isobit.metrics` prints docs/metrics.md. A name that is not here cannot be logged. Names that end in `*`
-stand for a family (one per reward function, or per sign of the advantage).
+stand for a family (one per reward function, per k, per value of a tag, or per sign of the advantage).
 """
 
 import math
@@ -16,6 +16,9 @@ METRICS: dict[str, str] = {
     "reward/reference_kl": "log π_rollout - log π_reference of a completion, which the reward pays for; mean over them",
     "accuracy/held_out": "greedy completions of the held-out split whose reward is at least 1, as a fraction",
     "reward/held_out": "mean reward of the greedy completions of the held-out split",
+    "accuracy/pass_at_*": "pass@k on the held-out split, from samples: the chance that one of k is correct (unbiased)",
+    "accuracy/majority_at_*": "maj@k on the held-out split: the chance that the answer of most of k samples is correct",
+    "accuracy/tag/*": "accuracy/held_out of the prompts with one value of the tag",
     "loss/policy": "clipped surrogate, aggregated as the objective says; mean over the step's optimizer steps",
     "loss/kl": "estimate of KL(policy ‖ reference) per token; 0 without a reference",
     "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's optimizer steps",

@@ -26,7 +26,7 @@ CONFIG, METRICS, COMPLETIONS, CHECKPOINTS, REPORT = (
     "checkpoints",
     "report.html",
 )
-_LOCK = ".lock"
+LOCK, BEST = ".lock", "best"
 
 
 class Run:
@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, directory: Path, offsets: Mapping[str, int]) -> None:
         self.directory = directory
-        self._lock = (directory / _LOCK).open("w")
+        self._lock = (directory / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -133,6 +133,19 @@ def newest_checkpoint(directory: Path) -> Path:
     for warning in warnings:
         print(f"isobit: {warning}", file=sys.stderr)
     return path
+
+
+def model_directory(path: Path, best: bool = False) -> Path:
+    """The newest checkpoint, or the `best` model, where `path` is a run directory; else the path itself, a Hugging Face
+    directory. Raises IsobitError for a run that has neither."""
+    if not (path / CONFIG).is_file():
+        return path
+    if not best:
+        # what lies half-written there belongs to a run that may be alive
+        return checkpoints.newest(path / CHECKPOINTS, clean=False)[0]
+    if not (path / BEST).is_dir():
+        raise IsobitError(f"{path} has no best model: its evaluation is off, or keep_best is")
+    return path / BEST
 
 
 class Interruption:

@@ -40,10 +40,14 @@ class Scorer:
         return functions + tuple((model.name, model.weight) for model in self.models)
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Reward]:
         """The rewards of each completion. Raises RunFailed for the first failure, unless failures are skipped."""
-        rewards = self.pool.score(prompts, completions, columns)
+        rewards = self.pool.score(prompts, completions, columns, completion_ids)
         for weighted in self.models:
             rewards = [
                 _plus(reward, weighted, *found)

@@ -18,8 +18,7 @@ from isobit import run as runs
 from isobit.config import Config, dump_config, load_config
 from isobit.engine import Completion
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
-from isobit.evaluate import evaluate_greedy
-from isobit.progress import Display
+from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
@@ -27,6 +26,7 @@ from isobit.run import Interruption, Run
 from isobit.setup import Parts, load_state, open_parts, save_checkpoint
 from isobit.statistics import batch_metrics, staleness_metrics, weight_metrics
 from isobit.tasks import Example
+from isobit.view import Display, Shown
 
 
 @dataclass
@@ -46,8 +46,13 @@ class Session:
     def __init__(self, parts: Parts, run: Run, state: State, *, quiet: bool, recorded: Path | None = None) -> None:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
         self.model, self.objective, self.quiet = parts.model, parts.objective, quiet
+        evaluation = self.config.evaluation
+        self.best = Best(
+            run.directory, evaluation.best_by if evaluation.every and evaluation.keep_best else None, parts.model.save
+        )
         self.interruption = Interruption()
-        self.display = Display(self.config.steps, quiet, state.step)
+        details = f"{self.model.precision.name}, {self.config.consistency}"
+        self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
         self._recorded = _recorded_groups(recorded) if recorded is not None else None
         self._examples: dict[int, Example] = {}
         self._metrics: dict[str, float] = {}
@@ -59,7 +64,7 @@ class Session:
         for resource_ in (self.run, self.parts.rewards, self.interruption, self.display):
             self._stack.enter_context(resource_)
         if self._saved_step is None:
-            self._evaluate_and_write(self.state.step)
+            self.display.history.add(self._evaluate_and_write(self.state.step))
             self._save()
         return self
 
@@ -78,7 +83,10 @@ class Session:
         self._metrics |= weight_metrics(self.model) | self.parts.calibrator.step_metrics()
 
     def _refresh(self) -> None:
-        """The working weights become those of the masters, and the scales of a calibrated KV cache fit them."""
+        """The working weights become those of the masters, and the scales of a calibrated KV cache fit them; reward
+        functions learn which step it is."""
+        counted = {"global_step": self.state.step, "max_steps": self.config.steps}
+        self.parts.rewards.trainer_state = counted | {"epoch": self.state.cursor / len(self.parts.task.train)}
         with self._timed("sync"), self._broken_weights_end_the_run():
             self.model.sync()
         if self.parts.calibrator.active:
@@ -140,7 +148,10 @@ class Session:
         examples = [self._examples[sample.prompt_index] for sample in samples]
         with self._timed("score"):
             rewards = self.parts.scorer.score(
-                [e.prompt for e in examples], [s.completion for s in samples], [e.columns for e in examples]
+                [e.prompt for e in examples],
+                [s.completion for s in samples],
+                [e.columns for e in examples],
+                [s.completion_ids for s in samples],
             )
         for reward in rewards:
             if reward.error is not None:
@@ -186,8 +197,8 @@ class Session:
         }
         self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)
         last = state.step == config.steps
-        self._evaluate_and_write(state.step, measured, last)
-        self.display.step(measured)
+        values = self._evaluate_and_write(state.step, measured, last)
+        self.display.step(values, (self._shown(sample) for group in batch.groups for sample in group))
         every = config.run.checkpoint_every
         if last or (every and state.step % every == 0):
             self._save()
@@ -197,6 +208,9 @@ class Session:
         prompt = self.model.tokenizer.decode(sample.prompt_ids)
         return {"step": self.state.step, "prompt": prompt, **sample.to_json()}
 
+    def _shown(self, sample: Sample) -> Shown:
+        return Shown(sample.reward, self.model.tokenizer.decode(sample.prompt_ids), sample.completion)
+
     def finish(self) -> None:
         """Save what is not saved, write the report, and say how to go on."""
         if self._saved_step != self.state.step:
@@ -204,25 +218,33 @@ class Session:
         if self.config.run.report:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
+        if (line := self.best.line(self.state.step)) is not None:
+            self.display.note(line)
         if self.interruption.signal is not None:
             again = f"isobit train --resume {self.run.directory}"
             self.display.note(f"stopped after step {self.state.step}; go on with: {again}")
 
-    def _evaluate_and_write(self, step: int, measured: dict[str, float] | None = None, last: bool = False) -> None:
+    def _evaluate_and_write(
+        self, step: int, measured: dict[str, float] | None = None, last: bool = False
+    ) -> dict[str, float]:
         values = {"step": float(step), **(measured or {})}
-        every = self.config.evaluation.every
-        if every and (step % every == 0 or last):
+        held_out = self.parts.held_out
+        if held_out is not None and (step % self.config.evaluation.every == 0 or last):
+            version = self.model.weights_version
             self._refresh()
-            examples = self.parts.held_out
-            judge = self.parts.rewards if self.parts.rewards.specs else self.parts.scorer
+            self.display.phase("evaluate")
             with self._broken_weights_end_the_run():
-                result = evaluate_greedy(self.parts.evaluator, examples, judge, self.parts.sampling)
-            values |= {"accuracy/held_out": result.accuracy.value, "reward/held_out": result.mean_reward}
-            self.display.note(f"step {step}: held-out greedy accuracy {result.accuracy}")
+                found, line = held_out.evaluate()
+            self.model.transformer.weights_version = version  # the next sync is of the same weights
+            values |= found
+            self.display.note(f"step {step}: {line}")
+            self.best.consider(step, found)
         if len(values) > 1:
             self.run.write_metrics(values)
+        return values
 
     def _save(self) -> None:
+        self.display.phase("save")
         counted = {
             "step": self.state.step,
             "cursor": self.state.cursor,
@@ -233,8 +255,10 @@ class Session:
             "clip_bounds": self.parts.learner.clip_bounds,
             "weights_version": self.model.weights_version,
             "offsets": self.run.offsets(),
+            "best": self.best.to_json(),
         }
         save_checkpoint(self.run.checkpoints, self.parts, counted, self.config.run.keep_last)
+        self.best.settle()
         self._saved_step = self.state.step
 
     def _stop_if_bad(self) -> None:
@@ -261,6 +285,7 @@ class Session:
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
+        self.display.phase(name)
         yield
         self._count(f"time/{name}", time.perf_counter() - began)
 
@@ -293,6 +318,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     session = Session(parts, Run(run_dir, counted["offsets"]), state, quiet=quiet)
     session._saved_step = state.step
+    session.best.restore(counted.get("best"))
     return session
 
 

@@ -4,6 +4,7 @@ Everything here runs before a run directory is written, so that a user's mistake
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from safetensors.torch import load_file, save_file
 from isobit import checkpoints
 from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
 from isobit.engine import Calibrator, Engine, Sampling
+from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
+from isobit.evaluation.measure import Judge
+from isobit.evaluation.periodic import HeldOut, evaluation_plan
+from isobit.lengths import fit_prompts
 from isobit.model import Model, RewardModel
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
 from isobit.rl.correction import CorrectionRule, Rejection
@@ -23,7 +28,7 @@ from isobit.rl.replay import ReplayBuffer, ReplaySettings
 from isobit.run import refuse_existing
 from isobit.scoring import Scorer, WeightedModel
 from isobit.sft import cached_model, optimizer_settings
-from isobit.tasks import Example, Task, load_task
+from isobit.tasks import Task, load_task
 from isobit.tasks.rewards import RewardPool
 
 _MIB = 1024 * 1024
@@ -33,17 +38,16 @@ _KV = "kv_scales.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What a run consists of. `engine` rolls out, `evaluator` answers the held-out prompts; both share the weights."""
+    """What a run consists of. `engine` rolls out, that of `held_out` answers its prompts; both share the weights."""
 
     config: Config
     model: Model
     reference: Model | None
     task: Task
-    held_out: list[Example]
+    held_out: HeldOut | None
     rewards: RewardPool
     scorer: Scorer
     engine: Engine
-    evaluator: Engine
     calibrator: Calibrator
     replay: ReplayBuffer
     sampling: Sampling
@@ -51,11 +55,15 @@ class Parts:
     optimizer: Optimizer
     learner: Learner
 
+    @property
+    def kv_bytes(self) -> int:
+        """Allocated for keys and values."""
+        return self.engine.kv_bytes + (self.held_out.engine.kv_bytes if self.held_out is not None else 0)
+
     def memory_metrics(self) -> dict[str, float]:
         """Allocated for keys and values, and for weights, in MiB."""
-        engines = {id(e): e.kv_bytes for e in (self.engine, self.evaluator)}
         found = {
-            "memory/kv_cache_mib": sum(engines.values()) / _MIB,
+            "memory/kv_cache_mib": self.kv_bytes / _MIB,
             "memory/weights_mib": sum(self.model.memory().values()) / _MIB,
             "memory/optimizer_mib": self.optimizer.nbytes / _MIB,
         }
@@ -93,7 +101,11 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
     )
     model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
-    scorer = Scorer(rewards, _reward_models(config), config.rewards.on_error == "stop")
+    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
+        model.tokenizer.use_template(config.model.chat_template)
+    fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
+    task = fitted.task
+    scorer = Scorer(rewards, reward_models(config), config.rewards.on_error == "stop")
     objective = replace(objective_of(config, model), reward_weights=scorer.weights)
     if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
@@ -102,6 +114,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision
         reference = Model.load(base, precision, config.backend, config.consistency)
+        reference.tokenizer = model.tokenizer  # with its chat template
         Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
         reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
@@ -114,20 +127,17 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         seed=config.seed,
     )
     sampling = _sampling(config)
-    held_out = list(task.held_out.examples[: config.evaluation.samples]) if config.evaluation.every else []
-    engine = _engine(config, model, list(task.train.examples), config.prompts_per_step * sampling.n)
+    engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
-    evaluator = _engine(config, model, held_out, len(held_out)) if held_out else engine
     return Parts(
         config,
         model,
         reference,
         task,
-        held_out,
+        _held_out(config, model, task, scorer) if config.evaluation.every else None,
         rewards,
         scorer,
         engine,
-        evaluator,
         Calibrator(model),
         ReplayBuffer(ReplaySettings(**config.replay.model_dump()), config.seed),
         sampling,
@@ -137,7 +147,23 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     )
 
 
-def _reward_models(config: Config) -> list[WeightedModel]:
+def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldOut:
+    plan = evaluation_plan(config)
+    examples = list(task.held_out.examples[: config.evaluation.samples])
+    prompts = [example.prompt for example in examples]
+    engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples))
+    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan)
+    held_out.check_metric(config.evaluation.best_by)
+    return held_out
+
+
+def held_out_judge(scorer: Scorer) -> Judge:
+    """What is correct is for functions to say, and for reward models where there are none."""
+    return scorer.pool if scorer.pool.specs else scorer
+
+
+def reward_models(config: Config) -> list[WeightedModel]:
+    """The reward models of a config, loaded."""
     return [
         WeightedModel(RewardModel.load(m.path, m.precision, config.backend, config.consistency), m.weight, m.name)
         for m in config.rewards.models
@@ -187,9 +213,9 @@ def _sampling(config: Config) -> Sampling:
     )
 
 
-def _engine(config: Config, model: Model, examples: list[Example], sequences: int) -> Engine:
+def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int) -> Engine:
+    """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds."""
     section = config.engine
-    prompts = [example.prompt for example in examples]
     return Engine.sized_for(
         model,
         prompts,
@@ -247,7 +273,7 @@ def memory_plan(parts: Parts) -> str:
         ("AdamW moments", parts.optimizer.nbytes),
         ("working weights, rollout", sizes["rollout"]),
         ("working weights, learner", sizes["learner"]),
-        ("keys and values", sum({id(e): e.kv_bytes for e in (parts.engine, parts.evaluator)}.values())),
+        ("keys and values", parts.kv_bytes),
         (f"saved activations of {tokens} tokens", int(saved_bytes_per_token(model) * tokens)),
     ]
     if parts.reference is not None:

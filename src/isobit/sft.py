@@ -10,22 +10,24 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from isobit import __version__
 from isobit.config import ArchitectureConfig, OptimizerConfig, SftConfig, dump_config, load_sft_config, task_settings
-from isobit.engine import Engine, Sampling
+from isobit.engine import Engine
 from isobit.errors import IsobitError, RunFailed
-from isobit.evaluate import Evaluation, evaluate_greedy
+from isobit.evaluation.measure import Plan, measure
+from isobit.intervals import Estimate, proportion
+from isobit.lengths import encode_prompt, keep, outside
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
-from isobit.progress import Display
 from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
 from isobit.run import refuse_existing
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
+from isobit.view import Display
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,15 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     refuse_existing(out)
     task = load_task(task_settings(config.task, config.seed))
     model = _initial_model(config, task)
+    if config.model.chat_template is not None:
+        model.tokenizer.use_template(config.model.chat_template)
+    task = _fit(task, model, config, quiet)
     _train(model, config, task, quiet)
     _save(model, out)
     if not quiet:
         print(f"base model in {out}", file=sys.stderr)
         if task.held_out.examples and task.rewards:
-            print(f"held-out greedy accuracy  {_accuracy(model, task, config).accuracy}", file=sys.stderr)
+            print(f"held-out greedy accuracy  {_accuracy(model, task, config)}", file=sys.stderr)
     return out
 
 
@@ -82,9 +87,11 @@ def _identity(config: SftConfig, task: Task) -> str:
     digest = hashlib.sha256(f"{__version__}\n{dump_config(config.model_copy(update={'out': ''}))}".encode())
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
-    if config.model.path is not None:
-        for file in sorted(Path(config.model.path).glob("*.*")):
-            digest.update(file.read_bytes() if file.is_file() else b"")
+    files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))
+    if config.model.chat_template is not None:
+        files.append(Path(config.model.chat_template))
+    for file in files:
+        digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()[:16]
 
 
@@ -137,7 +144,7 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
     settings = optimizer_settings(config.optimizer, config.steps)
     optimizer = Optimizer(model.named_parameters(), settings)
     batches, bad_steps = _batches(model, config, task), 0
-    with Display(config.steps, quiet) as display:
+    with Display(config.steps, quiet, name=config.out, details="supervised") as display:
         for step in range(config.steps):
             rate = learning_rate(step, settings)
             metrics = supervised_update(model, optimizer, next(batches), rate, config.optimizer.micro_batch_tokens)
@@ -152,31 +159,50 @@ def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[Super
     cursor = 0
     while True:
         examples = [task.train.at(cursor + i) for i in range(config.batch_size)]
-        yield [_sample(example, task, model, config) for example in examples]
+        yield [_sample(example, task, model) for example in examples]
         cursor += config.batch_size
 
 
-def _sample(example: Example, task: Task, model: Model, config: SftConfig) -> SupervisedSample:
+def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
+    """The task without examples that are too long, which stop the run unless they are dropped."""
+    context = model.config.max_positions
+
+    def problem(example: Example) -> str | None:
+        sample = _sample(example, task, model)
+        prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
+        if prompt + completion > context:
+            both = f"a prompt of {prompt} tokens with a completion of {completion}"
+            return f"{both} exceeds the model's context of {context}"
+        return outside(prompt, config.task)
+
+    def unanswerable(example: Example) -> str | None:
+        tokens = len(encode_prompt(example, model))
+        full = f"the prompt has {tokens} tokens, which fill the model's context of {context}"
+        return full if tokens >= context else outside(tokens, config.task)
+
+    train = keep(task.train, problem, config.task, "training", quiet)
+    if not task.rewards:  # there is no evaluation at the end
+        return replace(task, train=train)
+    return replace(task, train=train, held_out=keep(task.held_out, unanswerable, config.task, "held-out", quiet))
+
+
+def _sample(example: Example, task: Task, model: Model) -> SupervisedSample:
     if task.gold is not None:
         completion = task.gold(example.columns)
-    elif config.completion_column in example.columns:
-        completion = str(example.columns[config.completion_column])
+    elif "completion" in example.columns:
+        completion = str(example.columns["completion"])
     else:
-        raise IsobitError(f"completion_column: the data has no column {config.completion_column!r} to learn from")
-    tokenizer, prompt = model.tokenizer, example.prompt
-    prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
-    completion_ids = [*tokenizer.encode(completion, add_special=False), *tokenizer.eos_ids[:1]]
-    room = model.config.max_positions - len(prompt_ids)
-    if len(completion_ids) > room:
         raise IsobitError(
-            f"a prompt of {len(prompt_ids)} tokens with a completion of {len(completion_ids)} exceeds the model's "
-            f"context of {model.config.max_positions}: {completion[:60]!r}"
+            f"{example.place}: no column 'completion' to learn from; name yours with task.columns: {{completion: ...}}"
         )
-    return SupervisedSample(tuple(prompt_ids), tuple(completion_ids))
+    tokenizer = model.tokenizer
+    completion_ids = [*tokenizer.encode(completion, add_special=False), *tokenizer.eos_ids[:1]]
+    return SupervisedSample(tuple(encode_prompt(example, model)), tuple(completion_ids))
 
 
-def _accuracy(model: Model, task: Task, config: SftConfig) -> Evaluation:
+def _accuracy(model: Model, task: Task, config: SftConfig) -> Estimate:
     examples = task.held_out.examples[: config.evaluation.samples]
     engine = Engine.sized_for(model, [e.prompt for e in examples], len(examples), config.max_new_tokens)
     with RewardPool(task.rewards) as pool:
-        return evaluate_greedy(engine, examples, pool, Sampling(max_new_tokens=config.max_new_tokens))
+        answered = measure(engine, examples, pool, Plan(config.max_new_tokens))
+    return proportion(sum(question.greedy.correct for question in answered), len(answered))

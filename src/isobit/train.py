@@ -12,9 +12,11 @@ they are the old log-probabilities of the surrogate; unless rollouts run ahead o
 correction then weighs. Left out: how each verb is done (`session.py`, `engine/`, `rl/`).
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from isobit.config import Config
 from isobit.rl.collect import StepBatch, assign_credit
@@ -80,5 +82,14 @@ def _run(session: Session) -> TrainResult:
     metrics = list(read_jsonl(session.run.directory / "metrics.jsonl"))
     return TrainResult(session.run.directory, metrics, session.interruption.exit_code)
 
+
+class _CallableModule(ModuleType):
+    """`from isobit import train` is this module once something has imported it, and the function before: both train."""
+
+    def __call__(self, config: Config, *, quiet: bool = True) -> TrainResult:
+        return train(config, quiet=quiet)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 __all__ = ["StepBatch", "TrainResult", "replay", "resume", "train", "training_loop", "training_step"]

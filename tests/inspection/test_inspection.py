@@ -154,4 +154,4 @@ def test_what_cannot_be_inspected_is_said(tmp_path: Path, base_model: Path) -> N
     (tmp_path / "prompts.jsonl").write_text('{"question": "1+1="}\n')
     with pytest.raises(IsobitError, match="prompt"):
         inspect("--prompts", str(tmp_path / "prompts.jsonl"))
-    inspect("--prompts", str(tmp_path / "prompts.jsonl"), "--prompt-column", "question", "--presets", "fp8")
+    inspect("--prompts", str(tmp_path / "prompts.jsonl"), "--column", "prompt=question", "--presets", "fp8")

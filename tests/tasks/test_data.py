@@ -1,4 +1,4 @@
-"""Reading JSONL, the order of examples, and the held-out split."""
+"""What of a row becomes an example, the order of examples, and the held-out split."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.errors import IsobitError
-from isobit.tasks.data import Dataset, Example, completion_text, permutation, read_jsonl, split
+from isobit.tasks.data import Dataset, Example, Shaping, completion_text, permutation, read_examples, split
+from isobit.tasks.readers import Source
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -20,6 +21,10 @@ def write(path: Path, *rows: Any) -> Path:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "data.jsonl"
+
+
+def read(path: Path, **shaping: Any) -> list[Example]:
+    return read_examples(Source(path), Shaping(**shaping))
 
 
 def numbered(count: int) -> list[Example]:
@@ -33,7 +38,7 @@ def test_every_column_but_the_prompt_is_passed_through(file: Path) -> None:
         "",
         {"completion": "é", "tags": {}, "answer": None, "prompt": "two"},
     )
-    assert read_jsonl(file) == [
+    assert read(file) == [
         Example(0, "one", {"answer": 1, "tags": ["a"], "completion": "x"}),
         Example(1, "two", {"answer": None, "tags": {}, "completion": "é"}),
     ]
@@ -41,7 +46,7 @@ def test_every_column_but_the_prompt_is_passed_through(file: Path) -> None:
 
 def test_another_prompt_column_stays_a_column(file: Path) -> None:
     write(file, {"question": "1+1?", "solution": "2"})
-    (example,) = read_jsonl(file, "question", "solution", "Q: {prompt} {x}")
+    (example,) = read(file, columns={"prompt": "question", "answer": "solution"}, template="Q: {prompt} {x}")
     assert example.prompt == "Q: 1+1? {x}"
     assert example.columns == {"question": "1+1?", "solution": "2", "answer": "2"}
 
@@ -49,38 +54,84 @@ def test_another_prompt_column_stays_a_column(file: Path) -> None:
 def test_chat_prompts_are_kept_and_text_can_become_one(file: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     write(file, {"prompt": chat})
-    assert read_jsonl(file)[0].prompt == chat
-    assert read_jsonl(file, text_template="unused {prompt}")[0].prompt == chat
+    assert read(file)[0].prompt == chat
+    assert read(file, text_template="unused {prompt}")[0].prompt == chat
     write(file, {"prompt": "Hi"})
-    assert read_jsonl(file, chat=True, system="Be brief.")[0].prompt == chat
-    assert read_jsonl(file, text_template="<{prompt}>")[0].prompt == "<Hi>"
-    assert read_jsonl(file, prompt_template="[{prompt}]", text_template="<{prompt}>")[0].prompt == "[Hi]"
+    assert read(file, chat=True, system="Be brief.")[0].prompt == chat
+    assert read(file, text_template="<{prompt}>")[0].prompt == "<Hi>"
+    assert read(file, template="[{prompt}]", text_template="<{prompt}>")[0].prompt == "[Hi]"
+
+
+def test_a_system_message_goes_before_every_chat(file: Path) -> None:
+    user = {"role": "user", "content": "Hi"}
+    write(file, {"prompt": [user]})
+    assert read(file, system="S")[0].prompt == [{"role": "system", "content": "S"}, user]
+    assert read(file, chat=True)[0].prompt == [user]
+    write(file, {"prompt": [{"role": "system", "content": "own"}, user]})
+    with pytest.raises(IsobitError, match=r":1: the chat has a system message of its own: no task\.system for it"):
+        read(file, system="S")
+
+
+def test_messages_are_the_prompt_where_there_is_none(file: Path) -> None:
+    """The assistant's last message is what supervised training learns; rewards get it as `completion`."""
+    user, gold = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+    rest = [gold, {"role": "user", "content": "sure?"}]
+    write(file, {"messages": [user, gold], "level": 1}, {"messages": [user, *rest, gold], "level": 2})
+    first, second = read(file)
+    assert (first.prompt, second.prompt) == ([user], [user, *rest])
+    assert first.columns == {"messages": [user, gold], "level": 1, "completion": "2"}
+    write(file, {"messages": [user, *rest], "completion": "own"})
+    assert read(file)[0] == Example(0, [user, *rest], {"messages": [user, *rest], "completion": "own"})
+    write(file, {"messages": [user, gold], "completion": "own"})
+    assert read(file)[0].columns["completion"] == "own"
+    write(file, {"prompt": "p", "messages": [user, gold]})
+    assert read(file)[0] == Example(0, "p", {"messages": [user, gold]})
+    write(file, {"prompt": "p", "conversation": [user, gold]})
+    found = read(file, columns={"messages": "conversation"})[0]
+    assert (found.prompt, found.columns["completion"], found.columns["prompt"]) == ([user], "2", "p")
+
+
+def test_a_chat_prompt_keeps_its_last_message_and_loses_null_keys(file: Path) -> None:
+    prompt = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    write(file, {"prompt": [{**message, "name": None, "tool_calls": None} for message in prompt]})
+    assert read(file)[0] == Example(0, prompt, {})
+
+
+def test_columns_are_renamed(file: Path) -> None:
+    write(file, {"question": "q", "answer": "long", "final": "7", "completions": "c"})
+    columns = {"prompt": "question", "answer": "final", "solution": "answer", "earlier": "completions"}
+    assert read(file, columns=columns)[0] == Example(
+        0, "q", {"question": "q", "answer": "7", "final": "7", "solution": "long", "earlier": "c"}
+    )
 
 
 def test_the_answer_of_verl_rows_is_found(file: Path) -> None:
     verl = {"prompt": "p", "data_source": "s", "reward_model": {"style": "rule", "ground_truth": "42"}}
     write(file, verl)
-    assert read_jsonl(file)[0].columns["answer"] == "42"
+    assert read(file)[0].columns["answer"] == "42"
     write(file, {**verl, "answer": "own"})
-    assert read_jsonl(file)[0].columns["answer"] == "own"
+    assert read(file)[0].columns["answer"] == "own"
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(file: Path) -> None:
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b\\u2028"}\r\n')
-    assert [example.prompt for example in read_jsonl(file)] == ["a", "b\u2028"]
+    assert [example.prompt for example in read(file)] == ["a", "b\u2028"]
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], ": no examples: expected one JSON object a line"),
+        ([], ": no examples in it: expected a row for each prompt"),
         (["", "  "], ": no examples"),
         ([{"prompt": "a"}, "{oops"], ":2: malformed JSON: Expecting property name"),
         (["[" * 100_000], ":1: malformed JSON: nested too deeply"),
         (['{"prompt": ' + "9" * 5000 + "}"], ":1: malformed JSON"),
         (["[1]"], ":1: expected a JSON object of columns, got a list"),
         (["null"], ":1: expected a JSON object of columns, got null"),
-        ([{"promt": "a"}], ":1: no column 'prompt' (task.prompt_column); did you mean 'promt'?"),
+        (
+            [{"promt": "a"}],
+            ":1: no column 'prompt' and none named with task.columns: {prompt: ...}; did you mean 'promt'?",
+        ),
         ([{"prompt": ""}], ":1: 'prompt' is empty"),
         ([{"prompt": "a"}, {"prompt": " \n"}], ":2: 'prompt' is empty"),
         ([{"prompt": []}], ":1: 'prompt' is an empty list of messages"),
@@ -92,34 +143,41 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(file: Path) -> None:
         ([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "x"}]}], ":2: 'prompt' is text in one row and chat"),
         (
             [{"prompt": "a", "x": 1}, "", {"prompt": "b", "y": 1}],
-            ":3: its columns are not those of line 1: lacks 'x'; adds 'y'",
+            "data.jsonl:1: lacks 'x'; adds 'y'",
         ),
-        ([{"prompt": "a", "x": 1}, {"x": 1}], ":2: its columns are not those of line 1: lacks 'prompt'"),
+        ([{"prompt": "a", "x": 1}, {"x": 1}], "data.jsonl:1: lacks 'prompt'"),
+        ([{"messages": "a"}], ":1: 'messages' must be a list of chat messages, got text"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], ":1: 'messages' has the assistant's message only"),
+        (
+            [
+                {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]}
+                for role in ("assistant", "user")
+            ],
+            ":2: 'messages' ends with the assistant's message in one row and not in another",
+        ),
         ([{"prompt": "a", "completions": 1}], ":1: column 'completions' has a name that reward functions get"),
     ],
 )
 def test_bad_rows_are_named_with_file_and_line(file: Path, rows: list[Any], message: str) -> None:
     write(file, *rows)
     with pytest.raises(IsobitError) as caught:
-        read_jsonl(file)
+        read(file)
     assert f"{file}{message}" in str(caught.value) or message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, file: Path) -> None:
     with pytest.raises(IsobitError, match=r"cannot read data file .*none\.jsonl: No such file"):
-        read_jsonl(tmp_path / "none.jsonl")
-    with pytest.raises(IsobitError, match=r"cannot read data file .*: Is a directory"):
-        read_jsonl(tmp_path)
+        read(tmp_path / "none.jsonl")
     file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with pytest.raises(IsobitError, match=":2: not UTF-8 text"):
-        read_jsonl(file)
+        read(file)
     write(file, {"prompt": "a", "anser": 1})
-    with pytest.raises(IsobitError, match=r"no column 'answer' \(task.answer_column\); did you mean 'anser'"):
-        read_jsonl(file, answer_column="answer")
+    with pytest.raises(IsobitError, match=r"no column 'answr' \(task.columns.answer\); did you mean 'anser'"):
+        read(file, columns={"answer": "answr"})
     write(file, {"prompt": [{"role": "user", "content": "x"}]})
     with pytest.raises(IsobitError, match=":1: the prompt is a chat already"):
-        read_jsonl(file, prompt_template="{prompt}!")
+        read(file, template="{prompt}!")
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:

@@ -46,7 +46,7 @@ def test_sizes_and_files_of_the_held_out_split(file: str, tmp_path: Path) -> Non
 
 
 def test_prompts_become_chats_where_asked(file: str) -> None:
-    task = load_task(TaskSettings(path=file, prompt_template="<{prompt}>", options={"chat": True, "system": "S"}))
+    task = load_task(TaskSettings(path=file, prompt_template="<{prompt}>", chat=True, system="S"))
     messages = task.train.examples[0].prompt
     assert messages == [{"role": "system", "content": "S"}, {"role": "user", "content": "<p0>"}]
 
@@ -54,13 +54,13 @@ def test_prompts_become_chats_where_asked(file: str) -> None:
 def test_contradictions_are_refused(file: str, tmp_path: Path) -> None:
     test = rows(tmp_path / "test.jsonl", 8, more=1)
     for settings, message in [
-        (TaskSettings(), r"task\.path: task file needs a JSONL file"),
+        (TaskSettings(), r"task\.path: task file needs a file or directory of data"),
         (TaskSettings(path=file, held_out_size=50), "cannot hold out 50 prompts and keep some to train on"),
         (TaskSettings(path=file, held_out_size=-1), r"task\.held_out_size must be at least 0"),
-        (TaskSettings(path=file, held_out_path=test), r"test\.jsonl: column 'more' is not in both"),
+        (TaskSettings(path=file, held_out_path=test), r"test\.jsonl:1: column 'more' is not in both"),
         (TaskSettings(path=file, held_out_path=file, held_out_size=51), "has 50 rows"),
         (TaskSettings(path=file, prompt_template="x"), r"must have \{prompt\} in it"),
-        (TaskSettings(path=file, options={"system": "S"}), "needs task.options.chat: true"),
+        (TaskSettings(path=file, system="S"), r"train\.jsonl:1: task\.system needs a chat, .* set task\.chat: true"),
         (TaskSettings(path=file, options={"digits": 3}), "file has no option 'digits'"),
     ]:
         with pytest.raises(IsobitError, match=message):

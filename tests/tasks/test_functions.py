@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, Any] = {"prompts": ["p"], "completions": ["c"], "answer": [
 
 def test_functions_get_what_their_signature_takes(tmp_path: Path) -> None:
     function = load(tmp_path, "def score(prompts, completions, **columns):\n    return sorted(columns)\n")
-    assert function(ARGUMENTS) == ["answer"]
+    assert function(ARGUMENTS) == ["answer", "completion_ids", "log_extra", "log_metric", "trainer_state"]
     assert function.required == ()
     text = "def score(completions, answer, *, x=1):\n    return [completions, answer, x]\n"
     function = load_function(written(tmp_path / "other.py", text) + ":score")
@@ -41,15 +41,30 @@ def test_functions_get_what_their_signature_takes(tmp_path: Path) -> None:
     assert function.required == ("answer",)
 
 
-def test_the_extras_of_trl_are_given_by_name(tmp_path: Path) -> None:
-    text = """
-def score(completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
-    log_extra("name", ["x"]); log_metric("name", 1.0)
-    return [completion_ids, trainer_state, sorted(columns)]
+STATE = {"global_step": 3, "max_steps": 9, "epoch": 0.5}
+
+
+@pytest.mark.parametrize(
+    "signature", ["completions, completion_ids, trainer_state, log_extra, log_metric, **columns", "**kwargs"]
+)
+def test_the_extras_of_trl_are_given(tmp_path: Path, signature: str) -> None:
+    """By name, and through `**kwargs` as TRL does."""
+    text = f"""
+def score({signature}):
+    given = locals().get("kwargs") or locals()
+    given["log_extra"]("name", ["x"]); given["log_metric"]("name", 1.0)
+    state = given["trainer_state"]
+    return [given["completion_ids"], state.global_step, state.max_steps, state.epoch]
 """
     function = load(tmp_path, text)
-    assert function(ARGUMENTS) == [[[1]], None, ["answer", "prompts"]]
+    assert function({**ARGUMENTS, "trainer_state": [STATE]}) == [[[1]], 3, 9, 0.5]
+    assert function(ARGUMENTS) == [[[1]], 0, 0, 0.0]
     assert function.required == ()
+    assert "completion_ids" in function.names
+
+
+def test_a_function_gets_no_extra_that_it_has_no_place_for(tmp_path: Path) -> None:
+    assert load(tmp_path, "def score(completions):\n    return [1]\n")({**ARGUMENTS, "trainer_state": [STATE]}) == [1]
 
 
 def test_async_functions_and_callable_objects_work(tmp_path: Path) -> None:
@@ -72,6 +87,22 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     chat = [{"role": "assistant", "content": "b"}]
     columns = {"answer": ["a", "b", "c"], "data_source": ["x", "dict", "x"], "reward_model": [{}] * 3}
     assert function({"prompts": ["p"] * 3, "completions": ["a", chat, "d"], **columns}) == [1.0, 1.0, 0.0]
+
+
+def test_scores_of_verl_without_a_source_or_async(tmp_path: Path) -> None:
+    """As in verl/utils/reward_score: no data_source in the signature; and as coroutines, awaited together."""
+    text = """
+import asyncio
+def plain(solution_str, ground_truth, method="strict", score=1.0):
+    return score if solution_str == ground_truth else 0.0
+async def slow(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    await asyncio.sleep(0.001)
+    return {"score": extra_info["index"]}
+"""
+    columns = {"answer": ["a", "b"], "data_source": ["x", "y"], "extra_info": [{"index": 4}, {"index": 5}]}
+    arguments = {"prompts": ["p"] * 2, "completions": ["a", "a"], **columns, "trainer_state": [STATE] * 2}
+    assert load(tmp_path, text, "plain")(arguments) == [1.0, 0.0]
+    assert load(tmp_path, text, "slow")(arguments) == [4, 5]
 
 
 def test_modules_and_neighbours_are_found(tmp_path: Path) -> None:

@@ -104,16 +104,16 @@ def test_the_loader_puts_the_question_into_the_template(tmp_path: Path) -> None:
     assert task.gold(example.columns) == example.columns["answer"]
     plain = load_task(TaskSettings("gsm8k", str(path), prompt_template="{prompt}"))
     assert plain.train.examples[0].prompt == example.columns["question"]
-    chat = load_task(TaskSettings("gsm8k", str(path), options={"chat": True}))
+    chat = load_task(TaskSettings("gsm8k", str(path), chat=True))
     assert chat.train.examples[0].prompt == [{"role": "user", "content": example.prompt}]
 
 
 def test_answers_must_be_there_and_have_numbers(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "a", "solution": "x"}\n{"question": "b", "solution": "2"}\n')
-    with pytest.raises(IsobitError, match=r"no column 'answer'; name it with task\.answer_column"):
+    with pytest.raises(IsobitError, match=r"no column 'answer'; name yours with task\.columns: \{answer"):
         load_task(TaskSettings("gsm8k", str(path)))
-    with pytest.raises(IsobitError, match="row 1: the answer has no number in it"):
-        load_task(TaskSettings("gsm8k", str(path), answer_column="solution"))
-    with pytest.raises(IsobitError, match=r"task\.path: task gsm8k needs a JSONL file"):
+    with pytest.raises(IsobitError, match=r"data\.jsonl:1: the answer has no number in it"):
+        load_task(TaskSettings("gsm8k", str(path), columns={"answer": "solution"}))
+    with pytest.raises(IsobitError, match=r"task\.path: task gsm8k needs a file or directory of data"):
         load_task(TaskSettings("gsm8k"))

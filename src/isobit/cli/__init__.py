@@ -1,4 +1,4 @@
-"""The command line: `isobit train | sft | compare | generate | eval | inspect | report`.
+"""The command line: `isobit train | sft | compare | generate | eval | inspect | export | watch | report`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an exit code: 2 for a
 user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted and saved. Heavy modules are imported
@@ -7,11 +7,11 @@ inside the commands, so that `--help` answers at once.
 
 import sys
 
-from isobit.cli import training, models, pages  # isort: skip (the order of the commands in --help)
+from isobit.cli import training, evaluation, models, pages  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
 from isobit.errors import IsobitError
 
-__all__ = ["app", "main", "models", "pages", "training"]
+__all__ = ["app", "evaluation", "main", "models", "pages", "training"]
 
 
 def main() -> None:

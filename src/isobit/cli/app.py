@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from isobit import __version__
+from isobit.errors import IsobitError
 
 app = typer.Typer(
     name="isobit",
@@ -25,6 +26,12 @@ _PRESETS = (
 Precision = Annotated[str, typer.Option(help=f"preset: {_PRESETS}")]
 Consistency = Annotated[str, typer.Option(help="bitwise or fast")]
 Backend = Annotated[str, typer.Option(help="auto, native or reference")]
+Column = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column", metavar="NAME=COLUMN", help="role or new name of a column, such as prompt=question; several times"
+    ),
+]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="a stop string; may be given several times")]
 
 
@@ -44,3 +51,12 @@ def _root(
 def names(presets: str) -> list[str]:
     """Names between commas; those inside brackets are part of a name."""
     return [name.strip() for name in re.split(r",(?![^\[]*\])", presets) if name.strip()]
+
+
+def columns(given: list[str] | None) -> dict[str, str]:
+    """The mapping of `--column NAME=COLUMN`. Raises IsobitError for another form."""
+    pairs = [text.partition("=") for text in given or []]
+    for name, sign, column in pairs:
+        if not (name and sign and column):
+            raise IsobitError(f"--column {name + sign + column!r}: expected NAME=COLUMN, such as prompt=question")
+    return {name: column for name, _, column in pairs}

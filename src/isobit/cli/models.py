@@ -1,4 +1,4 @@
-"""Commands that use a model: `generate`, `eval`, `inspect`."""
+"""Commands that use a model: `generate`, `inspect`, `export`."""
 
 import sys
 from pathlib import Path
@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from isobit.cli.app import Backend, Consistency, Precision, Stop, app, names
-from isobit.errors import IsobitError
+from isobit.cli.app import Backend, Column, Consistency, Precision, Stop, app, columns, names
 
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face directory, or a checkpoint of a run")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
     prompt: Annotated[
         list[str] | None, typer.Option(help="may be given several times; default: lines of stdin")
     ] = None,
@@ -40,74 +39,25 @@ def generate(
     """
     from isobit.engine import Sampling
     from isobit.generate import print_completions
+    from isobit.run import model_directory
 
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
     sampling = Sampling(n, max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
-    print_completions(model, prompts, sampling, (precision, backend, consistency), chat=chat, as_json=as_json)
-
-
-@app.command("eval")
-def evaluate(
-    model: Annotated[Path | None, typer.Argument(help="a Hugging Face directory; not with --completions")] = None,
-    task: Annotated[str, typer.Option(help="arithmetic, countdown, gsm8k, or file")] = "file",
-    data: Annotated[Path | None, typer.Option(help="JSONL, evaluated whole; default: the held-out split")] = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")] = None,
-    reward: Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION")] = None,
-    prompt_column: Annotated[str | None, typer.Option()] = None,
-    answer_column: Annotated[str | None, typer.Option(help="handed to rewards as `answer`")] = None,
-    prompt_template: Annotated[str | None, typer.Option(help="text with {prompt} in it")] = None,
-    completions: Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")] = None,
-    samples: Annotated[int | None, typer.Option(help="the first so many examples; default: all")] = None,
-    pass_at: Annotated[str, typer.Option(metavar="K,K", help="also pass@k, from -n samples a prompt")] = "",
-    n: Annotated[int, typer.Option("-n", help="samples per prompt for pass@k")] = 8,
-    max_new_tokens: Annotated[int, typer.Option()] = 256,
-    temperature: Annotated[float, typer.Option(help="of the samples for pass@k")] = 1.0,
-    stop: Stop = None,
-    seed: Annotated[int, typer.Option()] = 0,
-    out: Annotated[Path | None, typer.Option(help="write the result and every completion as JSON")] = None,
-    precision: Precision = "fp8",
-    consistency: Consistency = "bitwise",
-    backend: Backend = "auto",
-) -> None:
-    """Accuracy on a held-out split: greedy, and pass@k, with 95 % intervals.
-
-    \b
-    isobit eval MODEL --task arithmetic --pass-at 1,4 -n 8
-    isobit eval MODEL --task gsm8k --data test.jsonl
-    isobit eval MODEL --task file --data mine.jsonl --reward rewards.py:score
-    isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
-    """
-    from isobit.engine import Sampling
-    from isobit.evaluate import evaluate_command
-    from isobit.tasks import RewardSpec, TaskSettings
-
-    # a file that is given is evaluated whole: it is the held-out split
-    path = None if data is None else str(data)
-    options = dict(_key_value(text) for text in option or [])
-    settings = TaskSettings(task, path, path, None, prompt_column, answer_column, prompt_template, options)
-    rewards = [RewardSpec(function) for function in reward or []]
-    sampling = Sampling(n, max_new_tokens, temperature, seed=seed, stop=tuple(stop or ()))
-    flow = (precision, backend, consistency)
-    evaluate_command(model, settings, rewards, sampling, pass_at, samples, completions, out, flow)
-
-
-def _key_value(text: str) -> tuple[str, object]:
-    import yaml
-
-    key, sign, value = text.partition("=")
-    if not sign:
-        raise IsobitError(f"--option {text!r}: expected KEY=VALUE, such as digits=4")
-    return key, yaml.safe_load(value)
+    print_completions(
+        model_directory(model), prompts, sampling, (precision, backend, consistency), chat=chat, as_json=as_json
+    )
 
 
 @app.command()
 def inspect(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face directory, or a checkpoint of a run")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
     presets: Annotated[
         str, typer.Option(metavar="A,B,C", help="precision flows")
     ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
-    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: sequences that the model itself begins")] = None,
-    prompt_column: Annotated[str, typer.Option()] = "prompt",
+    prompts: Annotated[
+        Path | None, typer.Option(help="a file or directory; default: sequences that the model itself begins")
+    ] = None,
+    column: Column = None,
     decompose: Annotated[bool, typer.Option("--decompose", help="take the gap of two-engine flows apart")] = False,
     stale: Annotated[
         Path | None, typer.Option(metavar="MODEL", help="an older checkpoint: the gap of a late weight sync")
@@ -127,11 +77,43 @@ def inspect(
     \b
     isobit inspect MODEL
     isobit inspect MODEL --presets fp8,fp8-rollout --decompose --out inspected
-    isobit inspect MODEL --prompts gsm8k.jsonl --prompt-column question
+    isobit inspect MODEL --prompts gsm8k.jsonl --column prompt=question
     """
     from isobit.engine import Sampling
     from isobit.inspection import inspect_command
+    from isobit.run import model_directory
 
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed)
-    files = (prompts, prompt_column)
-    inspect_command(model, names(presets), *files, sampling, decompose, stale, reward_model, backend, out)
+    inspect_command(
+        model_directory(model),
+        names(presets),
+        prompts,
+        columns(column),
+        sampling,
+        decompose,
+        stale,
+        reward_model,
+        backend,
+        out,
+    )
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="must not exist yet, or be empty")],
+    form: Annotated[str, typer.Option("--format", help="bf16, fp32, or fp8: blocks of 128x128")] = "bf16",
+    precision: Annotated[
+        str | None, typer.Option(help="flow of the FP8 weights; default: the run's own, or fp8")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="of a run: its best model instead of its newest")] = False,
+) -> None:
+    """Write a Hugging Face checkpoint that other systems serve.
+
+    \b
+    isobit export runs/quickstart --to quickstart-bf16
+    isobit export MODEL --format fp8 --to MODEL-FP8     weights as vLLM, SGLang and transformers read FP8 blocks
+    """
+    from isobit.export import export as write
+
+    print(write(source, to, form, precision, best=best))

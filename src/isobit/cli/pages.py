@@ -1,4 +1,4 @@
-"""Commands that show runs: `report`."""
+"""Commands that show runs: `watch`, `report`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,22 @@ from typing import Annotated
 import typer
 
 from isobit.cli.app import app
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="a run directory")],
+    once: Annotated[bool, typer.Option("--once", help="show it as it stands, and stop")] = False,
+) -> None:
+    """Show a run that works elsewhere, live: the screen of `isobit train`, from the run's files.
+
+    \b
+    isobit watch runs/quickstart
+    isobit watch runs/quickstart --once
+    """
+    from isobit.view.watch import watch as follow
+
+    follow(run, once)
 
 
 @app.command()

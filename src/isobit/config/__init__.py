@@ -11,7 +11,7 @@ from isobit.config.load import (
     task_settings,
 )
 from isobit.config.schema import ArchitectureConfig, CompareConfig, Config, SftConfig
-from isobit.config.sections import OptimizerConfig
+from isobit.config.sections import OptimizerConfig, TaskConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -21,6 +21,7 @@ __all__ = [
     "CorrectionConfig",
     "OptimizerConfig",
     "SftConfig",
+    "TaskConfig",
     "dump_config",
     "load_compare_config",
     "load_config",

@@ -6,6 +6,7 @@ to the run directory. An unknown key, a wrong type, a value out of range or a co
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -53,7 +54,8 @@ def load_compare_config(
 
 def task_settings(task: TaskConfig, seed: int) -> TaskSettings:
     """The task section, as the tasks take it."""
-    return TaskSettings(**task.model_dump(), seed=seed)
+    known = {field.name for field in fields(TaskSettings)}
+    return TaskSettings(**task.model_dump(include=known), seed=seed)
 
 
 def reward_specs(rewards: RewardsConfig) -> list[RewardSpec]:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from isobit.config.algorithm import AlgorithmConfig
 from isobit.config.sections import (
     BACKEND,
+    CHAT_TEMPLATE,
     CONSISTENCY,
     PRECISION,
     EngineConfig,
@@ -24,6 +25,7 @@ from isobit.config.sections import (
     RunConfig,
     SamplingConfig,
     Section,
+    SftEvaluationConfig,
     TaskConfig,
 )
 
@@ -130,6 +132,7 @@ class SftModelConfig(Section):
 
     path: str | None = None
     init: ArchitectureConfig | None = None
+    chat_template: str | None = Field(None, description=CHAT_TEMPLATE)
 
     @model_validator(mode="after")
     def _one_source(self) -> "SftModelConfig":
@@ -139,18 +142,17 @@ class SftModelConfig(Section):
 
 
 class SftConfig(Section):
-    """One supervised run on prompt/completion data."""
+    """One supervised run on prompt/completion data: columns `prompt` and `completion`, or `messages`."""
 
     model: SftModelConfig
     task: TaskConfig = TaskConfig()
-    completion_column: str = Field("completion", description="column of the text to learn (file tasks)")
     precision: Precision = Field("fp8", description=PRECISION)
     consistency: Literal["bitwise", "fast"] = Field("bitwise", description=CONSISTENCY)
     backend: Literal["auto", "native", "reference"] = Field("auto", description=BACKEND)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     steps: int = Field(100, ge=1)
     batch_size: int = Field(64, ge=1, description="examples per optimizer step")
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: SftEvaluationConfig = SftEvaluationConfig()
     max_new_tokens: int = Field(64, ge=1, description="limit of the completions sampled by the evaluation")
     out: str = Field("runs/sft", description="where the model is written; must not exist yet, or be empty")
     seed: int = Field(0, ge=0, lt=2**63)

@@ -13,6 +13,7 @@ PRECISION = (
     "mxfp8, nvfp4; or {preset: ..., and what differs}, also written fp8[wgrad=bf16]"
 )
 CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the machine's own products"
+CHAT_TEMPLATE = "a Jinja file, for a model without a chat template or with another; saved with its checkpoints"
 BACKEND = "auto: native where a C++ compiler is found"
 
 
@@ -27,6 +28,7 @@ class ModelConfig(Section):
 
     path: str | None = Field(None, description="a Hugging Face directory (config.json, safetensors, tokenizer.json)")
     sft: str | None = Field(None, description="a config of `isobit sft`; its model is made once and kept in a cache")
+    chat_template: str | None = Field(None, description=CHAT_TEMPLATE)
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":
@@ -36,16 +38,40 @@ class ModelConfig(Section):
 
 
 class TaskConfig(Section):
-    """What is asked and how it is scored: a built-in task by name, or a file of the user's own."""
+    """What is asked: a built-in task by name, or data of the user's own. Prompts outside the limits of length stop the
+    run before it starts, or are dropped and counted."""
 
-    name: str = Field("file", description="arithmetic, countdown, gsm8k, or file (any JSONL)")
-    path: str | None = Field(None, description="JSONL, one object a line; every column reaches the reward function")
-    held_out_path: str | None = Field(None, description="JSONL of the held-out split; default: cut from path")
+    name: str = Field("file", description="arithmetic, countdown, gsm8k, or file (any data)")
+    path: str | None = Field(
+        None,
+        description="JSONL, CSV, Parquet, or a directory of them or of `datasets`; every column reaches the reward",
+    )
+    held_out_path: str | None = Field(None, description="data of the held-out split; default: cut from path")
     held_out_size: int | None = Field(None, ge=0, description="examples kept out of training for evaluation")
-    prompt_column: str | None = Field(None, description="column of the prompt: text, or chat messages")
-    answer_column: str | None = Field(None, description="column handed to rewards as `answer`")
-    prompt_template: str | None = Field(None, description="text with {prompt} in it, put around every prompt")
+    format: Literal["auto", "jsonl", "csv", "parquet", "dataset"] = Field(
+        "auto", description="auto: by name and content"
+    )
+    split: str | None = Field(None, description="of a directory that has several; default: train")
+    held_out_split: str | None = Field(None, description="of held_out_path, or of path where that is not given")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="role or new name to column of the data, such as {prompt: question}"
+    )
+    prompt_template: str | None = Field(None, description="text with {prompt} in it, put around every text prompt")
+    chat: bool = Field(False, description="a text prompt becomes the message of a user, for the model's chat template")
+    system: str | None = Field(None, description="system message, put before every chat")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="limit, besides the model's context less max_new_tokens"
+    )
+    min_prompt_tokens: int = Field(0, ge=0, description="the same from below")
+    too_long: Literal["stop", "drop"] = Field("stop", description="what a prompt outside the limits of length does")
+    shuffle: bool = Field(True, description="another order in each epoch, by the seed; false: the order of the data")
     options: dict[str, Any] = Field(default_factory=dict, description="options of a built-in task, such as digits")
+
+    @model_validator(mode="after")
+    def _limits(self) -> "TaskConfig":
+        if self.max_prompt_tokens is not None and self.min_prompt_tokens > self.max_prompt_tokens:
+            raise ValueError(f"min_prompt_tokens {self.min_prompt_tokens} exceeds max_prompt_tokens")
+        return self
 
 
 class RewardConfig(Section):
@@ -144,13 +170,37 @@ class ReplayConfig(Section):
         return self
 
 
+class SftEvaluationConfig(Section):
+    """Held-out evaluation after supervised training: greedy accuracy."""
+
+    samples: int = Field(256, ge=1, description="held-out prompts")
+
+
 class EvaluationConfig(Section):
-    """Held-out evaluation inside training: greedy accuracy."""
+    """Held-out evaluation inside training: greedy accuracy; of samples, pass@k and majority@k; the best model kept."""
 
     every: int = Field(
         0, ge=0, description="steps between evaluations, and one before the first and after the last; 0: none"
     )
     samples: int = Field(256, ge=1, description="held-out prompts")
+    num_samples: int = Field(0, ge=0, le=1000, description="samples of each prompt, for pass_at; 0: greedy only")
+    pass_at: tuple[int, ...] = Field((), description="every k of pass@k and majority@k; default: 1 and num_samples")
+    temperature: float | None = Field(None, gt=0, description="of the samples; default: sampling.temperature")
+    tag: str | None = Field(None, description="column whose values get an accuracy of their own")
+    answer_pattern: str | None = Field(
+        None, description="regular expression of the answer that a majority votes on; default: the task's own"
+    )
+    keep_best: bool = Field(True, description="keep the best model in best/ of the run directory; weights only")
+    best_by: str = Field("accuracy/held_out", description="metric of an evaluation, the larger the better")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "EvaluationConfig":
+        if self.pass_at and not self.num_samples:
+            raise ValueError("pass_at needs samples: set num_samples, such as 8")
+        for k in self.pass_at:
+            if not 1 <= k <= self.num_samples:
+                raise ValueError(f"pass_at: {k} is not from 1 to num_samples, which is {self.num_samples}")
+        return self
 
 
 class RunConfig(Section):

@@ -1,7 +1,7 @@
 """The command: load, measure, print, and write a page where one is asked for."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from isobit.inspection.quantization import Health, activation_health, weight_hea
 from isobit.model import Model
 from isobit.precision import precision_from
 from isobit.report.inspection import inspection_text, write_inspection
-from isobit.tasks.data import read_jsonl
+from isobit.tasks.data import Shaping, read_examples
+from isobit.tasks.readers import Source
 
 _PROMPTS_AT_MOST = 32
 _DEFAULT_PROMPTS = 16
@@ -25,7 +26,7 @@ def inspect_command(
     path: Path,
     presets: Sequence[str],
     prompts_file: Path | None,
-    prompt_column: str,
+    columns: Mapping[str, str],
     sampling: Sampling,
     taken_apart: bool,
     stale: Path | None,
@@ -45,7 +46,7 @@ def inspect_command(
     if reward_model is not None and not judged:
         raise IsobitError("--reward-model is scored under unified presets: add one, such as fp8")
     model = Model.load(path, flows[0], backend)
-    prompts = _prompts(model, prompts_file, prompt_column)
+    prompts = _prompts(model, prompts_file, columns)
     shown = next((flow for flow in flows if flow.rollout.weight is not None), None)
     tensors: list[Health] = []
     if shown is not None:
@@ -71,9 +72,9 @@ def inspect_command(
         print(f"\n{write_inspection(values, out)}")
 
 
-def _prompts(model: Model, file: Path | None, column: str) -> list[Prompt]:
+def _prompts(model: Model, file: Path | None, columns: Mapping[str, str]) -> list[Prompt]:
     if file is not None:
-        return [example.prompt for example in read_jsonl(file, column)[:_PROMPTS_AT_MOST]]
+        return [e.prompt for e in read_examples(Source(file), Shaping(columns))[:_PROMPTS_AT_MOST]]
     # without any: sequences that the model itself begins, each from another token where it has no beginning of its own
     first = model.config.bos_id
     usable = [t for t in range(model.tokenizer.vocab_size) if t not in model.tokenizer.eos_ids]

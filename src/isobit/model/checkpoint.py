@@ -1,7 +1,8 @@
 """Hugging Face directories: read and write weights (safetensors, single or sharded) and JSON files.
 
-Reads float32, bfloat16 and float16 tensors into float32. Every defect of a directory is one `IsobitError`. Left out:
-pickled weights, quantized checkpoints, and making a write atomic (`isobit.checkpoints`).
+Reads float32, bfloat16 and float16 tensors, and E4M3 ones in blocks of 128x128 (`fp8_blocks.py`), into float32. Every
+defect of a directory is one `IsobitError`. Left out: pickled weights, other quantized checkpoints, and making a write
+atomic (`isobit.checkpoints`).
 """
 
 import json
@@ -15,10 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.precision import E4M3
+from isobit.precision.quantize import BLOCK, expand_scale
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
+_SCALES = "_scale_inv"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,7 +60,19 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
                     tensors[key] = _as_float(file.get_tensor(key), key, path)
         except (SafetensorError, OSError) as error:
             raise IsobitError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+    _dequantize_blocks(tensors, directory)
     return tensors
+
+
+def _dequantize_blocks(tensors: dict[str, Tensor], directory: Path) -> None:
+    """Replace FP8 codes and their scales by their values, in place; exact where scales are powers of two."""
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == E4M3.dtype]:
+        codes, scale = tensors[name], tensors.pop(f"{name}{_SCALES}", None)
+        grid = [-(-size // BLOCK) for size in codes.shape]
+        if scale is None or list(scale.shape) != grid:
+            found = "no scales" if scale is None else f"scales of shape {tuple(scale.shape)}"
+            raise IsobitError(f"{directory}: FP8 tensor {name} has {found}; expected {name}{_SCALES} {tuple(grid)}")
+        tensors[name] = codes.float() * expand_scale(scale, (BLOCK, BLOCK), (codes.shape[0], codes.shape[1]))
 
 
 def _weight_files(directory: Path) -> list[str]:
@@ -74,12 +90,13 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def _as_float(tensor: Tensor, name: str, path: Path) -> Tensor:
-    if tensor.dtype not in _FLOATS:
+    blocks = tensor.dtype == E4M3.dtype and tensor.ndim == 2
+    if tensor.dtype not in _FLOATS and not blocks:
         raise IsobitError(f"{path}: tensor {name} has dtype {tensor.dtype}; expected float32, bfloat16 or float16")
-    tensor = tensor.float()
-    if not bool(torch.isfinite(tensor).all()):
+    values = tensor.float()
+    if not bool(torch.isfinite(values).all()):
         raise IsobitError(f"{path}: tensor {name} holds NaN or infinity")
-    return tensor
+    return tensor if blocks else values
 
 
 def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:

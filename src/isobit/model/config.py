@@ -231,8 +231,12 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
         raise IsobitError(f"{where}: unsupported hidden_act {activation!r}: supported is silu")
     if _slides(values):
         raise IsobitError(f"{where}: sliding-window attention is not supported: every layer must see all positions")
-    if values.get("quantization_config"):
-        raise IsobitError(f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one")
+    quantized = values.get("quantization_config")
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if quantized and not (isinstance(quantized, dict) and blocks.items() <= quantized.items()):
+        raise IsobitError(
+            f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one, or one in FP8 blocks of 128x128"
+        )
 
 
 def _slides(values: Mapping[str, Any]) -> bool:

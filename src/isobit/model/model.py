@@ -7,6 +7,7 @@ tokens.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,10 +144,17 @@ class Model:
 
         Weights above `shard_bytes` are written in several files.
         """
-        directory = Path(directory)
+        tensors = names.split(self.named_parameters(), self.config)
+        self.write(
+            Path(directory), {name: t.to(dtype) for name, t in tensors.items()}, {"dtype": _name(dtype)}, shard_bytes
+        )
+
+    def write(
+        self, directory: Path, tensors: Mapping[str, Tensor], keys: Mapping[str, Any], shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        """Write a directory with these tensors, and these keys in config.json beside those of the architecture."""
         directory.mkdir(parents=True, exist_ok=True)
-        config = self.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
-        write_json(directory / "config.json", config)
+        write_json(directory / "config.json", {**self.config.to_hf(), **keys})
         eos = list(self.tokenizer.eos_ids)
         generation = {
             "bos_token_id": self.config.bos_id,
@@ -155,8 +163,7 @@ class Model:
         }
         given = {key: value for key, value in generation.items() if value is not None}
         write_json(directory / "generation_config.json", self.generation | given)
-        tensors = names.split(self.named_parameters(), self.config)
-        write_weights(directory, {name: tensor.to(dtype) for name, tensor in tensors.items()}, shard_bytes)
+        write_weights(directory, tensors, shard_bytes)
         self.tokenizer.save(directory)
 
     def memory(self) -> dict[str, int]:
@@ -183,3 +190,7 @@ class Model:
         hidden = self.transformer.hidden(tokens, Layout.packed([len(row) for row in filled]), use=use)
         logprobs, _ = self.transformer.head_logprobs(hidden, targets, temperature, use)
         return list(logprobs.split([len(row) for row in inputs]))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -44,33 +44,33 @@ def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[st
 
     Takes the tensors out of `tensors` as it goes, so that weights are not held twice.
     """
-    parts = dict(_parts(config))
-    expected = {name for names in parts.values() for name, _ in names}
+    masters = dict(parts(config))
+    expected = {name for names in masters.values() for name, _ in names}
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
     given = {name for name in tensors if not name.endswith(_IGNORED_SUFFIXES)} - tied
     for problem, names in (("is missing", expected - given), ("is not part of this architecture", given - expected)):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise IsobitError(f"{where}: tensor {min(names)} {problem}{more}; config.json says {config.family}")
-    for name, shape in (pair for names in parts.values() for pair in names):
+    for name, shape in (pair for names in masters.values() for pair in names):
         if tuple(tensors[name].shape) != shape:
             raise IsobitError(
                 f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, but config.json asks for {shape}"
             )
-    return {master: torch.cat([tensors.pop(name) for name, _ in names]) for master, names in parts.items()}
+    return {master: torch.cat([tensors.pop(name) for name, _ in names]) for master, names in masters.items()}
 
 
 def split(masters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Hugging Face tensors, from masters; the inverse of `fuse`."""
     tensors: dict[str, Tensor] = {}
-    for master, names in _parts(config):
+    for master, names in parts(config):
         pieces = masters[master].detach().split([shape[0] for _, shape in names])
         tensors |= {name: piece.clone() for (name, _), piece in zip(names, pieces)}
     return tensors
 
 
-def _parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """For every master: the Hugging Face tensors that are its rows, with their shapes."""
+def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
+    """For every master, in order: its name, and the Hugging Face tensors that are its rows, with their shapes."""
     kv = config.num_kv_heads * config.head_dim
     qkv = (config.num_heads * config.head_dim, kv, kv)
     for master, shape in parameter_shapes(config).items():

@@ -103,7 +103,10 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The conversation, with the start of the assistant's turn unless it is whole, as the template writes it."""
         if self._compiled is None:
-            raise IsobitError("the prompts are chat messages, but the model has no chat template; give text prompts")
+            raise IsobitError(
+                "the prompt is a chat, but the model has no chat template; give text prompts, or a template with "
+                "model.chat_template"
+            )
         tokens = {name: _token_text(self.settings.get(name)) for name in _TOKEN_SETTINGS if self.settings.get(name)}
         try:
             return self._compiled.render(
@@ -114,7 +117,24 @@ class Tokenizer:
                 **tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise IsobitError(f"the model's chat template refused a conversation: {error}") from None
+            reason = " ".join(str(error).split())
+            raise IsobitError(f"the model's chat template refused a conversation: {reason}") from None
+
+    def use_template(self, path: str | Path) -> None:
+        """Take the chat template of a file from now on; `save` writes it. Raises IsobitError if it cannot be read or
+        parsed."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise IsobitError(f"cannot read chat template {path}: {reason}") from None
+        self.chat_template = text
+        self.settings.pop("chat_template", None)
+        self.__dict__.pop("_compiled", None)
+        try:
+            assert self._compiled is not None
+        except IsobitError as error:
+            raise IsobitError(f"{path}: {error}") from None
 
     @cached_property
     def _compiled(self) -> jinja2.Template | None:
@@ -128,8 +148,10 @@ class Tokenizer:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             return environment.from_string(self.chat_template)
-        except jinja2.TemplateError as error:
-            raise IsobitError(f"the model's chat template cannot be parsed: {error}") from None
+        except jinja2.TemplateSyntaxError as error:
+            raise IsobitError(
+                f"the model's chat template cannot be parsed: {error.message} (line {error.lineno})"
+            ) from None
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template."""

@@ -105,7 +105,7 @@ def load(settings: TaskSettings) -> Task:
     text = (template or "").replace("{prompt}", "")
     return Task(
         "arithmetic",
-        Dataset(Problems(train, options, template), settings.seed),
+        Dataset(Problems(train, options, template), settings.seed, settings.shuffle),
         Dataset(Problems(held_out, options, template), settings.seed),
         (REWARD,),
         gold=lambda columns: str(columns["answer"]),

@@ -87,7 +87,7 @@ def load(settings: TaskSettings) -> Task:
     ]
     return Task(
         "countdown",
-        Dataset(examples[held:], settings.seed),
+        Dataset(examples[held:], settings.seed, settings.shuffle),
         Dataset(examples[:held], settings.seed),
         (REWARD,),
         gold=lambda columns: str(columns["solution"]),

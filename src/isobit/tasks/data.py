@@ -1,21 +1,23 @@
-"""Examples, JSONL files of them, and the order in which training sees them.
+"""Examples, what of a row becomes one, and the order in which training sees them.
 
 A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example
 `order(cursor // len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length) only:
 there is no state to save, so a run that resumes at a cursor sees what it would have seen. Permutations sort the raw
 Philox4x64 words of numpy, whose stream is fixed by its specification, rather than use a `Generator` method, whose
-stream numpy may change. Left out: Parquet and Hugging Face datasets, and files that do not fit in memory.
+stream numpy may change. Left out: reading files (`readers.py`), and data that do not fit in memory.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from isobit.errors import IsobitError
+from isobit.tasks.readers import Source, read_rows
+from isobit.tasks.text_rows import kind
 
 Message = dict[str, str]
 Prompt = str | list[Message]
@@ -27,11 +29,17 @@ SPLIT_STREAM = 2**64 - 1  # the Philox key's second word for splits; epochs coun
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its columns; `index` counts the rows of its source from 0."""
+    """One prompt with its columns; `index` counts the rows of its source from 0, `where` names the row in messages."""
 
     index: int
     prompt: Prompt
     columns: dict[str, Any]
+    where: str = field(default="", compare=False)
+
+    @property
+    def place(self) -> str:
+        """Where it stands, also for an example that no file holds."""
+        return self.where or f"example {self.index}"
 
 
 @dataclass(frozen=True)
@@ -61,18 +69,25 @@ class Dataset:
 class TaskSettings:
     """The `task` section of a config; None means the task's own default.
 
-    `seed` (the run's) decides the order of training examples, nothing else. Which examples there are and which are held
-    out depends on the option `seed` of the task (default 0), so that runs of different seeds, and a supervised run
-    before them, share one held-out split.
+    `format`, `split`, `held_out_split`: how paths are read (`readers.Source`). `columns`: role or new name to column.
+    `chat` makes a text prompt the message of a user; `system` is said before a chat. `seed` (the run's) decides the
+    order of training examples, nothing else; `shuffle: false` keeps that of the file. Which examples there are and
+    which are held out depends on the option `seed` of the task (default 0), so that runs of different seeds, and a
+    supervised run before them, share one held-out split.
     """
 
     name: str = "file"
     path: str | None = None
     held_out_path: str | None = None
     held_out_size: int | None = None
-    prompt_column: str | None = None
-    answer_column: str | None = None
+    format: str = "auto"
+    split: str | None = None
+    held_out_split: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
     prompt_template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    shuffle: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -111,57 +126,72 @@ def split(examples: Sequence[Example], size: int, seed: int, path: Path) -> tupl
     return train, sorted(chosen.values(), key=lambda example: example.index)
 
 
-def read_jsonl(
-    path: str | Path,
-    prompt_column: str = "prompt",
-    answer_column: str | None = None,
-    prompt_template: str | None = None,
-    chat: bool = False,
-    system: str | None = None,
-    text_template: str | None = None,
-) -> list[Example]:
-    """Read examples: one JSON object a line, the same columns in each; blank lines are passed over.
+@dataclass(frozen=True)
+class Shaping:
+    """What becomes of a row. `columns`: role or new name to column of the file; templates, chat and system as in
+    `TaskSettings`; `text_template` stands in for `template` where that is None and the prompt is text."""
 
-    The prompt is text or a chat list of {"role", "content"}. Every other column is passed through, also the prompt
-    column itself where it has another name than `prompt`. `answer` is taken from `answer_column`, or from verl's
-    `reward_model.ground_truth` where there is no `answer`. `prompt_template` puts text around {prompt}, and
-    so does `text_template` where that is None and the prompt is text; `chat` makes a text prompt the message of a
-    user, after one of `system`. Raises IsobitError with file and line.
+    columns: Mapping[str, str] = field(default_factory=dict)
+    template: str | None = None
+    text_template: str | None = None
+    chat: bool = False
+    system: str | None = None
+
+
+def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]:
+    """Examples of a file or directory: the same columns in each row, and prompts that are text in all or chat in all.
+
+    The prompt is text or a chat list of {"role", "content"}; null keys of a message, with which Parquet fills up, are
+    dropped. Without a column `prompt`, `messages` is the prompt: a chat whose last message, where the assistant wrote
+    it, is the gold answer, and becomes the column `completion`.
+
+    Every other column is passed through. A column that `columns` gives another name has both, unless its own is
+    reserved. `answer` is verl's `reward_model.ground_truth` where there is no `answer`. Raises IsobitError with the
+    place.
     """
-    source = Path(path)
     examples: list[Example] = []
-    first: tuple[int, dict[str, Any]] | None = None
-    for number, row in _rows(source):
-        where = f"{source}:{number}"
+    first: tuple[str, dict[str, Any], str] | None = None
+    kinds: set[tuple[bool, bool]] = set()
+    for where, row in read_rows(source):
         if first is None:
-            first = (number, row)
-            _check_columns(where, row, prompt_column, answer_column)
+            first = (where, row, _check_columns(where, row, shaping.columns))
         elif row.keys() != first[1].keys():
-            raise IsobitError(f"{where}: its columns are not those of line {first[0]}: {_difference(first[1], row)}")
-        prompt = _prompt(where, prompt_column, row[prompt_column])
-        if isinstance(prompt, str) != isinstance(first[1][prompt_column], str):
-            raise IsobitError(f"{where}: {prompt_column!r} is text in one row and chat messages in another")
-        if prompt_template is None and isinstance(prompt, str):
-            prompt_template = text_template
-        prompt = dress_prompt(where, prompt, prompt_template, chat, system)
-        examples.append(Example(len(examples), prompt, _columns(row, prompt_column, answer_column)))
+            raise IsobitError(f"{where}: its columns are not those of {first[0]}: {_difference(first[1], row)}")
+        role = first[2]
+        name = shaping.columns.get(role, role)
+        prompt, completion = _prompt(where, name, row[name]), None
+        if role == "messages":
+            prompt, completion = _without_answer(where, name, prompt)
+        kinds.add((isinstance(prompt, str), completion is None))
+        if len(kinds) > 1:
+            raise IsobitError(f"{where}: {name!r} {_mixed(kinds)}")
+        columns = _columns(row, name if role == "prompt" else None, shaping.columns)
+        if completion is not None:
+            columns.setdefault("completion", completion)
+        examples.append(Example(len(examples), dress_prompt(where, prompt, shaping), columns, where))
     if not examples:
-        raise IsobitError(f"{source}: no examples: expected one JSON object a line")
+        raise IsobitError(f"{source.path}: no examples in it: expected a row for each prompt")
     return examples
 
 
-def dress_prompt(where: str, prompt: Prompt, template: str | None, chat: bool, system: str | None) -> Prompt:
-    """The prompt inside its template, and as a chat where asked."""
+def dress_prompt(where: str, prompt: Prompt, shaping: Shaping) -> Prompt:
+    """The prompt inside its template, as a chat where asked, after the system's message where there is one."""
     if isinstance(prompt, list):
-        if template is not None or chat or system is not None:
-            raise IsobitError(f"{where}: the prompt is a chat already: no prompt_template, chat or system for it")
-        return prompt
-    if template is not None:
-        prompt = template.replace("{prompt}", prompt)
-    if not chat:
-        return prompt
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    return [*opening, {"role": "user", "content": prompt}]
+        if shaping.template is not None:
+            raise IsobitError(f"{where}: the prompt is a chat already: no task.prompt_template for it")
+        if shaping.system is not None and prompt[0]["role"] == "system":
+            raise IsobitError(f"{where}: the chat has a system message of its own: no task.system for it")
+    else:
+        template = shaping.text_template if shaping.template is None else shaping.template
+        if template is not None:
+            prompt = template.replace("{prompt}", prompt)
+        if shaping.chat:
+            prompt = [{"role": "user", "content": prompt}]
+        elif shaping.system is not None:
+            raise IsobitError(f"{where}: task.system needs a chat, and the prompt is text; set task.chat: true")
+        else:
+            return prompt
+    return prompt if shaping.system is None else [{"role": "system", "content": shaping.system}, *prompt]
 
 
 def check_template(template: str | None, fields: Sequence[str] = ("prompt",)) -> None:
@@ -184,34 +214,24 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise IsobitError(f"cannot read data file {path}: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            raise IsobitError(f"{path}:{number}: not UTF-8 text") from None
-        except json.JSONDecodeError as error:
-            raise IsobitError(f"{path}:{number}: malformed JSON: {error.msg} (column {error.colno})") from None
-        except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python converts
-            raise IsobitError(f"{path}:{number}: malformed JSON: nested too deeply or a number too long") from None
-        if not isinstance(row, dict):
-            raise IsobitError(f"{path}:{number}: expected a JSON object of columns, got {_kind(row)}")
-        yield number, row
-
-
-def _check_columns(where: str, row: dict[str, Any], prompt_column: str, answer_column: str | None) -> None:
-    for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
-        if column is not None and column not in row:
-            raise IsobitError(f"{where}: no column {column!r} (task.{key}); {did_you_mean(column, list(row))}")
+def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> str:
+    """The role that the prompt is taken from: prompt or messages. Raises IsobitError for a column that is not there
+    or cannot be told apart."""
+    for role, column in columns.items():
+        if column not in row:
+            raise IsobitError(f"{where}: no column {column!r} (task.columns.{role}); {did_you_mean(column, list(row))}")
     for column in row:
-        if column in RESERVED_COLUMNS and column != prompt_column:
-            raise IsobitError(f"{where}: column {column!r} has a name that reward functions get from isobit; rename it")
+        if column in RESERVED_COLUMNS and column not in columns.values():
+            raise IsobitError(
+                f"{where}: column {column!r} has a name that reward functions get from isobit; "
+                f"rename it, such as task.columns: {{my_{column}: {column}}}"
+            )
+    for names in (columns, row):  # what the user names goes before what the file calls so
+        for role in ("prompt", "messages"):
+            if role in names:
+                return role
+    hint = did_you_mean("prompt", list(row))
+    raise IsobitError(f"{where}: no column 'prompt' and none named with task.columns: {{prompt: ...}}; {hint}")
 
 
 def _difference(first: dict[str, Any], row: dict[str, Any]) -> str:
@@ -227,26 +247,38 @@ def _prompt(where: str, column: str, value: Any) -> Prompt:
             raise IsobitError(f"{where}: {column!r} is empty")
         return value
     if not isinstance(value, list):
-        raise IsobitError(f"{where}: {column!r} must be text or a list of chat messages, got {_kind(value)}")
+        raise IsobitError(f"{where}: {column!r} must be text or a list of chat messages, got {kind(value)}")
     if not value:
         raise IsobitError(f"{where}: {column!r} is an empty list of messages")
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise IsobitError(f'{where}: message {i} of {column!r} must be {{"role": text, "content": text}}')
-    return cast(list[Message], value)
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
-def _columns(row: dict[str, Any], prompt_column: str, answer_column: str | None) -> dict[str, Any]:
-    own_name = prompt_column != "prompt" and prompt_column not in RESERVED_COLUMNS
-    columns = {name: value for name, value in row.items() if own_name or name != prompt_column}
+def _without_answer(where: str, column: str, messages: Prompt) -> tuple[Prompt, str | None]:
+    """(the chat up to the answer, the answer): the last message where the assistant wrote it, else None."""
+    if isinstance(messages, str):
+        raise IsobitError(f"{where}: {column!r} must be a list of chat messages, got text; is it the prompt column?")
+    if messages[-1]["role"] != "assistant":
+        return messages, None
+    if len(messages) == 1:
+        raise IsobitError(f"{where}: {column!r} has the assistant's message only, and nothing that it answers")
+    return messages[:-1], messages[-1]["content"]
+
+
+def _mixed(kinds: set[tuple[bool, bool]]) -> str:
+    if len({is_text for is_text, _ in kinds}) > 1:
+        return "is text in one row and chat messages in another"
+    return "ends with the assistant's message in one row and not in another"
+
+
+def _columns(row: dict[str, Any], prompt: str | None, renamed: Mapping[str, str]) -> dict[str, Any]:
+    """What reward functions get of a row whose prompt is in the column `prompt` (None: in `messages`)."""
+    hidden = {*RESERVED_COLUMNS, *(("prompt",) if prompt == "prompt" else ())}
+    columns = {name: value for name, value in row.items() if name not in hidden}
+    columns |= {new: row[old] for new, old in renamed.items() if new != "prompt"}
     verl = row.get("reward_model")
-    if answer_column is not None:
-        columns["answer"] = row[answer_column]
-    elif "answer" not in row and isinstance(verl, dict) and "ground_truth" in verl:
+    if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:
         columns["answer"] = verl["ground_truth"]
     return columns
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")

@@ -2,8 +2,10 @@
 
 A function has TRL's signature, `def reward(prompts, completions, **columns) -> list[float | None]`. It is given, as
 keywords and where its signature takes them, the prompts, the completions, every column of the data as a list, and
-TRL's `completion_ids`, `trainer_state` (None here), `log_extra` and `log_metric` (which do nothing here) where it names
-them. It may be `async`. A function with verl's parameters `solution_str` and `ground_truth` is called once a sample.
+TRL's `completion_ids`, `trainer_state` (`global_step`, `max_steps`, `epoch`; 0 outside a run), `log_extra` and
+`log_metric` (which do nothing here). It may be `async`. A function with verl's parameters `solution_str` and
+`ground_truth` is called once a sample, with those of `data_source` and `extra_info` that it takes; it may be `async`
+too.
 Left out: classes that must be constructed first, and reward models.
 """
 
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from isobit.errors import IsobitError
@@ -31,11 +33,11 @@ class MalformedResult(ValueError):
     """What a reward function returned is not a sequence with one entry for each completion."""
 
 
-# Given to a function only where its signature names them; the first two always come.
+# Given to a function where its signature names them or takes any keyword; the first two always come.
 ALWAYS = ("prompts", "completions")
 ON_REQUEST: dict[str, Any] = {
     "completion_ids": None,
-    "trainer_state": None,
+    "trainer_state": [{"global_step": 0, "max_steps": 0, "epoch": 0.0}],
     "log_extra": lambda *args, **kwargs: None,
     "log_metric": lambda *args, **kwargs: None,
 }
@@ -61,6 +63,8 @@ class LoadedFunction:
             given.pop(name, None)
             if name in self.names:
                 given[name] = arguments.get(name, value)
+        if "trainer_state" in given:
+            given["trainer_state"] = SimpleNamespace(**given["trainer_state"][0])
         result = self.call(**given)
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
@@ -178,9 +182,9 @@ def _inspect(function: Callable[..., Any], reference: str, file: str) -> LoadedF
         return LoadedFunction(function, file)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = frozenset(p.name for p in named)
-    if {"solution_str", "ground_truth"} <= names:
-        return LoadedFunction(_from_verl(function), file, ("answer",))
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if {"solution_str", "ground_truth"} <= names:
+        return LoadedFunction(_from_verl(function, None if takes_more else names), file, ("answer",))
     positional = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
     if positional or not (takes_more or "completions" in names):
         raise IsobitError(
@@ -188,19 +192,27 @@ def _inspect(function: Callable[..., Any], reference: str, file: str) -> LoadedF
             "(prompts, completions, **columns) -> list of numbers"
         )
     required = tuple(p.name for p in named if p.default is p.empty and p.name not in (*ALWAYS, *ON_REQUEST))
-    return LoadedFunction(function, file, required, names, takes_more)
+    return LoadedFunction(function, file, required, names.union(ON_REQUEST) if takes_more else names, takes_more)
 
 
-def _from_verl(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward function."""
+def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Callable[..., Any]:
+    """verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward function; it is given those
+    of the four that are in `names` (None: all)."""
 
     def reward(completions: list[Any], answer: list[Any], **columns: Any) -> list[Any]:
         nothing = [None] * len(completions)
         sources, infos = columns.get("data_source", nothing), columns.get("extra_info", nothing)
-        scores = [
-            function(data_source=source, solution_str=completion_text(completion), ground_truth=gold, extra_info=info)
-            for source, completion, gold, info in zip(sources, completions, answer, infos, strict=True)
-        ]
+        scores = []
+        for source, completion, gold, info in zip(sources, completions, answer, infos, strict=True):
+            sample = {"data_source": source, "extra_info": info}
+            sample |= {"solution_str": completion_text(completion), "ground_truth": gold}
+            scores.append(function(**{key: sample[key] for key in sample if names is None or key in names}))
+        if any(inspect.isawaitable(score) for score in scores):
+            scores = asyncio.run(_all_of(scores))
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
     return reward
+
+
+async def _all_of(scores: list[Any]) -> list[Any]:
+    return await asyncio.gather(*scores)

@@ -1,6 +1,6 @@
 """GSM8K-style word problems (Cobbe et al. 2021, arXiv 2110.14168), scored by their final number.
 
-Files have `question` and `answer`. The final number of a text is the first number after its last `####`, else its last
+Rows have `question` and `answer`. The final number of a text is the first number after its last `####`, else its last
 number. Numbers compare by value: 1,000 = 1000 = 1000.0 = $1,000 = 1000% = "1000.". A minus sign belongs to the number
 that it touches unless it follows a term: `= -3` is minus three, `16-3` and `16 - 3` end in three. Left out: fractions,
 exponents, number words.
@@ -28,13 +28,13 @@ _NUMBER = re.compile(
 
 
 def load(settings: TaskSettings) -> Task:
-    """A JSONL file with `question` and `answer`, or the columns that the settings name. The answer is gold text too."""
-    train, held_out = read_splits(settings, settings.prompt_column or "question", TEXT_TEMPLATE)
+    """Data with `question` and `answer`, or the columns that the settings name. The answer is gold text too."""
+    train, held_out = read_splits(settings, {"prompt": "question"}, TEXT_TEMPLATE)
     if "answer" not in train.examples[0].columns:
-        raise IsobitError(f"{settings.path}: no column 'answer'; name it with task.answer_column")
+        raise IsobitError(f"{settings.path}: no column 'answer'; name yours with task.columns: {{answer: ...}}")
     for example in [*train.examples, *held_out.examples]:
         if final_number(str(example.columns["answer"])) is None:
-            raise IsobitError(f"{settings.path}: row {example.index + 1}: the answer has no number in it")
+            raise IsobitError(f"{example.where}: the answer has no number in it")
     return Task("gsm8k", train, held_out, (REWARD,), gold=lambda columns: str(columns["answer"]))
 
 

@@ -78,6 +78,7 @@ class RewardPool:
         self._workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
         self._wants_tokens = False
+        self.trainer_state: dict[str, float] | None = None  # global_step, max_steps, epoch, for functions that ask
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -137,6 +138,8 @@ class RewardPool:
         ]
         if self._wants_tokens and completion_ids is not None:
             arguments["completion_ids"] = [list(ids) for ids in completion_ids]
+        if self.trainer_state is not None:
+            arguments["trainer_state"] = [self.trainer_state for _ in prompts]
         scoring = _Scoring(self.specs, self._workers, self._deadline_s, self._stop, arguments)
         scoring.run(self._chunk_size)
         return [self._reward(scoring, i) for i in range(len(prompts))]

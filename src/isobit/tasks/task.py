@@ -70,8 +70,9 @@ def alphabet_of(characters: str) -> str:
 
 def refuse_file_settings(settings: TaskSettings) -> None:
     """A task that makes its own data has no use for the settings of a file: raise IsobitError if one is given."""
-    for name in ("path", "held_out_path", "prompt_column", "answer_column"):
-        if getattr(settings, name) is not None:
+    unused = TaskSettings()
+    for name in ("path", "held_out_path", "format", "split", "held_out_split", "columns", "chat", "system"):
+        if getattr(settings, name) != getattr(unused, name):
             raise IsobitError(f"task.{name}: task {settings.name} makes its own data; for a file use task.name: file")
 
 

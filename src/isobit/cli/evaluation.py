@@ -1,0 +1,134 @@
+"""The command `eval`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from isobit.cli.app import Column, Stop, app, columns
+from isobit.errors import IsobitError
+
+_Side = Annotated[Path | None, typer.Argument(help="a Hugging Face directory, a run, or a saved result (.json)")]
+_Against = Annotated[Path | None, typer.Option(metavar="MODEL", help="a second one, compared on the same prompts")]
+_Best = Annotated[bool, typer.Option("--best", help="of a run: its best model instead of its newest")]
+_Task = Annotated[str | None, typer.Option(help="arithmetic, countdown, gsm8k, or file; default: the run's, or file")]
+_Data = Annotated[Path | None, typer.Option(help="a file or directory, evaluated whole; default: the held-out split")]
+_Split = Annotated[str | None, typer.Option(help="of a directory that has several; default: test")]
+_Chat = Annotated[bool, typer.Option("--chat", help="a text prompt becomes the message of a user")]
+_System = Annotated[str | None, typer.Option(help="system message before every chat")]
+_Option = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")]
+_Reward = Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION", help="may be given several times")]
+_Template = Annotated[str | None, typer.Option(help="text with {prompt} in it")]
+_Completions = Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")]
+_Samples = Annotated[int | None, typer.Option(help="the first so many prompts; default: all, or the run's")]
+_Tag = Annotated[str | None, typer.Option(metavar="COLUMN", help="also a line for each value of this column")]
+_Pattern = Annotated[str | None, typer.Option(metavar="REGEX", help="the answer in a completion, for maj@k")]
+_N = Annotated[int | None, typer.Option("-n", help="samples per prompt; default: 0, or 8 with --pass-at")]
+_PassAt = Annotated[str | None, typer.Option(metavar="K,K", help="pass@k and maj@k; default: 1 and -n")]
+_NewTokens = Annotated[int | None, typer.Option(help="default: 256, or the run's")]
+_Temperature = Annotated[float | None, typer.Option(help="of the samples; default: 1, or the run's")]
+_Seed = Annotated[int | None, typer.Option(help="of the samples; default: 0, or the run's")]
+_Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the result and every completion")]
+_Precision = Annotated[str | None, typer.Option(help="preset; default: fp8, or the run's")]
+_Consistency = Annotated[str | None, typer.Option(help="bitwise or fast; default: bitwise, or the run's")]
+_Backend = Annotated[str | None, typer.Option(help="auto, native or reference; default: auto, or the run's")]
+
+
+@app.command("eval")
+def evaluate(
+    model: _Side = None,
+    against: _Against = None,
+    best: _Best = False,
+    task: _Task = None,
+    data: _Data = None,
+    option: _Option = None,
+    reward: _Reward = None,
+    column: Column = None,
+    split: _Split = None,
+    prompt_template: _Template = None,
+    chat: _Chat = False,
+    system: _System = None,
+    completions: _Completions = None,
+    samples: _Samples = None,
+    tag: _Tag = None,
+    answer_pattern: _Pattern = None,
+    n: _N = None,
+    pass_at: _PassAt = None,
+    max_new_tokens: _NewTokens = None,
+    temperature: _Temperature = None,
+    stop: Stop = None,
+    seed: _Seed = None,
+    out: _Out = None,
+    precision: _Precision = None,
+    consistency: _Consistency = None,
+    backend: _Backend = None,
+) -> None:
+    """Accuracy on held-out prompts: greedy, pass@k, maj@k and mean reward, with 95 % intervals; two models compared.
+
+    \b
+    isobit eval MODEL --task gsm8k --data test.jsonl
+    isobit eval MODEL --data mine.jsonl --reward rewards.py:score --tag level -n 8 --pass-at 1,4,8
+    isobit eval RUN                                  the newest checkpoint, on the run's task by its rewards
+    isobit eval RUN --best --against BASE_MODEL      paired: same prompts, same seeds, and a test
+    isobit eval a.json --against b.json              the same of two results that --out wrote
+    isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
+    """
+    from isobit.evaluation.shown import check_out, is_saved, show_saved
+
+    check_out(out)
+    ks = None if pass_at is None else _ks(pass_at, n)
+    asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
+    values: dict[str, Any] = {
+        "task": {
+            "name": task,
+            **_files(data, split),
+            "columns": columns(column) or None,
+            "prompt_template": prompt_template,
+            "chat": chat or None,
+            "system": system,
+            "options": dict(_key_value(text) for text in option) if option else None,
+        },
+        "rewards": {"functions": [{"function": name} for name in reward] if reward else None},
+        "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None},
+        "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
+    }
+    values |= {"seed": seed, "precision": precision, "consistency": consistency, "backend": backend}
+    given = _given(values)
+    if model is not None and is_saved(model) and (against is None or is_saved(against)):
+        return show_saved(model, against, out, bool(given or best or completions))
+    from isobit.evaluate import Request, evaluate_command
+
+    return evaluate_command(model, against, Request(given, best, completions), out)
+
+
+def _files(data: Path | None, split: str | None) -> dict[str, str | None]:
+    """Data that are given are evaluated whole: they are the held-out split."""
+    path = None if data is None else str(data)
+    return {"path": path, "held_out_path": path, "split": split, "held_out_split": split}
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is None, and without sections of which nothing is left."""
+    kept = {key: _given(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    return {key: value for key, value in kept.items() if value is not None and value != {}}
+
+
+def _ks(text: str, n: int | None) -> list[int]:
+    try:
+        ks = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise IsobitError(f"--pass-at {text!r}: expected whole numbers, such as 1,4") from None
+    for k in ks:
+        if k < 1 or (n is not None and k > n):
+            raise IsobitError(f"--pass-at {k}: needs 1 to -n samples" + ("" if n is None else f", and -n is {n}"))
+    return ks
+
+
+def _key_value(text: str) -> tuple[str, object]:
+    import yaml
+
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise IsobitError(f"--option {text!r}: expected KEY=VALUE, such as digits=4")
+    return key, yaml.safe_load(value)

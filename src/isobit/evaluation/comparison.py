@@ -1,0 +1,128 @@
+"""Two results on the same prompts: the difference of every measure with its paired interval, a test of each, and one
+sentence that says what follows.
+
+Greedy accuracy is tested by McNemar's exact test, every other measure by sign flips of the differences per prompt
+(`paired.py`). Differences are of the first result minus the second.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.evaluation.paired import mcnemar, sign_flip
+from isobit.evaluation.result import Result
+from isobit.evaluation.summary import LENGTHS, number, values_per_prompt
+from isobit.intervals import Estimate, bootstrap_mean
+from isobit.report.tables import text_table
+from isobit.tasks.data import Prompt
+
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A measure of both, their paired difference, and its p value; `only_first` and `only_second`, of accuracy: prompts
+    that one of the two alone gets right."""
+
+    first: float
+    second: float
+    difference: Estimate
+    p: float
+    only_first: int | None = None
+    only_second: int | None = None
+
+
+def compare(first: Result, second: Result) -> dict[str, Difference]:
+    """Every measure that both have. Raises IsobitError unless both answer the same prompts by the same rewards."""
+    _check_same(first, second)
+    columns = [values_per_prompt(result.questions, result.ks) for result in (first, second)]
+    found = {}
+    for name in [name for name in columns[0] if name in columns[1]]:
+        pairs = [(a, b) for a, b in zip(columns[0][name], columns[1][name]) if a is not None and b is not None]
+        if pairs:
+            found[name] = _difference(name, pairs)
+    return found
+
+
+def comparison_json(differences: Mapping[str, Difference]) -> dict[str, Any]:
+    """Plain values of a comparison."""
+    return {name: asdict(difference) for name, difference in differences.items()}
+
+
+def comparison_table(first: Result, second: Result) -> str:
+    """The comparison as plain text, the sentence included."""
+    differences = compare(first, second)
+    rows = [["", "A", "B", "A - B", "95 % interval", "p"]]
+    for name, found in differences.items():
+        low, high = (_signed(x, name) for x in (found.difference.low, found.difference.high))
+        values = [number(found.first, name), number(found.second, name), _signed(found.difference.value, name)]
+        rows.append([name, *values, f"{low} to {high}", f"{found.p:.2g}"])
+    accuracy = differences["accuracy"]
+    count = len(first.questions)
+    both = sum(a.greedy.correct and b.greedy.correct for a, b in zip(first.questions, second.questions))
+    lines = [
+        f"A: {first.model}\nB: {second.model}",
+        text_table(rows, rule=True),
+        f"of {count} prompts A alone answers {accuracy.only_first} correctly, B alone {accuracy.only_second}, both "
+        f"{both}\np: exact McNemar test for accuracy, sign-flip test of the paired differences for the rest; not "
+        f"corrected for being {len(differences)} tests",
+        conclusion(differences),
+    ]
+    return "\n\n".join(lines)
+
+
+def conclusion(differences: Mapping[str, Difference]) -> str:
+    """What follows, in a sentence: of accuracy; of the measure after it where no prompt tells the two apart; and so
+    on."""
+    scores = {name: found for name, found in differences.items() if name not in LENGTHS}
+    telling = [name for name, found in scores.items() if (found.difference.low, found.difference.high) != (0, 0)]
+    if not telling:
+        return "No difference is shown: the two score the same on every prompt."
+    name, found = telling[0], differences[telling[0]]
+    low, high = (_signed(x, name) for x in (found.difference.low, found.difference.high))
+    size = f"{_signed(found.difference.value, name)} (95 % interval {low} to {high}), p = {found.p:.2g}"
+    if found.p > LEVEL:
+        return f"No difference is shown in {name}: A - B is {size}; a difference inside the interval is not ruled out."
+    better, worse = ("A", "B") if found.difference.value > 0 else ("B", "A")
+    return f"{better} is better than {worse} in {name}: A - B is {size}."
+
+
+def _difference(name: str, pairs: list[tuple[float, float]]) -> Difference:
+    deltas = [a - b for a, b in pairs]
+    first, second = (sum(values) / len(pairs) for values in zip(*pairs))
+    difference = bootstrap_mean(deltas)
+    if name != "accuracy":
+        return Difference(first, second, difference, sign_flip(deltas))
+    only_first, only_second = sum(d > 0 for d in deltas), sum(d < 0 for d in deltas)
+    return Difference(first, second, difference, mcnemar(only_first, only_second), only_first, only_second)
+
+
+def check_same_prompts(first_name: str, first: list[Prompt], second_name: str, second: list[Prompt]) -> None:
+    """Raise IsobitError, with the first difference, unless the prompts are the same, in the same order."""
+    names = f"{first_name} and {second_name} cannot be paired"
+    if len(first) != len(second):
+        counts = f"{len(first)} and {len(second)}"
+        raise IsobitError(f"{names}: they have {counts} prompts; evaluate both on the same ones")
+    for i, (a, b) in enumerate(zip(first, second)):
+        if a != b:
+            raise IsobitError(
+                f"{names}: prompt {i} is {_excerpt(a)} in one and {_excerpt(b)} in the other; evaluate both on the "
+                "same prompts"
+            )
+
+
+def _check_same(first: Result, second: Result) -> None:
+    check_same_prompts(first.model, first.prompts, second.model, second.prompts)
+    if first.rewards != second.rewards:
+        listed = " and ".join(", ".join(result.rewards) or "none" for result in (first, second))
+        raise IsobitError(f"{first.model} and {second.model} cannot be compared: their rewards differ: {listed}")
+
+
+def _excerpt(prompt: object) -> str:
+    text = repr(prompt)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _signed(value: float, name: str) -> str:
+    return f"{value:+.1f}" if name == "tokens" else f"{value:+.4f}"

@@ -1,0 +1,145 @@
+"""Asking a model: greedy completions, samples, their rewards and answers. What is asked is a `Plan`.
+
+Samples depend on (seed, position of the prompt, index of the sample) only: the same plan asks every model, and every
+step of a run, with the same random numbers. Left out: what is concluded from the answers (`summary.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from isobit.engine import Completion, Engine, Sampling
+from isobit.errors import IsobitError
+from isobit.evaluation.majority import LARGEST_GROUP
+from isobit.evaluation.result import Graded, Question
+from isobit.tasks import Example
+from isobit.tasks.answers import Extract, marked_answer
+from isobit.tasks.data import Prompt, did_you_mean
+from isobit.tasks.rewards import Reward
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, completions done, completions asked."""
+LARGEST_TAG = 100
+"""Values that a tag may have: a column of more is no tag."""
+
+
+class Judge(Protocol):
+    """What gives completions their rewards: functions, or functions and models."""
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of a model: a greedy completion for each prompt, and `num_samples` samples (0: none) for pass@k and
+    maj@k of every k in `ks`. `extract` takes the answer from a completion; `tag` is a column.
+
+    Raises IsobitError for a k that the samples do not allow.
+    """
+
+    max_new_tokens: int = 128
+    num_samples: int = 0
+    ks: tuple[int, ...] = ()
+    temperature: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    tag: str | None = None
+    extract: Extract = marked_answer
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_samples <= LARGEST_GROUP:
+            raise IsobitError(f"samples per prompt: expected 0 to {LARGEST_GROUP}, got {self.num_samples}")
+        for k in self.ks:
+            if not 1 <= k <= self.num_samples:
+                raise IsobitError(f"pass@{k}: k must be from 1 to the {self.num_samples} samples per prompt")
+
+    @property
+    def greedy(self) -> Sampling:
+        return Sampling(1, self.max_new_tokens, 0.0, stop=self.stop, ignore_eos=self.ignore_eos)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of the samples; only where there are some."""
+        return Sampling(
+            self.num_samples,
+            self.max_new_tokens,
+            self.temperature,
+            seed=self.seed,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+def default_ks(num_samples: int) -> tuple[int, ...]:
+    """1 and the number of samples, which are the ends of the curve."""
+    return tuple(sorted({1, num_samples})) if num_samples else ()
+
+
+def measure(
+    engine: Engine, examples: Sequence[Example], judge: Judge, plan: Plan, progress: Progress | None = None
+) -> tuple[Question, ...]:
+    """Ask, score and extract; `progress` hears what is done. Raises IsobitError for a tag that the examples do not
+    have."""
+    tags = tags_of(examples, plan.tag)
+    prompts = [example.prompt for example in examples]
+
+    def ask(what: str, sampling: Sampling) -> list[list[Completion]]:
+        asked = len(prompts) * sampling.n
+        told = None if progress is None else lambda tokens, completions: progress(what, completions, asked)
+        return engine.generate(prompts, sampling, progress=told)
+
+    groups = ask("greedy", plan.greedy)
+    if plan.num_samples:
+        samples = ask("sampling", plan.sampling)
+        groups = [[*first, *more] for first, more in zip(groups, samples)]
+    size = 1 + plan.num_samples
+    repeated = [example for example in examples for _ in range(size)]
+    graded = _grade(repeated, [completion for group in groups for completion in group], judge, plan)
+    parts = [graded[start : start + size] for start in range(0, len(graded), size)]
+    return tuple(Question(e.prompt, tag, part[0], tuple(part[1:])) for e, tag, part in zip(examples, tags, parts))
+
+
+def grade_given(
+    examples: Sequence[Example], completions: Sequence[str], judge: Judge, plan: Plan
+) -> tuple[Question, ...]:
+    """Score completions that are given, one for each example."""
+    tags = tags_of(examples, plan.tag)
+    rewards = judge.score([e.prompt for e in examples], completions, [e.columns for e in examples])
+    return tuple(
+        Question(example.prompt, tag, Graded(text, reward.total, plan.extract(text), error=reward.error))
+        for example, tag, text, reward in zip(examples, tags, completions, rewards)
+    )
+
+
+def tags_of(examples: Sequence[Example], column: str | None) -> list[str | None]:
+    """The value of the tag of each example, as text; None without a tag.
+
+    Raises IsobitError for a column that is not there, or that is no tag: its values are lists or objects, or too many.
+    """
+    if column is None:
+        return [None] * len(examples)
+    values = []
+    for i, example in enumerate(examples):
+        if column not in example.columns:
+            hint = did_you_mean(column, list(example.columns)) if example.columns else "there is none but the prompt"
+            raise IsobitError(f"tag {column!r}: example {i} has no such column; {hint}")
+        value = example.columns[column]
+        if isinstance(value, (list, dict)):
+            kind = "a list" if isinstance(value, list) else "an object"
+            raise IsobitError(f"tag {column!r}: expected text or a number, got {kind} in example {i}")
+        values.append("null" if value is None else str(value))
+    if len(set(values)) > LARGEST_TAG:
+        raise IsobitError(f"tag {column!r} has {len(set(values))} different values; a tag has at most {LARGEST_TAG}")
+    return list[str | None](values)
+
+
+def _grade(examples: Sequence[Example], completions: Sequence[Completion], judge: Judge, plan: Plan) -> list[Graded]:
+    texts = [completion.text for completion in completions]
+    rewards = judge.score([e.prompt for e in examples], texts, [e.columns for e in examples])
+    return [
+        Graded(c.text, r.total, plan.extract(c.text), len(c.token_ids), c.finish_reason == "length", r.error)
+        for c, r in zip(completions, rewards)
+    ]

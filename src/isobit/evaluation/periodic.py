@@ -1,0 +1,74 @@
+"""Held-out evaluation inside training: the metrics of one evaluation, and the line that says it.
+
+It reads the weights and changes nothing that training depends on: sampling is counter-based, and its keys have a seed
+of their own (tests/test_best.py compares the weights of runs with and without it, bit for bit). The seed is the same
+at every step, so that steps differ by their weights, not by their luck.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isobit.config import Config
+from isobit.engine import Engine
+from isobit.errors import IsobitError
+from isobit.evaluation.measure import Judge, Plan, default_ks, measure, tags_of
+from isobit.evaluation.result import Result
+from isobit.evaluation.summary import ALL, summarize
+from isobit.tasks import Example
+from isobit.tasks.answers import answer_extractor
+from isobit.tasks.data import did_you_mean
+
+SEED_OFFSET = 0x5EED_E7A1
+"""Added to a run's seed: an evaluation draws other random numbers than the rollouts."""
+
+
+def evaluation_plan(config: Config) -> Plan:
+    """How a run's config asks held-out prompts."""
+    evaluation, sampling = config.evaluation, config.sampling
+    return Plan(
+        max_new_tokens=sampling.max_new_tokens,
+        num_samples=evaluation.num_samples,
+        ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
+        temperature=evaluation.temperature or sampling.temperature,
+        seed=(config.seed + SEED_OFFSET) % 2**63,
+        stop=sampling.stop,
+        ignore_eos=sampling.ignore_eos,
+        tag=evaluation.tag,
+        extract=answer_extractor(config.task.name, evaluation.answer_pattern),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """The held-out prompts of a run and how they are asked."""
+
+    engine: Engine
+    examples: Sequence[Example]
+    judge: Judge
+    plan: Plan
+
+    def check_metric(self, name: str) -> None:
+        """Raises IsobitError unless an evaluation has this metric (and for a tag that the prompts do not have)."""
+        tags = sorted({tag for tag in tags_of(self.examples, self.plan.tag) if tag is not None})
+        known = ["accuracy/held_out", "reward/held_out"]
+        known += [f"accuracy/{kind}_at_{k}" for k in self.plan.ks for kind in ("pass", "majority")]
+        known += [f"accuracy/tag/{tag}" for tag in tags]
+        if name not in known:
+            raise IsobitError(f"evaluation.best_by: the evaluation has no metric {name!r}; {did_you_mean(name, known)}")
+
+    def evaluate(self) -> tuple[dict[str, float], str]:
+        """(metrics, a line for the reader) of the present weights."""
+        result = Result("", measure(self.engine, self.examples, self.judge, self.plan), self.plan.ks)
+        summary = summarize(result)
+        everything = {name: estimate.value for name, estimate in summary[ALL].items()}
+        metrics = {
+            "accuracy/held_out": everything["accuracy"],
+            "reward/held_out": everything.get("reward", math.nan),
+        }
+        for k in self.plan.ks:
+            metrics[f"accuracy/pass_at_{k}"] = everything[f"pass@{k}"]
+            metrics[f"accuracy/majority_at_{k}"] = everything.get(f"maj@{k}", everything[f"pass@{k}"])
+        metrics |= {f"accuracy/tag/{tag}": row["accuracy"].value for tag, row in summary.items() if tag != ALL}
+        sampled = "".join(f", pass@{k} {everything[f'pass@{k}']:.4f}" for k in self.plan.ks)
+        return metrics, f"held-out greedy accuracy {summary[ALL]['accuracy']}{sampled}"

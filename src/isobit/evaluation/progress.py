@@ -1,0 +1,27 @@
+"""One line on stderr while a model answers, in a terminal only: what it does, and how many completions are done."""
+
+from rich.console import Console
+from rich.status import Status
+
+
+class Progress:
+    """Use as a context manager, and call `update` with what is being done, completions done, and completions asked."""
+
+    def __init__(self, title: str) -> None:
+        console = Console(stderr=True)
+        self._title = title
+        self._status = Status(title, console=console) if console.is_terminal else None
+
+    def __enter__(self) -> "Progress":
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def update(self, what: str, done: int, asked: int) -> None:
+        """Show another state."""
+        if self._status is not None:
+            self._status.update(f"{self._title}: {what}, {done} of {asked} completions")

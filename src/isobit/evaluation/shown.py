@@ -1,0 +1,48 @@
+"""What `isobit eval` prints and writes of one result, or of two side by side. Imports no torch, so that results that
+were saved are there at once."""
+
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.evaluation.comparison import compare, comparison_json, comparison_table
+from isobit.evaluation.result import Result, read_result, write_result
+from isobit.evaluation.summary import summarize, summary_json, summary_table
+
+_SAVED = ".json"
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a side is a result that was written before."""
+    return path.suffix == _SAVED
+
+
+def show(result: Result, against: Result | None, out: Path | None) -> None:
+    """Print it, and write it to `out`. Raises IsobitError for results that cannot be compared."""
+    if against is None:
+        print(f"{result.model}\n\n{summary_table(result)}")
+    else:
+        print(comparison_table(result, against))
+    if out is not None:
+        write_result(out, _content(result, against))
+
+
+def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool) -> None:
+    """`show` of saved results. `changed`: whether the command line asks for something of them that only an evaluation
+    can give, which raises IsobitError."""
+    if changed:
+        raise IsobitError("saved results are not evaluated again: leave every option but --against and --out out")
+    show(read_result(first), None if second is None else read_result(second), out)
+
+
+def check_out(out: Path | None) -> None:
+    """Raise IsobitError if a result could not be written there, before it is computed."""
+    if out is not None and not out.parent.is_dir():
+        raise IsobitError(f"--out {out}: there is no directory {out.parent}")
+
+
+def _content(result: Result, against: Result | None = None) -> dict[str, Any]:
+    content = {**result.to_json(), "summary": summary_json(summarize(result))}
+    if against is not None:
+        content |= {"against": _content(against), "comparison": comparison_json(compare(result, against))}
+    return content

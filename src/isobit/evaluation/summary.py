@@ -1,0 +1,119 @@
+"""Graded completions to estimates with 95 % intervals, for all prompts and for each value of a tag; and their tables.
+
+Names are those of the field: mean@N is the mean reward of N samples (verl), pass@k the chance that one of k samples is
+correct (Chen et al. 2021), maj@k that the answer of most of k is (Wang et al. 2022; cons@k in NeMo RL). Accuracy has
+Wilson's interval, everything else the bootstrap over prompts. Unscored completions are wrong, and outside mean rewards.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from isobit.evaluation.majority import majority_at_k
+from isobit.evaluation.result import Graded, Question, Result
+from isobit.intervals import Estimate, bootstrap_mean, pass_at_k, proportion
+from isobit.report.tables import text_table
+
+ALL = "(all)"
+"""The row of all prompts."""
+LENGTHS = ("tokens", "truncated")
+"""Measures of which more is not better."""
+Values = list[float | None]
+"""One value for each prompt; None where it has none."""
+
+
+def values_per_prompt(questions: Sequence[Question], ks: Sequence[int]) -> dict[str, Values]:
+    """Every measure of every prompt: accuracy, reward, and, of samples, mean@N, pass@k and maj@k; then lengths."""
+    n = len(questions[0].samples)
+    columns: dict[str, Values] = {
+        "accuracy": [float(q.greedy.correct) for q in questions],
+        "reward": [q.greedy.reward for q in questions],
+    }
+    if n:
+        columns[f"mean@{n}"] = [_mean([s.reward for s in q.samples]) for q in questions]
+        right = [sum(s.correct for s in q.samples) for q in questions]
+        columns |= {f"pass@{k}": [pass_at_k(n, count, k) for count in right] for k in ks}
+        votes = [majority_at_k([s.answer for s in q.samples], [s.correct for s in q.samples], ks) for q in questions]
+        columns |= {f"maj@{k}": [vote[k] for vote in votes] for k in ks if k > 1}  # maj@1 is pass@1
+    if questions[0].greedy.tokens is not None:
+        columns["tokens"] = [_mean([g.tokens for g in _completions(q)]) for q in questions]
+        columns["truncated"] = [_mean([g.truncated for g in _completions(q)]) for q in questions]
+    return columns
+
+
+def summarize(result: Result) -> dict[str, dict[str, Estimate]]:
+    """Measure to estimate, for each value of the tag (in the order of their text) and for ALL, which comes last.
+
+    A measure that no prompt has a value of, such as the mean reward of unscored completions, is left out.
+    """
+    values = values_per_prompt(result.questions, result.ks)
+    tags = sorted({question.tag for question in result.questions if question.tag is not None})
+    groups = {tag: [i for i, q in enumerate(result.questions) if q.tag == tag] for tag in tags}
+    groups[ALL] = list(range(len(result.questions)))
+    return {
+        tag: _estimates({name: [column[i] for i in rows] for name, column in values.items()})
+        for tag, rows in groups.items()
+    }
+
+
+def summary_json(summary: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
+    """Plain values of a summary."""
+    return {tag: {name: asdict(estimate) for name, estimate in row.items()} for tag, row in summary.items()}
+
+
+def summary_table(result: Result) -> str:
+    """The summary as plain text: a line for each measure, and below it, where there is a tag, a line for each of its
+    values, with the measures that fit beside each other."""
+    summary = summarize(result)
+    rows = [["", "value", "95 % interval", "prompts"]]
+    for name, estimate in summary[ALL].items():
+        label = f"greedy {name}" if name in ("accuracy", "reward") and not result.given else name
+        value, low, high = (number(x, name) for x in (estimate.value, estimate.low, estimate.high))
+        rows.append([label, value, f"{low} to {high}", str(estimate.prompts)])
+    tables = [text_table(rows, rule=True)]
+    if len(summary) > 1:
+        ends = [f"pass@{k}" for k in sorted({*result.ks[:1], *result.ks[-1:]})]
+        names = ["accuracy", *(ends if ends else ["reward"]), *(f"maj@{k}" for k in result.ks[-1:] if k > 1)]
+        heads = [str(result.settings.get("tag", "tag")), "prompts", *names]
+        cells = [
+            [tag, str(row["accuracy"].prompts), *(_cell(row, name) for name in names)] for tag, row in summary.items()
+        ]
+        tables.append(text_table([heads, *cells], rule=True))
+    unscored = [g for q in result.questions for g in _completions(q) if g.reward is None]
+    if unscored:
+        why = f"; the first: {unscored[0].error}" if unscored[0].error is not None else ""
+        tables.append(f"unscored completions, wrong and in no mean reward: {len(unscored)}{why}")
+    return "\n\n".join(tables)
+
+
+def number(value: float, name: str) -> str:
+    """A value of a measure, with as many digits as it is worth."""
+    return f"{value:.1f}" if name == "tokens" else f"{value:.4f}"
+
+
+def _estimates(values: Mapping[str, Values]) -> dict[str, Estimate]:
+    found = {}
+    for name, column in values.items():
+        present = [value for value in column if value is not None]
+        if name == "accuracy":
+            found[name] = proportion(round(sum(present)), len(present))
+        elif present:
+            found[name] = bootstrap_mean(present)
+    return found
+
+
+def _cell(row: Mapping[str, Estimate], name: str) -> str:
+    if name not in row:
+        return ""
+    digits = 1 if name == "tokens" else 3
+    estimate = row[name]
+    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+
+
+def _completions(question: Question) -> list[Graded]:
+    return [question.greedy, *question.samples]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None

@@ -1,0 +1,92 @@
+"""Prompts against the limits of their length, before a run starts: named, or dropped and counted.
+
+The limits are `task.min_prompt_tokens`, `task.max_prompt_tokens`, and what the model's context leaves. A prompt that
+cannot be encoded, such as a chat that the model's template refuses, is never dropped: it is an error, with its row.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from isobit.config import TaskConfig
+from isobit.engine.prompts import encode
+from isobit.errors import IsobitError
+from isobit.model import Model
+from isobit.tasks import Dataset, Example, Task
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The task without what was dropped, and the longest prompt to train on: what an engine must have room for."""
+
+    task: Task
+    longest: Example
+
+
+def fit_prompts(task: Task, model: Model, limits: TaskConfig, max_new_tokens: int, *, quiet: bool) -> Fitted:
+    """Encode every prompt of the task, and keep those within the limits and the model's context less
+    `max_new_tokens`. Raises IsobitError for the first that is outside, unless such are dropped; for what cannot be
+    encoded; and where nothing is left to train on."""
+    context = model.config.max_positions
+    room = context - max_new_tokens
+    if room < 1:
+        raise IsobitError(
+            f"sampling.max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's context of {context}"
+        )
+    lengths: dict[int, int] = {}
+
+    def problem(example: Example) -> str | None:
+        tokens = len(encode_prompt(example, model))
+        if tokens > room:
+            left = f"the model's context of {context} leaves {room} beside sampling.max_new_tokens {max_new_tokens}"
+            return f"the prompt has {tokens} tokens: {left}"
+        lengths[example.index] = tokens
+        return outside(tokens, limits)
+
+    held_out = keep(task.held_out, problem, limits, "held-out", quiet)
+    lengths.clear()
+    train = keep(task.train, problem, limits, "training", quiet)
+    longest = max(train.examples, key=lambda example: lengths[example.index])
+    return Fitted(replace(task, train=train, held_out=held_out), longest)
+
+
+def encode_prompt(example: Example, model: Model) -> list[int]:
+    """Token ids of an example's prompt. Raises IsobitError with its place."""
+    try:
+        return encode([example.prompt], model.tokenizer, model.config.vocab_size)[0]
+    except IsobitError as error:
+        raise IsobitError(f"{example.place}: {error}") from None
+
+
+def outside(tokens: int, limits: TaskConfig) -> str | None:
+    """Which limit of the config a prompt of so many tokens breaks, or None."""
+    if limits.max_prompt_tokens is not None and tokens > limits.max_prompt_tokens:
+        return f"the prompt has {tokens} tokens: task.max_prompt_tokens is {limits.max_prompt_tokens}"
+    if tokens < limits.min_prompt_tokens:
+        return f"the prompt has {tokens} tokens: task.min_prompt_tokens is {limits.min_prompt_tokens}"
+    return None
+
+
+def keep(
+    data: Dataset, problem: Callable[[Example], str | None], limits: TaskConfig, name: str, quiet: bool
+) -> Dataset:
+    """The examples without a problem. Raises IsobitError for the first that has one, unless such are dropped, which is
+    said on stderr."""
+    first: str | None = None
+    dropped: set[int] = set()
+    for example in data.examples:
+        wrong = problem(example)
+        if wrong is None:
+            continue
+        first = first or f"{example.place}: {wrong}"
+        if limits.too_long == "stop":
+            raise IsobitError(f"{first}; change it or the limit, or leave such rows out with task.too_long: drop")
+        dropped.add(example.index)
+    if first is None:
+        return data
+    if len(dropped) == len(data):
+        raise IsobitError(f"no {name} example is within the limits of length; the first: {first}")
+    if not quiet:
+        count = f"{len(dropped):,} of {len(data):,}"
+        print(f"{count} {name} examples dropped for their length; the first: {first}", file=sys.stderr)
+    return replace(data, examples=[example for example in data.examples if example.index not in dropped])

@@ -1,0 +1,6 @@
+"""What a run shows while it works, in a terminal: live in its own process, or from its directory. Imports no torch."""
+
+from isobit.view.display import Display
+from isobit.view.history import History, Shown
+
+__all__ = ["Display", "History", "Shown"]

@@ -1,0 +1,83 @@
+"""What the live view knows of a run: the values of each metric so far, and the last step's best and worst completion.
+
+Fed with rows of metrics.jsonl and with completions, by the run itself or from its files. Left out: how it looks.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+RECENT = 20  # steps behind a time per step, a share of a phase, and an estimate of the time left
+PHASES = ("rollout", "score", "learn", "sync", "calibrate")
+
+
+class Shown(NamedTuple):
+    """A completion: its reward (None: unscored), its prompt, its text."""
+
+    reward: float | None
+    prompt: str
+    completion: str
+
+
+@dataclass
+class History:
+    """`total` steps are planned; `details` says in a few words what kind of run it is; `phase` is what it does now."""
+
+    name: str
+    total: int
+    details: str = ""
+    step: int = 0
+    phase: str = ""
+    best: Shown | None = None
+    worst: Shown | None = None
+    _values: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """One row of metrics; values that are not finite leave no point."""
+        if (step := metrics.get("step")) is not None:
+            self.step = int(step)
+        for name, value in metrics.items():
+            if value is not None and math.isfinite(value):
+                self._values.setdefault(name, []).append(value)
+
+    def show(self, completions: Iterable[Shown]) -> None:
+        """The completions of the last step."""
+        scored = [shown for shown in completions if shown.reward is not None]
+        if scored:
+            self.best = max(scored, key=lambda shown: shown.reward or 0.0)
+            self.worst = min(scored, key=lambda shown: shown.reward or 0.0)
+
+    def values(self, name: str) -> list[float]:
+        """All values of a metric."""
+        return self._values.get(name, [])
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        values = self.values(name)
+        return values[-1] if values else None
+
+    def total_of(self, name: str) -> float:
+        """The sum of a metric over the run."""
+        return sum(self.values(name))
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean of the last steps."""
+        recent = self.values("time/step")[-RECENT:]
+        return sum(recent) / len(recent) if recent else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """For the steps that remain, at the pace of the last ones; evaluations and checkpoints are not in it."""
+        pace = self.seconds_per_step
+        return None if pace is None else pace * max(self.total - self.step, 0)
+
+    def phase_shares(self) -> list[tuple[str, float]]:
+        """(phase, fraction of the last steps' time) from half a percent on; what no timer names is `other`."""
+        whole = sum(self.values("time/step")[-RECENT:])
+        if not whole:
+            return []
+        shares = [(name, sum(self.values(f"time/{name}")[-RECENT:]) / whole) for name in PHASES]
+        rest = 1.0 - sum(share for _, share in shares)
+        return [(name, share) for name, share in (*shares, ("other", rest)) if share >= 0.005]

@@ -1,0 +1,127 @@
+"""FP8 block checkpoints: the rollout's own bytes, read back by `transformers` and by isobit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from isobit import Model
+from isobit.errors import IsobitError
+from isobit.model import Experts
+from isobit.model.checkpoint import read_json, read_weights, write_json
+from isobit.model.fp8_blocks import block_checkpoint
+from isobit.precision import QTensor
+
+from .helpers import logits, oracle_logits, random_model, tokens
+
+WHOLE = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+
+
+def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
+    """A random model all of whose matrices are whole blocks."""
+    experts = {"qwen3_moe": Experts(4, 2, 128), "mixtral": Experts(4, 2, 384)}.get(family)
+    return random_model(precision, family=family, **{**WHOLE, "experts": experts, **changes})
+
+
+def export(model: Model, folder: Path) -> Path:
+    checkpoint = block_checkpoint(model)
+    keys = {"dtype": "bfloat16", "quantization_config": checkpoint.quantization_config}
+    model.write(folder, checkpoint.tensors, keys)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_what_was_written(family: str, tmp_path: Path) -> None:
+    """Through the FP8 path of `transformers` itself, which on a CPU multiplies the dequantized weights."""
+    model = whole_model(family)
+    path = export(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path).float().eval()
+    stored, name = load_file(path / "model.safetensors"), "model.layers.1.self_attn.o_proj.weight"
+    scale = stored[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(theirs.state_dict()[name], stored[name].float() * scale)
+    sequence = tokens(40, 5)
+    wanted = oracle_logits(theirs, sequence)
+    assert torch.allclose(logits(Model.load(path, "float32"), sequence), wanted, atol=2e-3, rtol=1e-4)
+    # the control: the weights before quantization are further away than any tolerance for rounding
+    assert not torch.allclose(logits(model.under("float32"), sequence), wanted, atol=2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-unified", "fp8[bf16_first_layers=1]"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_byte_is_the_rollouts(family: str, precision: str, tmp_path: Path) -> None:
+    model = whole_model(family, precision)
+    path = export(model, tmp_path)
+    stored = load_file(path / "model.safetensors")
+    config = read_json(path / "config.json")["quantization_config"]
+    skipped = set(config["modules_to_not_convert"])
+    expected: dict[str, tuple[bytes, bytes]] = {}
+    for weight in model.transformer.rollout_weights():
+        if isinstance(weight.working, QTensor) and weight.name.endswith(".o"):
+            name = f"model.layers.{weight.name.split('.')[1]}.self_attn.o_proj.weight"
+            expected[name] = tuple(
+                t.contiguous().view(torch.uint8) for t in (weight.working.data, weight.working.scale)
+            )
+    assert expected
+    for name, (codes, scale) in expected.items():
+        assert torch.equal(stored[name].view(torch.uint8), codes)
+        assert torch.equal(stored[f"{name}_scale_inv"].view(torch.uint8), scale)
+    quantized = {name.removesuffix(".weight_scale_inv") for name in stored if name.endswith("_scale_inv")}
+    assert not quantized & skipped
+    assert ("model.layers.0.self_attn.q_proj" in skipped) == ("bf16_first" in precision)
+    linear = {n.removesuffix(".weight") for n in stored if n.endswith(("_proj.weight", ".w1.weight", "gate.weight"))}
+    assert linear <= quantized | skipped  # a reader that expects scales everywhere else finds them
+
+
+def test_the_checkpoint_computes_the_bits_of_the_model_that_was_exported(tmp_path: Path) -> None:
+    """Powers of two: the values are restored exactly, and quantize to the same codes again."""
+    model, sequence = whole_model("llama"), tokens(60, 2)
+    again = Model.load(export(model, tmp_path / "fp8"), "fp8", "reference")
+    wanted = model.logprobs([sequence])[0]
+    assert torch.equal(again.logprobs([sequence])[0].view(torch.int32), wanted.view(torch.int32))
+    # the control: other numbers in the blocks, other bits
+    whole_model("llama").save(tmp_path / "bf16", torch.bfloat16)
+    other = Model.load(tmp_path / "bf16", "fp8", "reference").logprobs([sequence])[0]
+    assert not torch.equal(other.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_a_layer_without_whole_blocks_stays_in_bf16(tmp_path: Path) -> None:
+    """Readers merge q, k and v along whole blocks: one ragged part keeps all three out."""
+    model = whole_model("llama", num_kv_heads=1)
+    checkpoint = block_checkpoint(model)
+    assert "model.layers.0.self_attn.q_proj" in checkpoint.kept
+    assert checkpoint.kept["model.layers.0.self_attn.k_proj"] == "(64, 256) is not a multiple of 128"
+    assert "model.layers.0.self_attn.o_proj" not in checkpoint.kept
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export(model, tmp_path)).float().eval()
+    found = logits(Model.load(tmp_path, "float32"), tokens(30))
+    assert torch.allclose(found, oracle_logits(theirs, tokens(30)), atol=2e-3, rtol=1e-4)
+
+
+def test_what_has_no_blocks_is_refused() -> None:
+    with pytest.raises(IsobitError, match=r"no layer can be stored in FP8 blocks: .*not a multiple of 128"):
+        block_checkpoint(random_model("fp8"))
+    with pytest.raises(IsobitError, match="those of bf16 are not quantized; give --precision fp8"):
+        block_checkpoint(whole_model("llama", "bf16"))
+    with pytest.raises(IsobitError, match="those of mxfp8 are e4m3 1x32 ue8m0"):
+        block_checkpoint(whole_model("llama", "mxfp8"))
+
+
+def test_broken_block_checkpoints_are_refused(tmp_path: Path) -> None:
+    path = export(whole_model("llama"), tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    stored = load_file(path / "model.safetensors")
+    broken = {key: value for key, value in stored.items() if key != f"{name}_scale_inv"}
+    save_file(broken, path / "model.safetensors")
+    with pytest.raises(IsobitError, match=rf"{name} has no scales; expected {name}_scale_inv \(2, 3\)"):
+        read_weights(path)
+    save_file(broken | {f"{name}_scale_inv": torch.ones(3, 3)}, path / "model.safetensors")
+    with pytest.raises(IsobitError, match=r"has scales of shape \(3, 3\)"):
+        read_weights(path)
+    config = read_json(path / "config.json")
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    write_json(path / "config.json", config)
+    with pytest.raises(IsobitError, match="or one in FP8 blocks of 128x128"):
+        Model.load(path)

@@ -1,0 +1,141 @@
+"""What is shown: the right numbers, at any size of the terminal, and nothing that a terminal would obey."""
+
+import io
+import math
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from isobit.view import History, Shown
+from isobit.view.screen import BARS, clock, plain, screen, sparkline, summary
+
+
+def history(steps: int = 12, differing: float = 0.0, total: int = 40) -> History:
+    found = History("quickstart", total, "fp8, bitwise")
+    for step in range(1, steps + 1):
+        found.add(
+            {
+                "step": step,
+                "reward/mean": 0.05 * step,
+                "reward/std": 0.4,
+                "mismatch/differing_tokens": differing,
+                "mismatch/compared_tokens": 100,
+                "mismatch/kl_k3": 1e-4 * differing * step,
+                "throughput/rollout_tokens_per_s": 2000.0 + step,
+                "length/mean": 5.0,
+                "length/truncated_fraction": 0.25,
+                "entropy": None,
+                "time/step": 2.0,
+                "time/rollout": 1.0,
+                "time/learn": 0.9,
+                "memory/peak_rss_mib": 389.4,
+                "memory/weights_mib": 12.0,
+                **({"accuracy/held_out": 0.5} if step == 10 else {}),
+            }
+        )
+    found.show([Shown(1.0, "12+30=", "42"), Shown(0.0, "9+9=", "19"), Shown(None, "1+1=", "?")])
+    return found
+
+
+def drawn(view: History, width: int = 100, height: int = 40) -> list[str]:
+    console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(screen(view, width, height))
+    return capture.get().splitlines()
+
+
+def test_the_screen_says_what_a_run_does() -> None:
+    view = history()
+    view.phase = "learn"
+    text = "\n".join(drawn(view))
+    assert "isobit  quickstart" in text
+    assert "fp8, bitwise" in text
+    assert "step 12 of 40   0:56 left   learn" in text  # 28 steps of 2 s
+    for label, value in (("reward", "0.600"), ("accuracy", "0.500"), ("tokens/s", "2,012"), ("length", "5.0")):
+        assert any(line.split()[:2] == [label, value] for line in text.splitlines()), label
+    assert "± 0.400" in text
+    assert "25% truncated" in text
+    assert "exactly zero" in text
+    assert "1,200 tokens" in text
+    assert "2.00 s a step" in text
+    assert "rollout 50%" in text
+    assert "other 5%" in text
+    assert "peak 389 MiB" in text
+    assert "best      1  12+30= → 42" in text
+    assert "worst     0  9+9= → 19" in text
+    assert "entropy" not in text  # there was no finite value
+
+
+def test_a_mismatch_is_not_called_zero() -> None:
+    text = "\n".join(drawn(history(differing=7.0)))
+    assert "exactly zero" not in text
+    assert "84 of 1,200 tokens differ" in text
+    assert "8.4e-03" in text
+
+
+def test_a_finished_run_and_one_that_has_not_begun() -> None:
+    assert "step 40 of 40   done" in "\n".join(drawn(history(40)))
+    text = "\n".join(drawn(History("new", 10)))
+    assert "step 0 of 10   -:-- left" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+@pytest.mark.parametrize("height", [14, 24, 50])
+def test_it_fits(width: int, height: int) -> None:
+    view = history()
+    view.show([Shown(1.0, "a long question " * 40, "an answer " * 60), Shown(0.0, "q", "漢字" * 80)])
+    lines = drawn(view, width, height)
+    assert len(lines) <= height
+    assert max(cell_len(line) for line in lines) <= width
+    assert any("reward" in line for line in lines)
+    assert sum(line.startswith("memory") for line in lines) == 1
+    assert all(line == "" or line[0] in "i━ramtlebw" for line in lines)  # nothing wraps into a line of its own
+
+
+def test_text_of_a_model_cannot_drive_the_terminal() -> None:
+    view = history()
+    view.show([Shown(1.0, "\x1b[2Jclear\u202e", "two\nlines\x07\x9b31m[bold]red[/bold]"), Shown(0.0, "q", "a")])
+    text = "".join(drawn(view))
+    assert not any(ord(c) < 32 or c in "\u202e\x9b" for c in text)
+    assert "two⏎lines" in text
+    assert "[bold]red[/bold]" in text
+    assert plain("a\tb") == "a b"
+
+
+def test_sparklines() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 0.0]) == BARS[0] * 2
+    assert sparkline([3.0]) == BARS[3]
+    assert sparkline(list(range(8))) == BARS
+    assert sparkline([1.0, 0.0, 1.0]) == BARS[7] + BARS[0] + BARS[7]
+    long = sparkline([float(i) for i in range(1000)], 16)
+    assert len(long) == 16
+    assert list(long) == sorted(long, key=BARS.index)
+
+
+def test_times() -> None:
+    assert (clock(None), clock(7.9), clock(187), clock(7387)) == ("-:--", "0:07", "3:07", "2:03:07")
+
+
+def test_a_run_in_one_line() -> None:
+    assert summary(history()) == (
+        "step 12/40  reward 0.600  accuracy 0.500  differing tokens 0  2,012 tokens/s  0:56 left"
+    )
+    assert summary(History("", 3)) == "step 0/3"
+
+
+def test_what_is_not_finite_leaves_no_point() -> None:
+    view = History("", 2)
+    view.add({"step": 1, "reward/mean": math.nan, "loss/cross_entropy": 1.5})
+    assert view.values("reward/mean") == []
+    assert summary(view) == "step 1/2  loss 1.5000"
+
+
+def test_all_alike_and_unscored_completions() -> None:
+    view = history()
+    view.show([Shown(0.5, "p", "x"), Shown(0.5, "p", "y")])
+    assert "all alike 0.5" in "\n".join(drawn(view))
+    before = view.best
+    view.show([Shown(None, "p", "z")])
+    assert view.best == before
