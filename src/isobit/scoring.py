@@ -1,5 +1,6 @@
-"""Rewards of a step: functions of the user's in their processes, and reward models here, added by weight.
+"""Rewards of a step: functions in their processes, and reward models here, added by weight.
 
+The functions begin on a group as soon as it is sampled, beside the rollout of the others; the models judge after it.
 A sample that a function could not score stays unscored, whatever the models say. Left out: how either computes.
 """
 
@@ -7,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from isobit.engine import Completion
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.reward_model import RewardModel
+from isobit.tasks import Example
 from isobit.tasks.data import Prompt
 from isobit.tasks.rewards import Reward, RewardPool
 
@@ -47,7 +50,15 @@ class Scorer:
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Reward]:
         """The rewards of each completion. Raises RunFailed for the first failure, unless failures are skipped."""
-        rewards = self.pool.score(prompts, completions, columns, completion_ids)
+        return self.judged(self.pool.score(prompts, completions, columns, completion_ids), prompts, completions)
+
+    def begin(self, examples: Sequence[Example], per_prompt: int) -> "RolloutScoring":
+        """Score a rollout of `per_prompt` completions for each example while it is sampled."""
+        return RolloutScoring(self, examples, per_prompt)
+
+    def judged(self, rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Reward]:
+        """The functions' rewards with the models' added. Raises RunFailed as `score` does."""
+        rewards = list(rewards)
         for weighted in self.models:
             rewards = [
                 _plus(reward, weighted, *found)
@@ -74,6 +85,35 @@ class Scorer:
                     raise RunFailed(problem)
             found.append((scores.get(i), problem))
         return found
+
+
+class RolloutScoring:
+    """The groups of one rollout on their way to their rewards."""
+
+    def __init__(self, scorer: Scorer, examples: Sequence[Example], per_prompt: int) -> None:
+        self._scorer, self._examples, self._per_prompt = scorer, examples, per_prompt
+        self._texts: dict[int, list[str]] = {}
+        self._batch = scorer.pool.begin(len(examples) * per_prompt)
+
+    def add(self, index: int, completions: Sequence[Completion]) -> None:
+        """The group of example `index` is sampled: the functions may begin on it."""
+        example, n = self._examples[index], len(completions)
+        assert n == self._per_prompt
+        texts = self._texts[index] = [completion.text for completion in completions]
+        ids = [completion.token_ids for completion in completions]
+        self._batch.add(index * n, [example.prompt] * n, texts, [example.columns] * n, ids)
+
+    def collect(self) -> list[Reward]:
+        """The rewards of all completions, group by group. Raises RunFailed as `Scorer.score` does."""
+        rewards = self._batch.collect()
+        prompts = [example.prompt for example in self._examples for _ in range(self._per_prompt)]
+        texts = [text for index in range(len(self._examples)) for text in self._texts[index]]
+        return self._scorer.judged(rewards, prompts, texts)
+
+    @property
+    def overlapped_s(self) -> float:
+        """Seconds in which functions were at work before `collect` was called."""
+        return self._batch.overlapped_s
 
 
 def _plus(reward: Reward, weighted: WeightedModel, score: float | None, problem: str | None) -> Reward:

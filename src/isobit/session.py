@@ -23,9 +23,9 @@ from isobit.report import write_report
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import Interruption, Run
+from isobit.scoring import RolloutScoring
 from isobit.setup import Parts, load_state, open_parts, save_checkpoint
 from isobit.statistics import batch_metrics, staleness_metrics, weight_metrics
-from isobit.tasks import Example
 from isobit.view import Display, Shown
 
 
@@ -54,7 +54,7 @@ class Session:
         details = f"{self.model.precision.name}, {self.config.consistency}"
         self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
         self._recorded = _recorded_groups(recorded) if recorded is not None else None
-        self._examples: dict[int, Example] = {}
+        self._scoring: RolloutScoring | None = None
         self._metrics: dict[str, float] = {}
         self._began = 0.0
         self._saved_step: int | None = None
@@ -125,34 +125,31 @@ class Session:
         return batch
 
     def roll_out(self, count: int) -> list[Group]:
-        """Verb 2: one group of completions for each of the next `count` prompts."""
+        """Verb 2: one group of completions for each of the next `count` prompts, which are scored as they come."""
         if self._recorded is not None:
             return next(self._recorded, [])
         first = self.state.cursor
         ids = list(range(first, first + count))
         examples = [self.parts.task.train.at(cursor) for cursor in ids]
+        scoring = self._scoring = self.parts.scorer.begin(examples, self.parts.sampling.n)
         with self._timed("rollout"), self._broken_weights_end_the_run():
-            groups = self.parts.engine.generate([e.prompt for e in examples], self.parts.sampling, ids)
+            prompts = [e.prompt for e in examples]
+            groups = self.parts.engine.generate(prompts, self.parts.sampling, ids, on_group=scoring.add)
         self._count("rollout/preemptions", self.parts.engine.stats.preemptions)
         self._metrics |= self.parts.engine.cache_metrics()
         self._count("rollout/tokens", sum(len(c.token_ids) for group in groups for c in group))
         self.state.cursor += count
-        self._examples = dict(zip(ids, examples))
         return [[_sample(completion, self.state.step) for completion in group] for group in groups]
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """Verb 3: the same groups with rewards."""
+        """Verb 3: the groups of the last rollout with rewards."""
         if self._recorded is not None:
             return list(groups)
+        assert self._scoring is not None
         samples = [sample for group in groups for sample in group]
-        examples = [self._examples[sample.prompt_index] for sample in samples]
         with self._timed("score"):
-            rewards = self.parts.scorer.score(
-                [e.prompt for e in examples],
-                [s.completion for s in samples],
-                [e.columns for e in examples],
-                [s.completion_ids for s in samples],
-            )
+            rewards = self._scoring.collect()
+        self._count("time/score_overlapped", self._scoring.overlapped_s)
         for reward in rewards:
             if reward.error is not None:
                 self.display.note(f"unscored: {reward.error}")

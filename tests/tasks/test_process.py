@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from isobit.tasks import RewardSpec
-from isobit.tasks.process import MAX_LOG_BYTES, WorkerProcess, exchange
+from isobit.tasks.exchange import exchange
+from isobit.tasks.process import MAX_LOG_BYTES, WorkerProcess
 from isobit.tasks.rewards import RewardPool
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
@@ -173,7 +174,7 @@ def test_an_interrupt_leaves_no_worker_with_an_unread_reply(file: str, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("isobit.tasks.process._collect", interrupted)
+        patch.setattr("isobit.tasks.exchange.collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
             exchange([worker], [request], 5.0)
     assert not worker.ready
@@ -187,7 +188,7 @@ def test_output_without_a_log_is_dropped_in_time(file: str) -> None:
         sizes = []
         for _ in range(12):
             assert pool.score(["p"], ["c"], [{}])[0].total == 1.0
-            sizes.append(os.fstat(pool._workers[0]._log.fileno()).st_size)
+            sizes.append(os.fstat(pool.workers[0]._log.fileno()).st_size)
     assert max(sizes) <= MAX_LOG_BYTES + 2_000_000
     assert sizes[-1] < sum(1_000_001 for _ in sizes) / 2
 

@@ -18,7 +18,10 @@ _Split = Annotated[str | None, typer.Option(help="of a directory that has severa
 _Chat = Annotated[bool, typer.Option("--chat", help="a text prompt becomes the message of a user")]
 _System = Annotated[str | None, typer.Option(help="system message before every chat")]
 _Option = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")]
-_Reward = Annotated[list[str] | None, typer.Option(metavar="FILE.py:FUNCTION", help="may be given several times")]
+_Reward = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME|FILE.py:FUNCTION", help='or NAME:{"option": value}; may be given several times'),
+]
 _Template = Annotated[str | None, typer.Option(help="text with {prompt} in it")]
 _Completions = Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")]
 _Samples = Annotated[int | None, typer.Option(help="the first so many prompts; default: all, or the run's")]
@@ -74,9 +77,6 @@ def evaluate(
     isobit eval a.json --against b.json              the same of two results that --out wrote
     isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
     """
-    from isobit.evaluation.shown import check_out, is_saved, show_saved
-
-    check_out(out)
     ks = None if pass_at is None else _ks(pass_at, n)
     asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
     values: dict[str, Any] = {
@@ -89,17 +89,38 @@ def evaluate(
             "system": system,
             "options": dict(_key_value(text) for text in option) if option else None,
         },
-        "rewards": {"functions": [{"function": name} for name in reward] if reward else None},
+        "rewards": {"functions": [_reward(text) for text in reward] if reward else None},
         "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None},
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }
     values |= {"seed": seed, "precision": precision, "consistency": consistency, "backend": backend}
-    given = _given(values)
-    if model is not None and is_saved(model) and (against is None or is_saved(against)):
-        return show_saved(model, against, out, bool(given or best or completions))
+    _evaluate_or_show(model, against, _given(values), best, completions, out)
+
+
+def _evaluate_or_show(
+    first: Path | None,
+    second: Path | None,
+    given: dict[str, Any],
+    best: bool,
+    completions: str | None,
+    out: Path | None,
+) -> None:
+    """Results that are saved are shown without what an evaluation needs to import."""
+    from isobit.evaluation.shown import check_out, is_saved, show_saved
+
+    check_out(out)
+    if first is not None and is_saved(first) and (second is None or is_saved(second)):
+        return show_saved(first, second, out, changed=bool(given or best or completions))
     from isobit.evaluate import Request, evaluate_command
 
-    return evaluate_command(model, against, Request(given, best, completions), out)
+    return evaluate_command(first, second, Request(given, best, completions), out)
+
+
+def _reward(text: str) -> dict[str, Any]:
+    from isobit.tasks import parse_reward
+
+    spec = parse_reward(text)
+    return {"function": spec.function, "options": dict(spec.options)}
 
 
 def _files(data: Path | None, split: str | None) -> dict[str, str | None]:

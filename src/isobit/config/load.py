@@ -18,6 +18,7 @@ from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.config.sections import RewardsConfig, TaskConfig
 from isobit.errors import IsobitError
 from isobit.tasks.data import TaskSettings
+from isobit.tasks.named import OptionError
 from isobit.tasks.task import RewardSpec
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
@@ -60,7 +61,7 @@ def task_settings(task: TaskConfig, seed: int) -> TaskSettings:
 
 def reward_specs(rewards: RewardsConfig) -> list[RewardSpec]:
     """The reward functions that a config names; none means the task's own."""
-    return [RewardSpec(r.function, r.weight, r.name) for r in rewards.functions]
+    return [RewardSpec(r.function, r.weight, r.name, r.options, r.deadline_s) for r in rewards.functions]
 
 
 def dump_config(config: BaseModel) -> str:
@@ -75,6 +76,8 @@ def parse_config(schema: type[_Schema], values: Mapping[str, Any], where: str) -
     except ValidationError as error:
         raise IsobitError(f"{where}: {_message(error, schema)}") from None
     _check_precision(config, where)
+    if isinstance(config, Config):
+        _check_rewards(config.rewards, where)
     return config
 
 
@@ -149,6 +152,14 @@ def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> 
             f"{where}: consistency: bitwise cannot hold: {reason}; "
             "use activation_granularity: 1x128 or row, or consistency: fast"
         )
+
+
+def _check_rewards(rewards: RewardsConfig, where: str) -> None:
+    for i, spec in enumerate(reward_specs(rewards)):
+        try:
+            spec.build(rewards.deadline_s)
+        except OptionError as error:
+            raise IsobitError(f"{where}: rewards.functions.{i}.{error}") from None
 
 
 def _message(error: ValidationError, schema: type[BaseModel]) -> str:

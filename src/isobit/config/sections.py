@@ -75,11 +75,16 @@ class TaskConfig(Section):
 
 
 class RewardConfig(Section):
-    """One reward function of the user's own, in TRL's signature."""
+    """One reward function: by name, or the user's own in TRL's signature."""
 
-    function: str = Field(description="path/to/file.py:function or package.module:function")
+    function: str = Field(
+        description="math, exact_match, fuzzy_match, format, length_penalty or code; or path/to/file.py:function or "
+        "package.module:function"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="of a reward by name: see how-to/rewards.md")
     weight: float = 1.0
     name: str | None = Field(None, description="name in the metrics; default: the function's")
+    deadline_s: float | None = Field(None, gt=0, description="seconds for one call; default: rewards.deadline_s")
 
 
 class RewardModelConfig(Section):
@@ -97,7 +102,7 @@ class RewardsConfig(Section):
     functions: tuple[RewardConfig, ...] = Field((), description="default: the task's own reward")
     models: tuple[RewardModelConfig, ...] = Field((), description="reward models, added to the functions by weight")
     deadline_s: float = Field(30.0, gt=0, description="seconds for one call; a worker that takes longer is killed")
-    num_workers: int = Field(1, ge=1, le=64)
+    num_workers: int = Field(1, ge=1, le=64, description="processes, each with all functions loaded")
     on_error: Literal["stop", "skip"] = Field("stop", description="what a failing reward function does to the run")
     environment: tuple[str, ...] = Field((), description="variables that functions get besides PATH and the like")
 

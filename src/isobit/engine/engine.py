@@ -23,6 +23,7 @@ from isobit.model import Model
 
 _CACHE_BYTES = 2 << 30
 Progress = Callable[[int, int], None]
+OnGroup = Callable[[int, list[Completion]], None]
 
 
 class Engine:
@@ -106,12 +107,15 @@ class Engine:
         sampling: Sampling,
         prompt_ids: Sequence[int] | None = None,
         progress: Progress | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """Sample `sampling.n` completions for each prompt: one group of completions per prompt, in order.
 
         A prompt is a text, a list of token ids or a list of chat messages. `prompt_ids` stand for the prompts in the
         sampling keys (default: 0, 1, ...): the same id, prompt and seed give the same completion in any call.
         `progress(tokens, completions)` hears, after every step, how many tokens were sampled and completions finished.
+        `on_group(index, completions)` hears of each group once, as soon as its last completion is finished, in whatever
+        order that is, while the others are still sampled.
 
         Raises IsobitError, before anything is computed, for a prompt that can never be answered.
         """
@@ -136,6 +140,9 @@ class Engine:
                 generation.step()
                 if progress is not None:
                     progress(generation.num_tokens, generation.num_completions)
+                if on_group is not None:
+                    for index in generation.take_finished():
+                        on_group(index, generation.group(index))
             return generation.completions()
         finally:
             generation.scheduler.release()

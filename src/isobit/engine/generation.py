@@ -70,6 +70,9 @@ class Generation:
             self.is_eos[[token for token in model.tokenizer.eos_ids if token < config.vocab_size]] = True
         self.num_tokens = 0
         self.num_completions = 0
+        self.unfinished = np.full(len(prompts), n, np.int64)  # completions of each group
+        self._finished: list[int] = []
+        self._groups: dict[int, list[Completion]] = {}
         self.routes = None
         if record_routes and config.experts is not None:
             self.routes = RouteRecord(lengths, n, config.num_mixtures, config.experts.per_token)
@@ -96,11 +99,25 @@ class Generation:
         self._copy_pages(self.scheduler.take_copies())
         self.num_tokens += tokens.size
         self.num_completions += int(np.count_nonzero(done))
+        groups, counts = np.unique(plan.sampled[done] // self.sampling.n, return_counts=True)
+        self.unfinished[groups] -= counts
+        self._finished += groups[self.unfinished[groups] == 0].tolist()
+
+    def take_finished(self) -> list[int]:
+        """The groups that have become whole since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def group(self, index: int) -> list[Completion]:
+        """The completions of a finished group, samples in order."""
+        if index not in self._groups:
+            n = self.sampling.n
+            self._groups[index] = [self._completion(index * n + sample) for sample in range(n)]
+        return self._groups[index]
 
     def completions(self) -> list[list[Completion]]:
-        """One group for each prompt, samples in order."""
-        n = self.sampling.n
-        return [[self._completion(group * n + sample) for sample in range(n)] for group in range(len(self.prompts))]
+        """One group for each prompt."""
+        return [self.group(index) for index in range(len(self.prompts))]
 
     def _tokens(self, sequence: int, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens [start, stop) of a sequence: of its prompt, then of what it has sampled."""

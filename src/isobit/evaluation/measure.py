@@ -27,7 +27,11 @@ class Judge(Protocol):
     """What gives completions their rewards: functions, or functions and models."""
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Reward]: ...
 
 
@@ -138,7 +142,8 @@ def tags_of(examples: Sequence[Example], column: str | None) -> list[str | None]
 
 def _grade(examples: Sequence[Example], completions: Sequence[Completion], judge: Judge, plan: Plan) -> list[Graded]:
     texts = [completion.text for completion in completions]
-    rewards = judge.score([e.prompt for e in examples], texts, [e.columns for e in examples])
+    ids = [completion.token_ids for completion in completions]
+    rewards = judge.score([e.prompt for e in examples], texts, [e.columns for e in examples], ids)
     return [
         Graded(c.text, r.total, plan.extract(c.text), len(c.token_ids), c.finish_reason == "length", r.error)
         for c, r in zip(completions, rewards)

@@ -5,8 +5,7 @@ keywords and where its signature takes them, the prompts, the completions, every
 TRL's `completion_ids`, `trainer_state` (`global_step`, `max_steps`, `epoch`; 0 outside a run), `log_extra` and
 `log_metric` (which do nothing here). It may be `async`. A function with verl's parameters `solution_str` and
 `ground_truth` is called once a sample, with those of `data_source` and `extra_info` that it takes; it may be `async`
-too.
-Left out: classes that must be constructed first, and reward models.
+too. A bare name is a reward of `isobit.tasks.named`. Left out: classes that must be constructed first.
 """
 
 import asyncio
@@ -26,6 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from isobit.errors import IsobitError
+from isobit.tasks import named
 from isobit.tasks.data import completion_text
 
 
@@ -88,7 +88,10 @@ def check_reference(reference: str) -> None:
 
 
 def load_function(reference: str) -> LoadedFunction:
-    """Import the function. Raises IsobitError, with file and line, for whatever goes wrong on the way."""
+    """Import the function, or make the reward by name. Raises IsobitError, with file and line, for whatever goes wrong
+    on the way."""
+    if named.is_named(reference):
+        return _by_name(reference)
     home, name = split_reference(reference)
     try:
         module = _import_file(Path(home)) if home.endswith(".py") else _import_module(home)
@@ -103,6 +106,14 @@ def load_function(reference: str) -> LoadedFunction:
     if not callable(function) or isinstance(function, type):
         raise IsobitError(f"reward function {reference!r}: {name!r} in {home} is not a function")
     return _inspect(function, reference, getattr(module, "__file__", None) or home)
+
+
+def take_unscored(result: Any) -> tuple[Any, dict[int, str]]:
+    """(the result with None for each Unscored in it, {index: reason}); only rewards by name give any."""
+    if not isinstance(result, list):
+        return result, {}
+    reasons = {i: entry.reason for i, entry in enumerate(result) if isinstance(entry, named.Unscored)}
+    return [None if i in reasons else entry for i, entry in enumerate(result)] if reasons else result, reasons
 
 
 def last_line(error: BaseException, file: str) -> str:
@@ -193,6 +204,17 @@ def _inspect(function: Callable[..., Any], reference: str, file: str) -> LoadedF
         )
     required = tuple(p.name for p in named if p.default is p.empty and p.name not in (*ALWAYS, *ON_REQUEST))
     return LoadedFunction(function, file, required, names.union(ON_REQUEST) if takes_more else names, takes_more)
+
+
+def _by_name(reference: str) -> LoadedFunction:
+    name, options = named.parse_reference(reference)
+    try:
+        reward = named.build(name, options)
+    except named.OptionError as error:
+        raise IsobitError(f"reward {name}: {error}") from None
+    reward.prepare()
+    names = frozenset({"completions", *reward.columns} | ({"completion_ids"} if reward.wants_tokens else set()))
+    return LoadedFunction(reward, reference, reward.columns, names, takes_more=False)
 
 
 def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Callable[..., Any]:

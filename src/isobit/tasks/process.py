@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,7 @@ class WorkerProcess:
         self._unsent = memoryview(b"")
         self._received = bytearray()
         self._log_start = 0
-        self.expires = 0.0
+        self.deadline_s = self.expires = 0.0
         self.spawn()
 
     def spawn(self) -> None:
@@ -92,7 +91,7 @@ class WorkerProcess:
 
     def loaded(self) -> list[dict[str, Any]]:
         """Wait for a spawned worker; what it says about each function. Raises IsobitError if it cannot load them."""
-        while not (through := _collect([self], START_DEADLINE_S)):
+        while not (through := collect([self])):
             pass
         reply = through[0][1]
         if isinstance(reply, Death):
@@ -133,7 +132,7 @@ class WorkerProcess:
         if not self._keep_log and self._log_start > MAX_LOG_BYTES:
             os.ftruncate(self._log.fileno(), 0)
             self._log_start = 0
-        self.expires = time.monotonic() + deadline_s
+        self.deadline_s, self.expires = deadline_s, time.monotonic() + deadline_s
         self.push()
 
     def push(self) -> None:
@@ -189,33 +188,12 @@ class WorkerProcess:
         self._log.close()
 
 
-def exchange(workers: Sequence[WorkerProcess], requests: Sequence[bytes], deadline_s: float) -> list[Reply]:
-    """Have the workers answer all requests, each within the deadline; replies in the order of the requests.
-
-    A worker that dies on the way is replaced. Raises IsobitError if the replacement cannot load its functions.
-    """
-    replies: dict[int, Reply] = {}
-    busy: dict[WorkerProcess, int] = {}
-    waiting = deque(range(len(requests)))
-    try:
-        while busy or waiting:
-            for worker in workers:
-                if waiting and worker not in busy:
-                    worker.revive()
-                    worker.begin(requests[waiting[0]], deadline_s)
-                    busy[worker] = waiting.popleft()
-            for worker, reply in _collect(list(busy), deadline_s):
-                replies[busy.pop(worker)] = reply
-    finally:
-        for worker in busy:  # an interrupt or an error came: a worker that still owes a reply is of no use
-            worker.kill()
-    return [replies[i] for i in range(len(requests))]
-
-
-def _collect(busy: Sequence[WorkerProcess], deadline_s: float) -> list[tuple[WorkerProcess, Reply]]:
-    """Wait until something happens; the workers that are through, each with its reply. Kills those that are late."""
+def collect(busy: Sequence[WorkerProcess], wake: int | None = None) -> list[tuple[WorkerProcess, Reply]]:
+    """Wait until something happens to the workers, or `wake` can be read; the workers that are through, each with its
+    reply. Kills those that are late."""
     wait = min(worker.expires for worker in busy) - time.monotonic()
-    happened = _poll({fd: mask for worker in busy for fd, mask in worker.interests.items()}, wait)
+    interests = {fd: mask for worker in busy for fd, mask in worker.interests.items()}
+    happened = _poll(interests if wake is None else {**interests, wake: select.POLLIN}, wait)
     through: list[tuple[WorkerProcess, Reply]] = []
     for worker in busy:
         readable = worker.read_end in happened
@@ -226,7 +204,7 @@ def _collect(busy: Sequence[WorkerProcess], deadline_s: float) -> list[tuple[Wor
             reply = Death(False, worker.bury())
         if reply is None and not readable and time.monotonic() > worker.expires:
             worker.kill()
-            reply = Death(True, f"no answer within {deadline_s:g} s, killed{worker.last_output()}")
+            reply = Death(True, f"no answer within {worker.deadline_s:g} s, killed{worker.last_output()}")
         if reply is not None:
             through.append((worker, reply))
     return through

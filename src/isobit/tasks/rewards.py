@@ -1,14 +1,17 @@
 """Scoring: reward functions over completions, in worker processes, with every failure traced to its sample.
 
-A batch is cut into chunks of `chunk_size` samples, the same for any number of workers; one call is one function on
-one chunk, under the deadline. A reward is a number or None (unscored, never 0). The total of a sample is the sum of
-weight times reward over the functions, and None as soon as one function of non-zero weight gave None. (TRL leaves a
-None out of its sum; here a sample is scored by all functions or not at all.)
+What is added to a batch together (a group, or all of it) is cut into chunks of `chunk_size` samples, the same for any
+number of workers; one call is one function on one chunk, under the deadline. A reward is a number or None (unscored,
+never 0). The total of a sample is the sum of weight times reward over the functions, and None as soon as one function
+of non-zero weight gave None. (TRL leaves a None out of its sum; here a sample is scored by all functions or not at
+all.)
 
 A call that raises, hangs, kills its process or returns a wrong length is repeated on its parts until the guilty
 samples are known: on single samples where that is cheap, by bisection where it costs a deadline or a process, of
 which a batch spends at most MAX_DEATHS. What follows is `on_error`: `stop` raises RunFailed with function and sample,
-`skip` leaves the sample unscored. Left out: isolation from files and network; the functions are the user's own.
+`skip` leaves the sample unscored. A reward by name (`named/`) that hangs or dies does so over a completion, not by a
+mistake of the user's: that sample is unscored under both. Left out: isolation from files and network; the functions
+are the user's own.
 """
 
 import json
@@ -20,8 +23,10 @@ from typing import Any
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.tasks.data import Prompt, did_you_mean
+from isobit.tasks.exchange import BackgroundExchange, exchange
 from isobit.tasks.functions import check_reference
-from isobit.tasks.process import Death, Reply, WorkerProcess, exchange
+from isobit.tasks.named import NamedReward, OptionError
+from isobit.tasks.process import Death, Reply, WorkerProcess
 from isobit.tasks.task import RewardSpec
 
 MAX_DEATHS = 16
@@ -62,23 +67,24 @@ class RewardPool:
     ) -> None:
         """Raises IsobitError for functions that are not there or not told apart.
 
-        `deadline_s` is for one call. `log_dir` keeps what the functions print, as reward-worker-<i>.log; otherwise it
-        is dropped, but for the last line before a failure. `environment` names variables that the functions get
-        besides the usual ones (PATH, HOME and the like).
+        `deadline_s` is for one call of a function that has none of its own. `log_dir` keeps what the functions print,
+        as reward-worker-<i>.log; otherwise it is dropped, but for the last line before a failure. `environment` names
+        variables that the functions get besides the usual ones (PATH, HOME and the like).
         """
-        _check_specs(specs)
         assert on_error in ("stop", "skip")
+        named = _built(specs, deadline_s)
         self.specs = tuple(specs)
-        self._deadline_s = deadline_s
+        self.deadlines_s = [spec.deadline_s or deadline_s for spec in specs]
+        self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in named]
+        self.stop = on_error == "stop"
         self._num_workers = num_workers
-        self._stop = on_error == "stop"
-        self._chunk_size = chunk_size
         self._log_dir = log_dir
         self._environment = tuple(environment)
-        self._workers: list[WorkerProcess] = []
+        self.workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
-        self._wants_tokens = False
+        self.wants_tokens = False
         self.trainer_state: dict[str, float] | None = None  # global_step, max_steps, epoch, for functions that ask
+        self._open: Batch | None = None
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -88,19 +94,19 @@ class RewardPool:
 
     def start(self) -> None:
         """Start the workers and import the functions. Raises IsobitError, in one line, if one cannot be used."""
-        if self._workers or not self.specs:
+        if self.workers or not self.specs:
             return
-        references = [spec.function for spec in self.specs]
+        references = [spec.reference for spec in self.specs]
         try:
             for i in range(self._num_workers):
                 log = self._log(i)
-                self._workers.append(WorkerProcess(references, log, self._environment))
-            loaded = [worker.loaded() for worker in self._workers]
+                self.workers.append(WorkerProcess(references, log, self._environment))
+            loaded = [worker.loaded() for worker in self.workers]
         except BaseException:
             self.close()
             raise
         self._required = [tuple(signature["required"]) for signature in loaded[0]]
-        self._wants_tokens = any("completion_ids" in signature["names"] for signature in loaded[0])
+        self.wants_tokens = any("completion_ids" in signature["names"] for signature in loaded[0])
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise IsobitError if a function cannot do without a column that the data does not have."""
@@ -111,6 +117,13 @@ class RewardPool:
                 if name not in known:
                     hint = did_you_mean(name, known) if known else "the data has none but the prompt"
                     raise IsobitError(f"reward function {spec.function}: the data has no column {name!r}; {hint}")
+
+    def begin(self, count: int) -> "Batch":
+        """A batch of so many samples, which are scored as they come. One at a time can be open."""
+        assert self._open is None, "a batch is scored already"
+        self.start()
+        self._open = Batch(self, count)
+        return self._open
 
     def score(
         self,
@@ -124,31 +137,23 @@ class RewardPool:
         Functions get columns as lists, and the completion of a chat prompt as TRL gives it, [{"role": "assistant",
         "content": text}]. Raises RunFailed for the first failure under `stop`.
         """
-        assert len(prompts) == len(completions) == len(columns)
-        if not prompts:
-            return []
-        if not self.specs:
-            return [Reward(0.0, {}) for _ in prompts]
-        self.check_columns(columns[0])
-        arguments: dict[str, list[Any]] = {name: [row[name] for row in columns] for name in columns[0]}
-        arguments["prompts"] = list(prompts)
-        arguments["completions"] = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, completions)
-        ]
-        if self._wants_tokens and completion_ids is not None:
-            arguments["completion_ids"] = [list(ids) for ids in completion_ids]
-        if self.trainer_state is not None:
-            arguments["trainer_state"] = [self.trainer_state for _ in prompts]
-        scoring = _Scoring(self.specs, self._workers, self._deadline_s, self._stop, arguments)
-        scoring.run(self._chunk_size)
-        return [self._reward(scoring, i) for i in range(len(prompts))]
+        with self.begin(len(prompts)) as batch:
+            if prompts:
+                batch.add(0, prompts, completions, columns, completion_ids)
+            return batch.collect()
 
     def close(self) -> None:
-        """Kill the workers and everything that they started. May be called again."""
-        for worker in self._workers:
+        """Kill the workers and everything that they started, and drop an open batch. May be called again."""
+        if self._open is not None:
+            self._open.cancel()
+        for worker in self.workers:
             worker.close()
-        self._workers = []
+        self.workers = []
+
+    def closed(self, batch: "Batch") -> None:
+        """A batch is through."""
+        if self._open is batch:
+            self._open = None
 
     def _log(self, worker: int) -> Path | None:
         if self._log_dir is None:
@@ -156,43 +161,98 @@ class RewardPool:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         return self._log_dir / f"reward-worker-{worker}.log"
 
-    def _reward(self, scoring: "_Scoring", sample: int) -> Reward:
-        by_function = {spec.label: values[sample] for spec, values in zip(self.specs, scoring.values)}
-        problems = [problems[sample] for problems in scoring.problems if sample in problems]
+
+class Batch:
+    """Samples on their way to their rewards: calls begin when samples are added, while others are still to come.
+
+    What is added together is cut into calls of at most `chunk_size` samples, so that no call depends on when it is
+    made. Values and problems (messages) are kept for each function by sample.
+    """
+
+    def __init__(self, pool: RewardPool, count: int) -> None:
+        self.functions, self.workers, self.stop = pool.specs, pool.workers, pool.stop
+        self.count = count
+        self.overlapped_s = 0.0
+        self.arguments: dict[str, list[Any]] = {}
+        self.values: list[dict[int, float | None]] = [{} for _ in self.functions]
+        self.problems: list[dict[int, str]] = [{} for _ in self.functions]
+        self.deaths = 0
+        self._pool = pool
+        self._calls: list[tuple[int, range]] = []
+        self._running = BackgroundExchange(pool.workers) if self.functions else None
+
+    def __enter__(self) -> "Batch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cancel()
+
+    def add(
+        self,
+        first: int,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Begin to score these completions, which are samples `first`, `first` + 1, ... of the batch.
+
+        Raises IsobitError if a function needs a column that is not there.
+        """
+        assert len(prompts) == len(completions) == len(columns)
+        if self._running is None:
+            return
+        self._pool.check_columns(columns[0])
+        given: dict[str, list[Any]] = {name: [row[name] for row in columns] for name in columns[0]}
+        given["prompts"] = list(prompts)
+        given["completions"] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions)
+        ]
+        if self._pool.wants_tokens and completion_ids is not None:
+            given["completion_ids"] = [list(ids) for ids in completion_ids]
+        if self._pool.trainer_state is not None:
+            given["trainer_state"] = [self._pool.trainer_state] * len(prompts)
+        part = range(first, first + len(prompts))
+        for name, values in given.items():
+            self.arguments.setdefault(name, [None] * self.count)[part.start : part.stop] = values
+        for function, size in enumerate(self._pool.chunk_sizes):
+            for start in range(part.start, part.stop, size):
+                chunk = range(start, min(start + size, part.stop))
+                self._calls.append((function, chunk))
+                self._running.submit(_request(function, self.body(chunk)), self._pool.deadlines_s[function])
+
+    def collect(self) -> list[Reward]:
+        """The rewards of all samples, once they are there; `overlapped_s` is then the seconds of scoring before this
+        call. Raises RunFailed at the first problem, in the order of samples, if that is to stop."""
+        if self._running is None:
+            return [Reward(0.0, {}) for _ in range(self.count)]
+        try:
+            replies, self.overlapped_s = self._running.finish()
+        except IsobitError as error:
+            raise RunFailed(str(error)) from None
+        finally:
+            self.cancel()
+        settled = sorted(zip(self._calls, replies), key=lambda each: (each[0][1].start, each[0][0]))
+        for (function, chunk), reply in settled:
+            self.settle(function, chunk, reply)
+        return [self._reward(i) for i in range(self.count)]
+
+    def cancel(self) -> None:
+        """Score no more of it. May be called again."""
+        if self._running is not None:
+            self._running.cancel()
+        self._pool.closed(self)
+
+    def _reward(self, sample: int) -> Reward:
+        by_function = {spec.label: values[sample] for spec, values in zip(self.functions, self.values)}
+        problems = [problems[sample] for problems in self.problems if sample in problems]
         total: float | None = 0.0
-        for spec in self.specs:
+        for spec in self.functions:
             value = by_function[spec.label]
             if spec.weight != 0:
                 total = None if total is None or value is None else total + spec.weight * value
         return Reward(total, by_function, problems[0] if problems else None)
-
-
-class _Scoring:
-    """One batch on its way: values and problems (messages) of each function by sample, and the processes spent."""
-
-    def __init__(
-        self,
-        functions: Sequence[RewardSpec],
-        workers: Sequence[WorkerProcess],
-        deadline_s: float,
-        stop: bool,
-        arguments: Mapping[str, Sequence[Any]],
-    ) -> None:
-        self.functions, self.workers, self.deadline_s, self.stop = functions, workers, deadline_s, stop
-        self.arguments = arguments
-        self.values: list[dict[int, float | None]] = [{} for _ in functions]
-        self.problems: list[dict[int, str]] = [{} for _ in functions]
-        self.deaths = 0
-
-    def run(self, chunk_size: int) -> None:
-        """Score everything. Raises RunFailed at the first problem, in the order of samples, if that is to stop."""
-        count = len(self.arguments["prompts"])
-        chunks = [range(start, min(start + chunk_size, count)) for start in range(0, count, chunk_size)]
-        calls = [(function, chunk) for chunk in chunks for function in range(len(self.functions))]
-        bodies = {chunk: self.body(chunk) for chunk in chunks}
-        replies = self.exchange([_request(function, bodies[chunk]) for function, chunk in calls], self.workers)
-        for (function, chunk), reply in zip(calls, replies):
-            self.settle(function, chunk, reply)
 
     def settle(self, function: int, part: range, reply: Reply) -> None:
         """Record the values of a call, or find the samples of the part that made it fail."""
@@ -201,9 +261,11 @@ class _Scoring:
             assert isinstance(reply, dict)
             self.values[function].update(zip(part, reply["values"]))
             for i, text in reply["wrong"].items():
-                self.record(function, part[int(i)], text)
+                self.record(function, part[int(i)], text, self.stop)
+            for i, text in reply["unscored"].items():
+                self.record(function, part[int(i)], text, stop=False)
         elif len(part) == 1:
-            self.record(function, part[0], failure.text)
+            self.record(function, part[0], failure.text, self.stops(function, failure.deadly))
         else:
             before = len(self.problems[function])
             for smaller in _parts(part, failure.deadly):
@@ -215,17 +277,22 @@ class _Scoring:
         """Call the function on a part of a chunk that failed, if there are still processes to spend on it."""
         if self.deaths >= MAX_DEATHS:
             for i in part:
-                self.record(function, i, f"not examined: {MAX_DEATHS} processes died or hung in this batch already")
+                text = f"not examined: {MAX_DEATHS} processes died or hung in this batch already"
+                self.record(function, i, text, self.stops(function, deadly=True))
             return
-        reply = self.exchange([_request(function, self.body(part))], self.workers[:1])[0]
+        reply = self.call(function, part)
         self.deaths += isinstance(reply, Death)
         self.settle(function, part, reply)
 
-    def record(self, function: int, sample: int, text: str) -> None:
+    def stops(self, function: int, deadly: bool) -> bool:
+        """Whether such a failure ends the run: not if a reward by name hung or died over a completion."""
+        return self.stop and not (deadly and self.functions[function].by_name)
+
+    def record(self, function: int, sample: int, text: str, stop: bool) -> None:
         """Sample and function have a problem. Raises RunFailed with it if that is to stop."""
         excerpt = _excerpt(self.arguments["prompts"][sample])
         message = f"reward function {self.functions[function].function}, sample {sample} (prompt {excerpt}): {text}"
-        if self.stop:
+        if stop:
             raise RunFailed(message)
         self.values[function][sample] = None
         self.problems[function][sample] = message
@@ -237,7 +304,7 @@ class _Scoring:
             f"reward function {self.functions[function].function}, samples {part[0]} to {part[-1]} together, though "
             f"none of them alone: {failure.text}{hint}"
         )
-        if self.stop:
+        if self.stops(function, failure.deadly):
             raise RunFailed(message)
         if failure.malformed:
             self.values[function].update(dict.fromkeys(part, None))
@@ -248,10 +315,11 @@ class _Scoring:
         arguments = {name: values[part.start : part.stop] for name, values in self.arguments.items()}
         return f'"count":{len(part)},"arguments":{json.dumps(arguments)}}}\n'
 
-    def exchange(self, requests: Sequence[bytes], workers: Sequence[WorkerProcess]) -> list[Reply]:
-        """Replies to the requests. Raises RunFailed if a worker that died cannot be replaced."""
+    def call(self, function: int, part: range) -> Reply:
+        """The reply to one more call. Raises RunFailed if a worker that died cannot be replaced."""
+        request = _request(function, self.body(part))
         try:
-            return exchange(workers, requests, self.deadline_s)
+            return exchange(self.workers[:1], [request], self._pool.deadlines_s[function])[0]
         except IsobitError as error:
             raise RunFailed(str(error)) from None
 
@@ -280,12 +348,20 @@ def _excerpt(prompt: Prompt) -> str:
     return repr(text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "...")
 
 
-def _check_specs(functions: Sequence[RewardSpec]) -> None:
+def _built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedReward | None]:
+    """The rewards by name among the functions. Raises IsobitError for what cannot be used or told apart."""
+    rewards: list[NamedReward | None] = []
     for spec in functions:
-        check_reference(spec.function)
+        try:
+            rewards.append(spec.build(deadline_s))
+        except OptionError as error:
+            raise IsobitError(f"reward {spec.function}: {error}") from None
+        if not spec.by_name:
+            check_reference(spec.function)
         if not math.isfinite(spec.weight):
             raise IsobitError(f"reward function {spec.function}: its weight must be finite, got {spec.weight}")
     labels = [spec.label for spec in functions]
     twice = [label for label in labels if labels.count(label) > 1]
     if twice:
         raise IsobitError(f"two reward functions are called {twice[0]!r}; tell them apart by rewards.functions.name")
+    return rewards

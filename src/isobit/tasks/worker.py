@@ -5,7 +5,7 @@ to stderr, so that nothing it does to the standard streams can spoil the protoco
 
     {"load": [reference, ...]}                          -> {"loaded": [{"required": [...], "names": [...]}, ...]}
                                                          or {"error": line}
-    {"function": i, "count": n, "arguments": {...}}     -> {"values": [...], "wrong": {index: what}}
+    {"function": i, "count": n, "arguments": {...}}     -> {"values": [...], "wrong": {index: what}, "unscored": {...}}
                                                          or {"raised": line} or {"malformed": line}
 
 The end of the request pipe ends the process and its whole process group. On Linux the kernel does that itself, also
@@ -22,7 +22,14 @@ from collections.abc import Callable
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.tasks.functions import LoadedFunction, MalformedResult, checked_values, last_line, load_function
+from isobit.tasks.functions import (
+    LoadedFunction,
+    MalformedResult,
+    checked_values,
+    last_line,
+    load_function,
+    take_unscored,
+)
 
 
 def main() -> None:
@@ -53,12 +60,13 @@ def _answer(request: dict[str, Any], functions: list[LoadedFunction]) -> dict[st
         return {"loaded": [{"required": f.required, "names": sorted(f.names)} for f in functions]}
     function = functions[request["function"]]
     try:
-        values, wrong = checked_values(function(request["arguments"]), request["count"])
+        result, unscored = take_unscored(function(request["arguments"]))
+        values, wrong = checked_values(result, request["count"])
     except MalformedResult as error:
         return {"malformed": str(error)}
     except BaseException as error:  # a user's function may raise anything, also SystemExit
         return {"raised": last_line(error, function.file)}
-    return {"values": values, "wrong": wrong}
+    return {"values": values, "wrong": wrong, "unscored": unscored}
 
 
 def _die_with(lifeline: int) -> None:

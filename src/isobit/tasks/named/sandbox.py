@@ -1,0 +1,143 @@
+"""The outside of the cage (`jail.py`): what a program may take, one call that runs it, and whether there is a cage.
+
+Left out: what the outcome is worth (`code.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobit.errors import IsobitError
+
+_HERE = Path(__file__).resolve().parent
+_GRACE_S = 10.0  # for setting up and for the end, beyond the programs' own time
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the program of one sample may take: seconds over all its runs, and of each process MiB of address space, MiB
+    of files, processes (threads count), open files and bytes of output."""
+
+    timeout_s: float
+    memory_mib: int
+    disk_mib: int
+    processes: int
+    open_files: int = 64
+    output_bytes: int = _MIB
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its exit code (negative: a signal; None: killed here, being `late` or printing too `long`), and
+    what it printed."""
+
+    status: int | None
+    late: bool
+    long: bool
+    output: str
+
+
+def run_caged(
+    files: Mapping[str, str], main: str, inputs: Sequence[str], limits: Limits, isolation: str, packages: bool = False
+) -> list[Outcome]:
+    """Run the file `main` once for each text on stdin; outcomes in order, fewer of them when the time is out.
+
+    `packages`: the program may also import what is installed for this Python. Raises IsobitError if the cage cannot be
+    had; nothing has been run then.
+    """
+    with tempfile.TemporaryDirectory(prefix="isobit-code-") as directory:
+        os.chmod(directory, 0o755)  # the user inside may be another
+        found = _packages() if packages else []
+        job = {
+            "isolation": isolation,
+            "directory": directory,
+            "files": dict(files),
+            "main": main,
+            "inputs": list(inputs),
+            "python": _python(),
+            "paths": [*_python_paths(), *found],
+            "packages": found,
+            "timeout_s": limits.timeout_s,
+            "memory_bytes": limits.memory_mib * _MIB,
+            "disk_bytes": limits.disk_mib * _MIB,
+            "processes": limits.processes,
+            "open_files": limits.open_files,
+            "output_bytes": limits.output_bytes,
+        }
+        if isolation == "none":
+            for name, text in files.items():
+                Path(directory, name).write_text(text, encoding="utf-8", errors="surrogatepass")
+        lines = _jail(json.dumps(job).encode(), limits.timeout_s + _GRACE_S)
+    replies = [json.loads(line) for line in lines]
+    for reply in replies:
+        if "error" in reply:
+            raise IsobitError(reply["error"])
+    return [Outcome(**reply) for reply in replies]
+
+
+def check_cage(isolation: str, packages: bool) -> None:
+    """Raise IsobitError, saying what is missing and which option accepts less, unless a program runs in the cage."""
+    if isolation == "namespaces" and sys.platform != "linux":
+        missing = "namespaces are Linux's"
+    else:
+        try:
+            program, limits = {"program.py": "print(6 * 7)"}, Limits(30, 512, 16, 8)
+            outcomes = run_caged(program, "program.py", [""], limits, isolation, packages)
+        except IsobitError as error:
+            missing = str(error)
+        else:
+            if outcomes and outcomes[0].status == 0 and outcomes[0].output == "42\n":
+                return
+            missing = f"Python does not run in it ({outcomes[0] if outcomes else 'no answer'})"
+    if isolation == "none":
+        raise IsobitError(f"reward code: programs cannot be run: {missing}")
+    raise IsobitError(
+        f"reward code: this machine cannot isolate programs: {missing}; allow unprivileged user namespaces (in a "
+        "container: its seccomp profile), or accept programs that reach network and files with options.isolation: none"
+    )
+
+
+def _jail(job: bytes, timeout_s: float) -> list[bytes]:
+    """The lines that the jail reports. Raises IsobitError if it breaks."""
+    command = [sys.executable, "-I", "-S", "-B", str(_HERE / "jail.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
+    ) as process:
+        try:
+            reported, errors = process.communicate(job, timeout=timeout_s)
+        except subprocess.TimeoutExpired:  # it keeps the time itself; its death is that of all in it
+            process.kill()
+            reported, errors = process.communicate()
+    lines = reported.splitlines(keepends=True)
+    if not lines:
+        last = errors.decode(errors="replace").strip().splitlines()
+        raise IsobitError(f"no program could be started: {last[-1] if last else 'no reason given'}")
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def harness_source() -> str:
+    """The text of `harness.py`, which goes into the cage."""
+    return (_HERE / "harness.py").read_text(encoding="utf-8")
+
+
+def _python() -> str:
+    """The interpreter itself, past the links of a virtual environment."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+def _python_paths() -> list[str]:
+    """Directories that the interpreter needs, outermost first."""
+    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    paths |= {os.path.dirname(_python()), os.path.join(os.path.realpath(sys.base_prefix), "lib")}
+    return sorted({os.path.realpath(path) for path in paths})
+
+
+def _packages() -> list[str]:
+    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and os.path.isdir(path)]
