@@ -93,7 +93,7 @@ three
 def test_make_targets_exist_and_say_what_they_would_do() -> None:
     used = {command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"}
     assert {"quickstart", "test"} <= {shlex.split(command)[1] for command in used}
-    for command in used | {f"make {target}" for target in ("install", "lint", "bench", "clean", "help")}:
+    for command in used | {f"make {target}" for target in ("install", "lint", "docs", "bench", "clean", "help")}:
         check(command)
     assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
 
@@ -186,6 +186,9 @@ def test_the_readme_figures_are_those_of_the_results() -> None:
     ratios = re.findall(r"\| ([\d.]+) × \|", table)
     assert len(ratios) == 9
     assert set(ratios) <= {f"{claim['value']:.2f}" for claim in claims}
+    repeated = re.findall(r"^\| .+ \| [\d.]+ × \|$", (ROOT / "docs/how-to/choose-a-preset.md").read_text(), re.M)
+    assert len(repeated) == 4
+    assert all(line in table for line in repeated)
     rates = {f"{row['rate']:,.0f}" for result in results for row in result["rows"] if row["rate"]}
     for pair in re.findall(r"([\d,]+) against ([\d,]+)", table):
         assert set(pair) <= rates
@@ -195,13 +198,15 @@ def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
     """Every row of the README's table and of the log's, from the numbers of each run; and what is concluded of them."""
     runs = json.loads((ROOT / "docs" / "compare-recipes.json").read_text())
     assert {len(run["accuracy"]) for run in runs.values()} == {3}
-    readme, log = (path.read_text().replace("**", "") for path in (ROOT / "README.md", ROOT / "docs" / "log.md"))
+    pages = (README, ROOT / "docs" / "log.md", ROOT / "docs" / "how-to" / "choose-a-preset.md")
+    readme, log, chosen = (path.read_text().replace("**", "") for path in pages)
     for preset, run in runs.items():
         kl, error, largest = (sum(run[key]) / 3 for key in ("kl_k3", "token_mult_prob_error", "max_abs_logprob_diff"))
         accuracy = "{:.3f} [{:.3f}, {:.3f}]".format(*mean_interval(run["accuracy"]))
         exact = sum(run["differing_tokens"]) == 0
         shown = ("0", "1", "0") if exact else (f"{kl:.1e}".replace("e-0", "e-"), f"{error:.3f}", f"{largest:.2f}")
         assert f"| `{preset}` | {' | '.join(shown)} | {accuracy} |" in readme
+        assert f"| `{preset}` | {shown[0]} | {shown[2]} | {accuracy} |" in chosen
         counts = f"{sum(run['differing_tokens']):,.0f} of {sum(run['compared_tokens']):,.0f}"
         assert f"| `{preset}` | {accuracy} | {' | '.join(shown)} | {counts} |" in log
     kl = {preset: max(run["kl_k3"]) for preset, run in runs.items()}

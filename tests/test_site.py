@@ -117,16 +117,9 @@ def test_it_is_read_and_searched_from_disk(site: Path, tmp_path: Path) -> None:
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
-    for flag in (
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        f"--user-data-dir={tmp_path}",
-    ):
-        options.add_argument(flag)
-    for flag in ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"):
-        options.add_argument(flag)
+    quiet = "no-first-run disable-background-networking disable-component-update disable-sync disable-dev-shm-usage"
+    for flag in f"headless no-sandbox disable-gpu {quiet} user-data-dir={tmp_path}".split():
+        options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(shutil.which("chromedriver"))
     with webdriver.Chrome(options=options, service=service) as browser:
