@@ -32,6 +32,8 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
                 f"run.dir={out / folder_name(preset) / f'seed-{seed}'}",
                 "run.report=false",
                 "run.keep_last=1",
+                f"tracking.name={json.dumps(f'{folder_name(preset)}, seed {seed}')}",
+                f"tracking.group={json.dumps(out.name)}",
             ],
         )
         for preset in config.presets

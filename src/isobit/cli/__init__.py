@@ -1,4 +1,4 @@
-"""The command line: `isobit train | sft | compare | generate | eval | inspect | report`.
+"""The command line: `isobit train | sft | compare | generate | eval | inspect | report | track`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an exit code: 2 for a
 user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted and saved. Heavy modules are imported
