@@ -4,12 +4,14 @@ Plain files need nothing but the client; MLflow asks to be told that they are wa
 row is written metric by metric there, so a run that goes on asks for the last step of each.
 """
 
+import importlib.util
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from isobit.errors import IsobitError
 from isobit.trackers.base import COMPLETION_COLUMNS, Opened, Place
 
 _MOST_PARAMETERS = 100  # MLflow's limit of one call
@@ -24,7 +26,10 @@ class MLflow:
         self._last: dict[str, int] = {}
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """What is wrong with an address shows when it is opened."""
+        """Raises IsobitError for a database where only the client of MLflow is installed."""
+        uri = settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        if re.match(r"(sqlite|mysql|postgresql|mssql)\b", uri) and importlib.util.find_spec("sqlalchemy") is None:
+            raise IsobitError("tracking.mlflow.uri: a database needs the whole of MLflow; pip install mlflow")
 
     def open(self, place: Place) -> Opened:
         """Begin the run, or go on with the one whose id was kept."""
@@ -53,7 +58,7 @@ class MLflow:
         values = [Param(key, value[:_LONGEST_VALUE]) for key, value in _flat(place.config)]
         for first in range(0, len(values), _MOST_PARAMETERS):
             self._client.log_batch(self._run_id, params=values[first : first + _MOST_PARAMETERS])
-        return Opened(-1, {"run_id": self._run_id})
+        return Opened(-1, {"run_id": self._run_id}, f"run {self._run_id} of experiment {place.project}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One batch a row."""

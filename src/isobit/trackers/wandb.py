@@ -1,12 +1,16 @@
 """Weights & Biases, online or offline.
 
-A run that goes on keeps its id. Online the server says which step it has; offline each opening writes a directory of
-its own, and `wandb sync` puts those of one id together in the order of their beginning.
+A run that goes on keeps its id. Online the server says which step it has. Offline each opening writes a directory of
+its own, whose steps wandb's reader tells; `wandb sync` puts those of one id together in the order of their beginning.
 """
 
+import json
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
@@ -40,8 +44,9 @@ class WeightsAndBiases:
         """Begin the run, or go on with the one of the id that was kept."""
         import wandb
 
-        name = place.kept.get("id") or uuid.uuid4().hex[:8]
-        place.directory.mkdir(parents=True, exist_ok=True)
+        identity = place.kept.get("id") or uuid.uuid4().hex[:8]
+        directory = Path(os.environ.get("WANDB_DIR", place.directory))
+        earlier = sorted(directory.glob(f"wandb/offline-run-*-{identity}"))
         self._run = wandb.init(
             project=place.project,
             entity=place.settings["entity"],
@@ -50,14 +55,17 @@ class WeightsAndBiases:
             tags=list(place.settings["tags"]),
             mode=place.settings["mode"],
             config=dict(place.config),
-            dir=os.environ.get("WANDB_DIR", str(place.directory)),
-            id=name,
+            dir=str(directory),
+            id=identity,
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", finish_timeout=place.limit_s),
         )
-        # offline nobody says what earlier directories hold: the step that was handed over is the best knowledge
-        last = self._run.starting_step - 1 if self._run.resumed else place.last
-        return Opened(last, {"id": name}, self._run.url or f"wandb sync {self._run.dir.removesuffix('/files')}")
+        if self._run.resumed:
+            last = self._run.starting_step - 1
+        else:
+            last = max((_last_step(path) for path in earlier), default=place.last)
+        note = self._run.url or f"wandb sync {directory}/wandb/offline-run-*-{identity}"
+        return Opened(last, {"id": identity}, note)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """A row of the history, at once: without `commit` wandb would hold it until the next."""
@@ -73,3 +81,11 @@ class WeightsAndBiases:
     def close(self, exit_code: int) -> None:
         """Send what is left; wandb gives up after its `finish_timeout` and keeps the rest for `wandb sync`."""
         self._run.finish(exit_code=exit_code)
+
+
+def _last_step(directory: Path) -> int:
+    """The last step of an offline directory, from wandb's own reader; -1 if it has none."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    return max((int(r["history"]["item"]["_step"]) for r in records if r["type"] == "history"), default=-1)
