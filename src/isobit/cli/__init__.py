@@ -17,7 +17,7 @@ __all__ = ["app", "main", "models", "pages", "training"]
 def main() -> None:
     """Entry point of the `isobit` command."""
     try:
-        app()
+        app(prog_name="isobit")
     except IsobitError as error:
         print(f"isobit: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

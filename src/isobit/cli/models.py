@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from isobit.cli import completion
 from isobit.cli.app import Backend, Consistency, Precision, Stop, app, names
 from isobit.errors import IsobitError
 
@@ -104,7 +105,7 @@ def _key_value(text: str) -> tuple[str, object]:
 def inspect(
     model: Annotated[Path, typer.Argument(help="a Hugging Face directory, or a checkpoint of a run")],
     presets: Annotated[
-        str, typer.Option(metavar="A,B,C", help="precision flows")
+        str, typer.Option(metavar="A,B,C", help="precision flows", autocompletion=completion.presets)
     ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
     prompts: Annotated[Path | None, typer.Option(help="JSONL; default: sequences that the model itself begins")] = None,
     prompt_column: Annotated[str, typer.Option()] = "prompt",
