@@ -71,6 +71,11 @@ class Trackers:
             process.poll()
 
     @property
+    def process_ids(self) -> list[int]:
+        """Of the trackers' processes, each of which leads a session of its own."""
+        return [process.id for process in self._processes if process.id is not None]
+
+    @property
     def failed(self) -> bool:
         """Whether any tracker has not got everything."""
         return any(process.failed for process in self._processes)
@@ -110,6 +115,11 @@ class _TrackerProcess:
             return
         os.set_blocking(self._out.fileno(), False)
         self._tell(request)
+
+    @property
+    def id(self) -> int | None:
+        """The process id; None if it could not be started."""
+        return None if self._process is None else self._process.pid
 
     @property
     def _out(self) -> IO[bytes]:
