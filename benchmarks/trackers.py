@@ -25,7 +25,7 @@ from isobit.session import Session
 from isobit.train import training_step
 
 KINDS = ("tensorboard", "wandb", "trackio", "mlflow")
-WARMUP, SHOWN, INTERVAL_S = 3, 20, 0.25
+WARMUP, ROWS, SHOWN, INTERVAL_S = 3, 50, 20, 0.25
 
 
 def run(rounds: int) -> Result:
@@ -42,11 +42,10 @@ def run(rounds: int) -> Result:
             runs[kind] = open_run(folder / kind, model, "fp8", stack, trackers=names)
         steps = {kind: lambda session=session: training_step(session) for kind, session in runs.items()}
         result.rows += race("step", steps, rounds, warmup=WARMUP, amount=512, unit="completions")
-        # the steps above are the rows that are counted below; openings and imports are over by then
         looks = {kind: session.trackers.poll for kind, session in runs.items()}
         result.rows += race("a look at the pipes", looks, 100)
         for kind in KINDS:
-            result.rows.append(row("processor time of a row", kind, [_row_seconds(runs[kind], folder / kind, rounds)]))
+            result.rows.append(row("processor time of a row", kind, [_row_seconds(runs[kind])]))
         (folder / "shown").mkdir()
         result.rows.append(row("processor time of a second", "display", [_display(folder / "shown", model)]))
     step = min(r.least_s for r in result.rows if r.case == "step")  # what else runs here makes steps longer, not rows
@@ -57,41 +56,38 @@ def run(rounds: int) -> Result:
     return result
 
 
-def _row_seconds(session: Session, folder: Path, rounds: int) -> float:
-    """Processor seconds that a tracker's processes spend on one row: further steps, less the time that they idle."""
-    idle = _spent(session, 4.0)
-    began = _processor_seconds(session)
-    start = time.monotonic()
-    for _ in range(rounds):
-        training_step(session)
-    wait = time.monotonic() + 1.5  # the last row is read within half a second
-    while time.monotonic() < wait:
-        time.sleep(0.1)
-    rows = _processor_seconds(session) - began - idle * (time.monotonic() - start)
-    assert sum(1 for _ in read_jsonl(session.run.directory / "metrics.jsonl")) >= rounds, folder
-    return max(rows, 0.0) / rounds
-
-
-def _spent(session: Session, seconds: float) -> float:
-    """Processor seconds a second of a tracker that has nothing to do."""
+def _row_seconds(session: Session) -> float:
+    """Processor seconds that a tracker's processes spend on a row: some more rows, less what they take when idle."""
+    values = list(read_jsonl(session.run.directory / "metrics.jsonl"))[-1]
     time.sleep(1.5)
+    idle = _spent(session, 0, values)
+    return max(0.0, _spent(session, ROWS, values) - idle) / ROWS
+
+
+def _spent(session: Session, rows: int, values: dict[str, float]) -> float:
+    """Processor seconds of a tracker's processes in the time of `ROWS` rows and a little more, of which `rows` come."""
     began = _processor_seconds(session)
-    time.sleep(seconds)
-    return (_processor_seconds(session) - began) / seconds
+    for _ in range(ROWS):
+        if rows:
+            values["step"] += 1
+            session.run.write_metrics(values)
+        time.sleep(0.1)
+    time.sleep(1.5)  # the last row is read within half a second
+    return _processor_seconds(session) - began
 
 
 def _processor_seconds(session: Session) -> float:
     """Of the processes that trackers run in, and those that these started: each leads a session of the system's."""
     leaders = set(session.trackers.process_ids)
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    nanoseconds = 0
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
+            if int((path / "stat").read_text().rpartition(")")[2].split()[3]) in leaders:
+                threads = [(thread / "schedstat").read_text() for thread in (path / "task").iterdir()]
+                nanoseconds += sum(int(text.split()[0]) for text in threads)
+        except OSError:  # it has ended
             continue
-        if int(fields[3]) in leaders:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return nanoseconds / 1e9
 
 
 def _display(folder: Path, model: Path) -> float:

@@ -30,6 +30,9 @@ from isobit.trackers.table import make_tracker
 
 TRACKING = "tracking"
 _LOOK_EVERY_S = 0.5
+_SPARE_S = 5.0
+"""The run ends this process when its time is over, and says so; a run that was killed cannot, a little later it ends
+itself."""
 _KILLED = 137
 
 
@@ -157,7 +160,7 @@ def _serve(say: Callable[..., None]) -> None:
         while (end := lines.poll(_LOOK_EVERY_S)) is None:
             follower.catch_up()
         signal.signal(signal.SIGALRM, _give_up)
-        signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
+        signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + _SPARE_S)
         follower.catch_up()
         follower.tracker.close(end.get("exit_code", _KILLED))
     say(done=follower.last)
