@@ -6,7 +6,16 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("rollout", "grpo_step", "kv_bytes", "decode_scaling", "recipes", "overlapped_rewards", "kernels_cpu")
+NAMES = (
+    "rollout",
+    "grpo_step",
+    "kv_bytes",
+    "decode_scaling",
+    "recipes",
+    "overlapped_rewards",
+    "kernels_cpu",
+    "trackers",
+)
 
 
 def main() -> None:

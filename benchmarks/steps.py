@@ -1,6 +1,6 @@
 """The training step of the benchmarks: 64 prompts x 8 completions of 5 tokens, as an open session's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import yaml
 
 from benchmarks import rewards
 from isobit.config import load_config
-from isobit.session import open_session
+from isobit.session import Session, open_session
 from isobit.train import training_step
 
 PROMPTS, GROUP, NEW = 64, 8, 5
@@ -18,6 +18,20 @@ def open_step(
     folder: Path, model: Path, precision: str, stack: ExitStack, consistency: str = "bitwise"
 ) -> Callable[[], None]:
     """A call makes one step of a run in `folder`, which `stack` closes."""
+    session = open_run(folder, model, precision, stack, consistency)
+    return lambda: training_step(session)
+
+
+def open_run(
+    folder: Path,
+    model: Path,
+    precision: str,
+    stack: ExitStack,
+    consistency: str = "bitwise",
+    trackers: Sequence[str] = (),
+    quiet: bool = True,
+) -> Session:
+    """An open run of such steps in `folder`, which `stack` closes."""
     name = run_name(model, precision, consistency)
     values = {
         "model": {"path": str(model)},
@@ -28,12 +42,12 @@ def open_step(
         "prompts_per_step": PROMPTS,
         "sampling": {"group_size": GROUP, "max_new_tokens": NEW, "ignore_eos": True},
         "run": {"dir": str(folder / name), "checkpoint_every": 0, "report": False},
+        "tracking": {"trackers": list(trackers)},
         "steps": 1_000_000,
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(values))
-    session = stack.enter_context(open_session(load_config(config), quiet=True))
-    return lambda: training_step(session)
+    return stack.enter_context(open_session(load_config(config), quiet=quiet))
 
 
 def run_name(model: Path, precision: str, consistency: str = "bitwise") -> str:

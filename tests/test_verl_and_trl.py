@@ -189,7 +189,7 @@ def test_verl_answers_score_as_in_verl(
     with pytest.raises(SystemExit) as done:
         cli.main()
     assert not done.value.code
-    assert "mean reward  1.0000" in capsys.readouterr().out
+    assert "reward    1.0000  1.0000 to 1.0000        8" in capsys.readouterr().out
 
 
 @pytest.mark.slow

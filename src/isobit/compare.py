@@ -33,6 +33,8 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
                 "run.report=false",
                 "run.keep_last=1",
                 "evaluation.keep_best=false",
+                f"tracking.name={json.dumps(f'{folder_name(preset)}, seed {seed}')}",
+                f"tracking.group={json.dumps(out.name)}",
             ],
         )
         for preset in config.presets

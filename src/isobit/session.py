@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from isobit import checkpoints
 from isobit import run as runs
@@ -26,6 +26,7 @@ from isobit.run import Interruption, Run
 from isobit.scoring import RolloutScoring
 from isobit.setup import Parts, load_state, open_parts, save_checkpoint
 from isobit.statistics import batch_metrics, staleness_metrics, weight_metrics
+from isobit.trackers.process import Trackers
 from isobit.view import Display, Shown
 
 
@@ -53,6 +54,13 @@ class Session:
         self.interruption = Interruption()
         details = f"{self.model.precision.name}, {self.config.consistency}"
         self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
+        self.trackers = Trackers(
+            self.config.tracking.model_dump(),
+            self.config.model_dump(mode="json"),
+            run.directory,
+            exit_code=lambda: self.interruption.exit_code,
+            say=self.display.note,
+        )
         self._recorded = _recorded_groups(recorded) if recorded is not None else None
         self._scoring: RolloutScoring | None = None
         self._metrics: dict[str, float] = {}
@@ -61,15 +69,15 @@ class Session:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Session":
-        for resource_ in (self.run, self.parts.rewards, self.interruption, self.display):
+        for resource_ in (self.run, self.parts.rewards, self.interruption, self.display, self.trackers):
             self._stack.enter_context(resource_)
         if self._saved_step is None:
             self.display.history.add(self._evaluate_and_write(self.state.step))
             self._save()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     @property
     def unfinished(self) -> bool:
@@ -238,6 +246,7 @@ class Session:
             self.best.consider(step, found)
         if len(values) > 1:
             self.run.write_metrics(values)
+            self.trackers.poll()
         return values
 
     def _save(self) -> None:
@@ -298,8 +307,10 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
     """A run that goes on. One that was killed before its first checkpoint begins again."""
     runs.require_run(run_dir)
     for override in overrides:
-        if not override.startswith(("steps=", "run.")):
-            raise IsobitError(f"override {override!r}: a resumed run repeats its own config; only steps=N may change")
+        if not override.startswith(("steps=", "run.", "tracking.")):
+            raise IsobitError(
+                f"override {override!r}: a resumed run repeats its own config; only steps=N and tracking.* may change"
+            )
     config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         parts = open_parts(config, quiet=quiet)

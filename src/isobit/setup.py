@@ -30,6 +30,7 @@ from isobit.scoring import Scorer, WeightedModel
 from isobit.sft import cached_model, optimizer_settings
 from isobit.tasks import Task, load_task
 from isobit.tasks.rewards import RewardPool
+from isobit.trackers.process import check_trackers
 
 _MIB = 1024 * 1024
 _TRAINER = "trainer"
@@ -76,6 +77,7 @@ class Parts:
 
 def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None) -> Parts:
     """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit."""
+    check_trackers(config.tracking.model_dump())
     task = load_task(task_settings(config.task, config.seed))
     if config.evaluation.every and not len(task.held_out):
         raise IsobitError("evaluation.every: the held-out split is empty; set task.held_out_size or task.held_out_path")

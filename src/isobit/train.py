@@ -44,7 +44,7 @@ def train(config: Config, *, quiet: bool = True) -> TrainResult:
 
 def resume(run_dir: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
     """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
-    for bit (tests/test_resume.py). `overrides` may only change `steps`."""
+    for bit (tests/test_resume.py). `overrides` may only change `steps` and `tracking`."""
     with open_resumed(run_dir, overrides, quiet=quiet) as session:
         return _run(session)
 

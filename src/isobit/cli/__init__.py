@@ -1,4 +1,4 @@
-"""The command line: `isobit train | sft | compare | generate | eval | inspect | export | watch | report`.
+"""The command line: `isobit train | sft | compare | generate | eval | inspect | export | watch | report | track`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an exit code: 2 for a
 user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted and saved. Heavy modules are imported
@@ -17,7 +17,7 @@ __all__ = ["app", "evaluation", "main", "models", "pages", "training"]
 def main() -> None:
     """Entry point of the `isobit` command."""
     try:
-        app()
+        app(prog_name="isobit")
     except IsobitError as error:
         print(f"isobit: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from isobit import __version__
+from isobit.cli import completion
 from isobit.errors import IsobitError
 
 app = typer.Typer(
@@ -17,15 +18,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key.sub=value]...", help="changes to the config")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key.sub=value]...", help="changes to the config", autocompletion=completion.overrides),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display")]
-_PRESETS = (
-    "float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8, mxfp8, nvfp4, mxfp8-rollout, "
-    "nvfp4-rollout; or one changed: fp8[wgrad=bf16]"
-)
-Precision = Annotated[str, typer.Option(help=f"preset: {_PRESETS}")]
-Consistency = Annotated[str, typer.Option(help="bitwise or fast")]
-Backend = Annotated[str, typer.Option(help="auto, native or reference")]
+Precision = Annotated[
+    str,
+    typer.Option(
+        help=f"preset: {', '.join(completion.PRESETS)}; or one changed: fp8[wgrad=bf16]",
+        autocompletion=completion.presets,
+    ),
+]
+Consistency = Annotated[str, typer.Option(help="bitwise or fast", autocompletion=completion.consistencies)]
+Backend = Annotated[str, typer.Option(help="auto, native or reference", autocompletion=completion.backends)]
 Column = Annotated[
     list[str] | None,
     typer.Option(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from isobit.cli import completion
 from isobit.cli.app import Backend, Column, Consistency, Precision, Stop, app, columns, names
 
 
@@ -52,7 +53,7 @@ def generate(
 def inspect(
     model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")],
     presets: Annotated[
-        str, typer.Option(metavar="A,B,C", help="precision flows")
+        str, typer.Option(metavar="A,B,C", help="precision flows", autocompletion=completion.presets)
     ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
     prompts: Annotated[
         Path | None, typer.Option(help="a file or directory; default: sequences that the model itself begins")

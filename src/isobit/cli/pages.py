@@ -1,11 +1,12 @@
-"""Commands that show runs: `watch`, `report`."""
+"""Commands that show runs: `watch`, `report`, `track`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from isobit.cli.app import app
+from isobit.cli.app import Overrides, app
+from isobit.errors import IsobitError
 
 
 @app.command()
@@ -38,3 +39,28 @@ def report(
     from isobit.report import write_report
 
     print(write_report(runs, out if out is not None else runs[0] / "report.html"))
+
+
+@app.command()
+def track(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    overrides: Overrides = None,
+) -> None:
+    """Send a run's metrics to its trackers: what they lack, or all of it to one that the run did not have.
+
+    \b
+    isobit track runs/quickstart
+    isobit track runs/quickstart tracking.trackers=[wandb] tracking.wandb.entity=mine
+    """
+    from isobit.config import load_config
+    from isobit.run import CONFIG, require_run
+    from isobit.trackers.process import send_run
+
+    require_run(run)
+    changes = ["tracking.close_s=600", *(overrides or [])]
+    if wrong := [change for change in changes if not change.startswith("tracking.")]:
+        raise IsobitError(f"override {wrong[0]!r}: only tracking.* may change; the run has been")
+    config = load_config(run / CONFIG, changes)
+    if not config.tracking.trackers:
+        raise IsobitError("no tracker to send it to: give tracking.trackers, such as tracking.trackers=[tensorboard]")
+    raise typer.Exit(send_run(run, config.tracking.model_dump(), config.model_dump(mode="json")))

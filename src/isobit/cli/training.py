@@ -5,13 +5,19 @@ from typing import Annotated
 
 import typer
 
+from isobit.cli import completion
 from isobit.cli.app import Overrides, Quiet, app, names
 from isobit.errors import IsobitError
 
 
 @app.command()
 def train(
-    config: Annotated[str | None, typer.Argument(help="YAML file; not given with --resume or --from-rollouts")] = None,
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            help="YAML file; not given with --resume or --from-rollouts", autocompletion=completion.config_files
+        ),
+    ] = None,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="go on with an interrupted run")] = None,
     from_rollouts: Annotated[
@@ -76,7 +82,9 @@ def _train(
 
 @app.command()
 def sft(
-    config: Annotated[str, typer.Argument(help="YAML file, see configs/quickstart-sft.yaml")],
+    config: Annotated[
+        str, typer.Argument(help="YAML file, see configs/quickstart-sft.yaml", autocompletion=completion.config_files)
+    ],
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="where the model is written; default: out")] = None,
     quiet: Quiet = False,
@@ -98,9 +106,15 @@ def sft(
 
 @app.command()
 def compare(
-    config: Annotated[str, typer.Argument(help="YAML file: a comparison, or a training config")],
+    config: Annotated[
+        str,
+        typer.Argument(help="YAML file: a comparison, or a training config", autocompletion=completion.config_files),
+    ],
     overrides: Overrides = None,
-    presets: Annotated[str, typer.Option(metavar="A,B,C", help="precision flows; default: the config's")] = "",
+    presets: Annotated[
+        str,
+        typer.Option(metavar="A,B,C", help="precision flows; default: the config's", autocompletion=completion.presets),
+    ] = "",
     seeds: Annotated[int | None, typer.Option(help="runs per preset; default: the config's, or 1")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="default: the config's out, or runs/compare")] = None,
     quiet: Quiet = False,

@@ -28,6 +28,7 @@ from isobit.config.sections import (
     SftEvaluationConfig,
     TaskConfig,
 )
+from isobit.config.tracking import TrackingConfig
 
 
 class Config(Section):
@@ -47,6 +48,7 @@ class Config(Section):
     replay: ReplayConfig = ReplayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
+    tracking: TrackingConfig = TrackingConfig()
     steps: int = Field(100, ge=1, description="rollout batches")
     rollouts_ahead: int = Field(
         0, ge=0, le=64, description="batches that are rolled out before they are learned from: asynchronous by so many"

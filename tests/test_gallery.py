@@ -1,0 +1,55 @@
+"""The configs are a gallery: each is listed, says what it shows, and runs as it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from isobit.config import load_config
+from isobit.run import read_jsonl
+from isobit.train import train
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+ON_QUICKSTART = [path for path in CONFIGS if "sft: configs/quickstart-sft.yaml" in path.read_text()]
+SHOWN = {
+    "two-engines": lambda row: row["mismatch/differing_tokens"] > 0 and row["correction/mean_weight"] > 0,
+    "quickstart": lambda row: row["mismatch/differing_tokens"] == 0,
+    "asynchronous": lambda row: row["staleness/mean"] > 0 and row["replay/groups"] > 0,
+    "dapo": lambda row: row["groups/resampled"] > 0,
+    "gspo": lambda row: row["clip_fraction"] > 0,
+    "kl-reference": lambda row: row["loss/kl"] > 0 and row["memory/reference_mib"] > 0,
+    "trackers": lambda row: row["mismatch/differing_tokens"] == 0,
+}
+"""What each config is there to show, in the metrics of its third step."""
+
+
+def test_every_config_is_listed() -> None:
+    page = (ROOT / "docs" / "configs.md").read_text()
+    listed = re.findall(r"\| `isobit (?:train|sft|compare) (configs/[\w-]+\.yaml)` \|", page)
+    assert sorted(listed) == [str(path.relative_to(ROOT)) for path in CONFIGS]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_a_config_says_what_it_shows(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    comment = [line for line in lines[:4] if line.startswith("# ")]
+    assert comment
+    assert lines[: len(comment)] == comment
+
+
+def test_what_is_shown_is_of_every_config_that_runs_here() -> None:
+    assert set(SHOWN) == {path.stem for path in ON_QUICKSTART}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ON_QUICKSTART, ids=lambda p: p.stem)
+def test_a_config_runs_and_shows_it(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    changes = ["steps=3", "evaluation.every=0", f"run.dir={tmp_path / 'run'}"]
+    result = train(load_config(path, changes))
+    rows = list(read_jsonl(result.run_dir / "metrics.jsonl"))
+    assert len(rows) == 3
+    assert SHOWN[path.stem](rows[-1]), rows[-1]
+    assert (tmp_path / "run/report.html").is_file()
+    assert all((tmp_path / f"run/tracking/{name}.json").is_file() for name in load_config(path).tracking.trackers)

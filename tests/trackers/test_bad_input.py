@@ -1,0 +1,127 @@
+"""What is wrong with trackers at the start: one line, exit code 2, and no run directory."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isobit import cli
+from isobit.config import load_config
+from isobit.train import train
+from tests.runs import write_config
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run a command that must be refused; returns its one line."""
+
+    def call(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        line = capsys.readouterr().err
+        assert stop.value.code == 2, line
+        assert line.startswith("isobit: ")
+        assert line.count("\n") == 1, line
+        return line
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trackers=[wandbb]", "tracking.trackers: unknown tracker 'wandbb'; did you mean 'wandb'?"),
+        ("trackers=[comet]", "unknown tracker 'comet'; there are tensorboard, wandb, trackio, mlflow"),
+        (
+            "trackers=wandb",
+            "tracking.trackers: expected a list of tensorboard, wandb, trackio, mlflow, such as [wandb]",
+        ),
+        ("trackers=[wandb,wandb]", "tracking.trackers: a tracker is named twice"),
+        ("wandb.api_key=s3cret", "tracking: wandb.api_key: credentials do not belong into a config"),
+        ("mlflow.token=s3cret", "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ("mlflow.uri='https://me:s3cret@host'", "tracking.mlflow.uri: a password does not belong into a config"),
+        ("wandb.entitty=me", "unknown key 'tracking.wandb.entitty' (did you mean 'entity'?)"),
+        ("wandb.mode=off", "tracking.wandb.mode: input should be 'online' or 'offline'"),
+        ("close_s=0", "tracking.close_s: input should be greater than 0"),
+        ("completions=-1", "tracking.completions: input should be greater than or equal to 0"),
+    ],
+)
+def test_wrong_values(tmp_path: Path, base_model: Path, refused: Refused, override: str, message: str) -> None:
+    line = refused("train", write_config(tmp_path, base_model), f"tracking.{override}")
+    assert message in line
+    assert "s3cret" not in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+
+
+def test_wandb_without_credentials(tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None) -> None:
+    line = refused("train", write_config(tmp_path, base_model), "tracking.trackers=[wandb]")
+    assert "wandb has no credentials; run `wandb login`, set WANDB_API_KEY, or stay offline: WANDB_MODE=offline" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_with_a_key_of_the_wrong_form(
+    tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    line = refused("train", write_config(tmp_path, base_model), "tracking.trackers=[wandb]")
+    assert "API key" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_space_without_a_token(tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None) -> None:
+    config = write_config(tmp_path, base_model)
+    line = refused("train", config, "tracking.trackers=[trackio]", "tracking.trackio.space_id=me/runs")
+    assert "tracking.trackio.space_id needs a token of Hugging Face; run `hf auth login`" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_database_without_what_it_needs(
+    tmp_path: Path, base_model: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else object())
+    config = write_config(tmp_path, base_model)
+    line = refused("train", config, "tracking.trackers=[mlflow]", "tracking.mlflow.uri=sqlite:///runs.db")
+    assert "a database needs the whole of MLflow; pip install mlflow" in line
+
+
+def test_resuming_is_refused_as_starting_is_and_goes_on_without(
+    tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None
+) -> None:
+    """A tracker that cannot be used any more loses no run: leave it out."""
+    train(load_config(write_config(tmp_path, base_model), ["steps=2"]))
+    run = tmp_path / "run"
+    assert "no credentials" in refused("train", "--resume", run, "steps=3", "tracking.trackers=[wandb]")
+    assert "only steps=N and tracking.* may change" in refused("train", "--resume", run, "seed=3")
+
+
+def test_track(tmp_path: Path, base_model: Path, refused: Refused) -> None:
+    assert "is not a run directory" in refused("track", tmp_path)
+    train(load_config(write_config(tmp_path, base_model), ["steps=1"]))
+    assert "no tracker to send it to: give tracking.trackers" in refused("track", tmp_path / "run")
+    assert "only tracking.* may change" in refused("track", tmp_path / "run", "steps=2")
+
+
+def test_the_saved_config_has_no_secret_of_the_environment(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "s3cret" * 8)
+    config = write_config(tmp_path, base_model, tracking={"trackers": ["tensorboard"]})
+    run = train(load_config(config, ["steps=1"])).run_dir
+    kept = [path for path in run.rglob("*") if path.is_file()]
+    assert run / "tracking/tensorboard.json" in kept
+    assert not any(b"s3cret" in path.read_bytes() for path in kept)
