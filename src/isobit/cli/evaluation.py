@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from isobit.cli import completion
 from isobit.cli.app import Column, Stop, app, columns
 from isobit.errors import IsobitError
 
@@ -33,9 +34,17 @@ _NewTokens = Annotated[int | None, typer.Option(help="default: 256, or the run's
 _Temperature = Annotated[float | None, typer.Option(help="of the samples; default: 1, or the run's")]
 _Seed = Annotated[int | None, typer.Option(help="of the samples; default: 0, or the run's")]
 _Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the result and every completion")]
-_Precision = Annotated[str | None, typer.Option(help="preset; default: fp8, or the run's")]
-_Consistency = Annotated[str | None, typer.Option(help="bitwise or fast; default: bitwise, or the run's")]
-_Backend = Annotated[str | None, typer.Option(help="auto, native or reference; default: auto, or the run's")]
+_Precision = Annotated[
+    str | None, typer.Option(help="preset; default: fp8, or the run's", autocompletion=completion.presets)
+]
+_Consistency = Annotated[
+    str | None,
+    typer.Option(help="bitwise or fast; default: bitwise, or the run's", autocompletion=completion.consistencies),
+]
+_Backend = Annotated[
+    str | None,
+    typer.Option(help="auto, native or reference; default: auto, or the run's", autocompletion=completion.backends),
+]
 
 
 @app.command("eval")

@@ -105,7 +105,8 @@ def export(
     to: Annotated[Path, typer.Option(metavar="DIR", help="must not exist yet, or be empty")],
     form: Annotated[str, typer.Option("--format", help="bf16, fp32, or fp8: blocks of 128x128")] = "bf16",
     precision: Annotated[
-        str | None, typer.Option(help="flow of the FP8 weights; default: the run's own, or fp8")
+        str | None,
+        typer.Option(help="flow of the FP8 weights; default: the run's own, or fp8", autocompletion=completion.presets),
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="of a run: its best model instead of its newest")] = False,
 ) -> None:
