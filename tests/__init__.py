@@ -1,0 +1,3 @@
+"""The tests; `isobit` comes before torch, whose threads it tells how to wait."""
+
+import isobit  # noqa: F401

@@ -3,8 +3,13 @@
 The public names are loaded on first use, so that `isobit --help` and the reward workers never import torch.
 """
 
+import os
 from importlib import import_module
 from typing import Any
+
+# PyTorch's OpenMP reads this when it is loaded. Its threads wait for each other at the end of every operator; by default
+# they spin, and where other processes want the cores too a step then takes tens of times as long (docs/log.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
     "Completion": "isobit.engine",
