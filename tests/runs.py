@@ -49,5 +49,6 @@ def fingerprint(run: Path) -> dict[str, Any]:
     files = ["model.safetensors", "trainer/optimizer.safetensors"]
     hashes = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in files}
     rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
-    completions = hashlib.sha256((run / "completions.jsonl").read_bytes()).hexdigest()
-    return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "completions": completions}
+    lines = ("completions", "quantization")
+    hashes |= {name: hashlib.sha256((run / f"{name}.jsonl").read_bytes()).hexdigest() for name in lines}
+    return {"step": newest.name, **hashes, "metrics": json.dumps(rows)}
