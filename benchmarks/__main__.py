@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("rollout", "grpo_step", "kv_bytes", "decode_scaling", "recipes", "kernels_cpu")
+NAMES = ("rollout", "grpo_step", "kv_bytes", "decode_scaling", "recipes", "kernels_cpu", "report_page")
 
 
 def main() -> None:
