@@ -73,6 +73,17 @@ def test_exact_zeros_are_shown_as_such() -> None:
     assert "class='line" not in draw(panel, [Series("run", rows([0.0, 0.0], "m"))])
 
 
+def test_a_long_run_on_a_logarithmic_axis() -> None:
+    """Every zero has a mark of its own width, and a band that reaches zero is no obstacle."""
+    given = [{"step": float(i), "m": 0.0 if i % 50 == 0 else 1e-4, "m:low": 0.0, "m:high": 1.0} for i in range(1, 1001)]
+    drawn = draw(Panel("Mismatch", ("m",), log=True), [Series("run", given)])
+    marks = re.findall(r"M([\d.]+) [\d.]+H([\d.]+)", re.search(r"class='zeros long c0' d='([^']*)'", drawn).group(1))
+    assert len(marks) == 20
+    assert all(float(b) - float(a) < 1 for a, b in marks)
+    whole = draw(Panel("Mismatch", ("m",), log=True), [Series("run", rows([0.0] * 1000, "m"))])
+    assert len(re.findall(r"M[\d.]+ [\d.]+H", re.search(r"class='zeros long c0' d='([^']*)'", whole).group(1))) == 1
+
+
 def test_values_for_hover_are_those_of_the_rows() -> None:
     data = data_of(draw(Panel("Reward", ("reward/mean",)), [Series("run", rows([0.1, 0.25, None, 1 / 3]))]))
     assert data["lines"][0]["x"] == [1, 2, 4]

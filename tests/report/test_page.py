@@ -181,10 +181,10 @@ def test_a_missing_browser_is_a_skip_or_an_error_but_never_silent(
 ) -> None:
     monkeypatch.setattr(browser, "CHROMIUM", tmp_path / "chromium")
     monkeypatch.delenv("ISOBIT_REQUIRE_BROWSER", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="chromium is not here|playwright is not installed"):
+    with pytest.raises(pytest.skip.Exception, match=r"chromium is not here|playwright is not installed"):
         browser.require_browser()
     monkeypatch.setenv("ISOBIT_REQUIRE_BROWSER", "1")
-    with pytest.raises(pytest.fail.Exception, match="chromium is not here|playwright is not installed"):
+    with pytest.raises(pytest.fail.Exception, match=r"chromium is not here|playwright is not installed"):
         browser.require_browser()
 
 

@@ -15,6 +15,7 @@ from isobit.report.series import Line, Series, line, smoothing_width, thin
 
 WIDTH, HEIGHT = 360, 206
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 350.0, 10.0, 178.0
+_DOTTED = 20  # points of a line that are marked, at most
 COLORS = 10
 """Classes `c0` to `c9` of the style sheet."""
 
@@ -61,7 +62,13 @@ def draw_all(panels: Sequence[Panel], runs: Sequence[Series]) -> str:
             ]
         else:
             figures.append(draw(panel, runs))
-    return f"<div class='charts'>{''.join(figures)}</div>" if any(figures) else ""
+    long = max(len(run.rows) for run in runs)
+    note = (
+        f"<p class='soft'>Thin lines: single steps. Thick lines: running means over {smoothing_width(long)} steps.</p>"
+        if smoothing_width(long) > 1
+        else ""
+    )
+    return f"<div class='charts'>{''.join(figures)}</div>{note}" if any(figures) else ""
 
 
 def draw(panel: Panel, runs: Sequence[Series]) -> str:
@@ -117,7 +124,7 @@ def _lines(drawn: Sequence[_Drawn], across: Axis, fraction: bool) -> tuple[Axis,
         if smoothing_width(len(d.line.values)) > 1:
             marks.append(f"<path class='line faint {color}' d='{_path(raw.steps, raw.values, across, up)}'/>")
         marks.append(f"<path class='line {color}' d='{_path(mean.steps, mean.values, across, up)}'/>")
-        if len(raw.steps) <= 20:
+        if len(raw.steps) <= _DOTTED:
             marks.append(f"<path class='dots {color}' d='{_dots(raw.steps, raw.values, across, up)}'/>")
         shown.append((raw.steps, _rounded(raw.values)))
     return up, marks, shown
@@ -128,21 +135,39 @@ def _logarithmic(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str]
     up = log_axis([v for d in drawn for v in d.line.values], _BOTTOM, _TOP)
     marks, shown = [], []
     for d in drawn:
-        raw, color = d.line.thinned(), f"c{d.color % COLORS}"
-        positive = [(s, v) for s, v in zip(raw.steps, raw.values) if v > 0]
-        if positive:
-            steps, values = [s for s, _ in positive], [v for _, v in positive]
-            marks.append(f"<path class='line {color}' d='{_path(steps, values, across, up)}'/>")
-            if len(steps) <= 20:
-                marks.append(f"<path class='dots {color}' d='{_dots(steps, values, across, up)}'/>")
-        zeros = [s for s, v in zip(raw.steps, raw.values) if v <= 0]
-        if zeros:
-            marks.append(f"<path class='zeros {color}' d='{_dots(zeros, [0.0] * len(zeros), across, up)}'/>")
+        raw, color, count = d.line.thinned(), f"c{d.color % COLORS}", len(d.line.values)
+        long = smoothing_width(count) > 1
+        for line_, faint in ((raw, long), *([(d.line.positive().smoothed(log=True), False)] if long else [])):
+            kept = line_.positive()
+            if kept.steps:
+                path = _path(kept.steps, kept.values, across, up)
+                marks.append(f"<path class='line {'faint ' * faint}{color}' d='{path}'/>")
+        if count <= _DOTTED and (kept := raw.positive()).steps:
+            marks.append(f"<path class='dots {color}' d='{_dots(kept.steps, kept.values, across, up)}'/>")
+        marks.append(_zeros(d.line, color, across, up, long))
         shown.append((raw.steps, _rounded(raw.values)))
     if up.zeros:
         names = f"<text class='soft' x='{_LEFT + 6}' y='{_BOTTOM - 7}'>exactly 0</text>"
         marks.append(f"<path class='break' d='M{_LEFT} {up.lowest + 3}H{_RIGHT}'/>{names}")
     return up, marks, shown
+
+
+def _zeros(line: Line, color: str, across: Axis, up: Axis, long: bool) -> str:
+    """The steps at which a line is exactly zero: a dot each, or, in a long run, a mark as wide as a step."""
+    steps = [s for s, v in zip(line.steps, line.values) if v <= 0]
+    if not steps:
+        return ""
+    if not long:
+        return f"<path class='zeros {color}' d='{_dots(steps, [0.0] * len(steps), across, up)}'/>"
+    half = (across.at(across.high) - across.at(across.low)) / len(line.steps) / 2
+    spans: list[list[float]] = []
+    for x in (across.at(step) for step in steps):
+        if spans and x - half - spans[-1][1] < half:
+            spans[-1][1] = x + half
+        else:
+            spans.append([x - half, x + half])
+    marks = "".join(f"M{a:.1f} {up.at(0.0):.1f}H{b:.1f}" for a, b in spans)
+    return f"<path class='zeros long {color}' d='{marks}'/>"
 
 
 def _stacked(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str], list[_Shown]]:

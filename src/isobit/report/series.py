@@ -42,11 +42,20 @@ class Line:
         """At most MOST_POINTS points."""
         return self.chosen(thin(self.values))
 
-    def smoothed(self) -> "Line":
-        """Running means over a fortieth of the points, centred, of at most MOST_POINTS points."""
+    def positive(self) -> "Line":
+        """Only the points above 0, without a band, whose ends need not be."""
+        kept = self.chosen([i for i, value in enumerate(self.values) if value > 0])
+        return Line(kept.steps, kept.values, [], [])
+
+    def smoothed(self, log: bool = False) -> "Line":
+        """Running means (geometric ones with `log`) of at most MOST_POINTS / 2 points."""
         width = smoothing_width(len(self.values))
-        lists = [running_mean(values, width) for values in (self.values, self.low, self.high)]
-        return Line(self.steps, *lists).chosen(_even(len(self.steps), MOST_POINTS // 2))
+        lists = (self.values, self.low, self.high)
+        if log:
+            means = [[math.exp(m) for m in running_mean([math.log(v) for v in values], width)] for values in lists]
+        else:
+            means = [running_mean(values, width) for values in lists]
+        return Line(self.steps, *means).chosen(_even(len(self.steps), MOST_POINTS // 2))
 
 
 def points(rows: Rows, metric: str) -> tuple[list[float], list[float]]:
