@@ -15,6 +15,7 @@ NAMES = (
     "overlapped_rewards",
     "kernels_cpu",
     "trackers",
+    "report_page",
 )
 
 

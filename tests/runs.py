@@ -50,7 +50,8 @@ def fingerprint(run: Path) -> dict[str, Any]:
     files = ["model.safetensors", "trainer/optimizer.safetensors"]
     hashes = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in files}
     rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
-    completions = hashlib.sha256((run / "completions.jsonl").read_bytes()).hexdigest()
+    lines = ("completions", "quantization")
+    hashes |= {name: hashlib.sha256((run / f"{name}.jsonl").read_bytes()).hexdigest() for name in lines}
     kept = [(run / "best" / name) for name in ("best.json", "model.safetensors")]
     best = [hashlib.sha256(path.read_bytes()).hexdigest() for path in kept if path.is_file()]
-    return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "completions": completions, "best": best}
+    return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "best": best}

@@ -1,7 +1,6 @@
 """The documentation site: built strictly and without network, complete, closed in itself, readable from disk."""
 
 import os
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import isobit
+from tests.browser import opened, require_browser
 from tests.documents import PAGES, ROOT
 
 pytestmark = pytest.mark.slow
@@ -108,33 +108,17 @@ def _target(site: Path, page: Path, link: str) -> Path:
     return target / "index.html" if target.is_dir() else target
 
 
-@pytest.mark.skipif(not shutil.which("chromium") or not shutil.which("chromedriver"), reason="needs chromium")
-def test_it_is_read_and_searched_from_disk(site: Path, tmp_path: Path) -> None:
+def test_it_is_read_and_searched_from_disk(site: Path) -> None:
     """In headless Chromium from file://: search finds a page, the palette turns, nothing is asked from elsewhere."""
-    webdriver = pytest.importorskip("selenium.webdriver")
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    quiet = "no-first-run disable-background-networking disable-component-update disable-sync disable-dev-shm-usage"
-    for flag in f"headless no-sandbox disable-gpu {quiet} user-data-dir={tmp_path}".split():
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(shutil.which("chromedriver"))
-    with webdriver.Chrome(options=options, service=service) as browser:
-        browser.get((site / "index.html").as_uri())
-        before = browser.find_element(By.TAG_NAME, "body").get_attribute("data-md-color-scheme")
-        toggles = browser.find_elements(By.CSS_SELECTOR, "form[data-md-component=palette] label:not([hidden])")
-        toggles[0].click()
-        after = browser.find_element(By.TAG_NAME, "body").get_attribute("data-md-color-scheme")
-        assert {before, after} == {"default", "slate"}
-        browser.execute_script("document.querySelector('input.md-search__input').focus()")
-        browser.find_element(By.CSS_SELECTOR, "input.md-search__input").send_keys("token_mult_prob_error")
-        found = WebDriverWait(browser, 60).until(
-            lambda b: b.find_elements(By.CSS_SELECTOR, ".md-search-result__item a.md-search-result__link")
-        )
-        assert any("metrics.html" in link.get_attribute("href") for link in found)
-        asked = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-        assert not [address for address in asked if urlsplit(address).scheme in ("http", "https")]
-        assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    require_browser()
+    with opened(site / "index.html") as seen:
+        body = seen.page.locator("body")
+        before = body.get_attribute("data-md-color-scheme")
+        seen.page.locator("form[data-md-component=palette] label:not([hidden])").first.click()
+        assert {before, body.get_attribute("data-md-color-scheme")} == {"default", "slate"}
+        seen.page.evaluate("document.querySelector('input.md-search__input').focus()")
+        seen.page.locator("input.md-search__input").press_sequentially("token_mult_prob_error")
+        found = seen.page.locator(".md-search-result__item a.md-search-result__link")
+        found.first.wait_for(timeout=60_000)
+        assert any("metrics.html" in (link.get_attribute("href") or "") for link in found.all())
+    assert not [line for line in seen.said if line.startswith(("error", "request: http"))]

@@ -7,7 +7,7 @@ import torch
 
 from isobit.rl import Sample
 from isobit.rl.collect import StepBatch
-from isobit.statistics import batch_metrics, weight_metrics
+from isobit.statistics import WeightTotals, batch_metrics, layer_and_role
 from tests.conftest import tiny_model
 
 
@@ -42,13 +42,39 @@ def test_rewards_lengths_and_spread() -> None:
 
 def test_quantization_of_weights_is_that_of_the_last_sync() -> None:
     model = tiny_model("fp8")
-    exact = weight_metrics(model)
+    exact = WeightTotals(model).metrics()
     assert 0.005 < exact["quant/weight_relative_error"] < 0.06  # E4M3: a mantissa of 3 bits, 2 ** -4 at most
     assert exact["quant/weight_saturated_fraction"] == 0
-    assert weight_metrics(tiny_model("bf16")) == {}
+    assert WeightTotals(tiny_model("bf16")).metrics() == {}
     with torch.no_grad():
         for parameter in model.named_parameters().values():
             parameter.mul_(1.5)
-    assert weight_metrics(model)["quant/weight_relative_error"] > 0.3  # the control: stale working weights
+    assert WeightTotals(model).metrics()["quant/weight_relative_error"] > 0.3  # the control: stale working weights
     model.sync()
-    assert weight_metrics(model)["quant/weight_relative_error"] < 0.06
+    assert WeightTotals(model).metrics()["quant/weight_relative_error"] < 0.06
+
+
+def test_weights_by_layer_and_tensor() -> None:
+    """A tensor that is made worse shows in its own cell, and the sum of the cells is the metric."""
+    model = tiny_model("fp8", "qwen3_moe")
+    before = WeightTotals(model).by_tensor()
+    assert sorted(before) == ["experts down", "experts gate_up", "o", "qkv"]
+    with torch.no_grad():
+        model.named_parameters()["layers.1.o"].mul_(2)
+    after = WeightTotals(model).by_tensor()
+    changed = [
+        (role, layer)
+        for role, figures in after.items()
+        for layer, value in enumerate(figures["relative_error"])
+        if value != before[role]["relative_error"][layer]
+    ]
+    assert changed == [("o", 1)]
+    assert WeightTotals(tiny_model("bf16")).by_tensor() == {}
+    assert layer_and_role("layers.3.experts.7.down") == (3, "experts down")
+
+
+def test_when_weights_are_recorded() -> None:
+    totals = WeightTotals(tiny_model("fp8"))
+    assert [step for step in range(1, 24) if totals.due(step, 10, step == 23)] == [1, 10, 20, 23]
+    assert not totals.due(1, 0, True)
+    assert not WeightTotals(tiny_model("bf16")).due(1, 1, True)

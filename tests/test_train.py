@@ -315,3 +315,29 @@ def test_every_option_of_a_precision_learns_or_is_refused(preset: str) -> None:
                 assert math.isfinite(metrics["grad_norm"]), (preset, option, choice, consistency)
                 taken += 1
     assert taken > 10
+
+
+def test_learner_logprobs_stand_beside_those_of_the_rollout(tmp_path: Path, base_model: Path) -> None:
+    """Of the first optimizer step, or of all where they are recomputed: the same bits under a unified flow, and as many
+    tokens as the metric says; the control is a flow with two engines."""
+    unified = run(tmp_path, base_model, "algorithm.updates_per_batch=2")
+    separate = run(tmp_path, base_model, "precision=fp8-rollout", f"run.dir={tmp_path / 'separate'}")
+    for result, differs in ((unified, False), (separate, True)):
+        rows = list(read_jsonl(result.run_dir / "completions.jsonl"))
+        compared = [row for row in rows if row["policy_logprobs"] is not None]
+        assert len(compared) == (len(rows) if differs else len(rows) // 2)
+        pairs = [p for row in compared for p in zip(row["policy_logprobs"], row["rollout_logprobs"], strict=True)]
+        assert len(pairs) == sum(row["mismatch/compared_tokens"] for row in result.metrics)
+        assert sum(a != b for a, b in pairs) == sum(row["mismatch/differing_tokens"] for row in result.metrics)
+        assert any(a != b for a, b in pairs) == differs
+
+
+def test_quantization_is_recorded_by_layer(tmp_path: Path, base_model: Path) -> None:
+    override = "precision={preset: fp8, bf16_first_layers: 1}"
+    result = run(tmp_path, base_model, "steps=5", "run.quantization_every=3", override)
+    rows = list(read_jsonl(result.run_dir / "quantization.jsonl"))
+    assert [row["step"] for row in rows] == [1, 3, 5]
+    assert sorted(rows[0]["tensors"]) == ["down", "gate_up", "o", "qkv"]
+    first, second = rows[0]["tensors"]["qkv"]["relative_error"]
+    assert first is None
+    assert 0.005 < second < 0.06

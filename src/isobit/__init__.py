@@ -7,8 +7,8 @@ import os
 from importlib import import_module
 from typing import Any
 
-# PyTorch's OpenMP reads this when it is loaded. Its threads wait for each other at the end of every operator; left alone
-# they spin, and where other processes want the cores a step then takes tens of times as long (docs/log.md).
+# PyTorch's OpenMP reads this when it is loaded. Its threads wait for each other at the end of every operator: spinning,
+# by default, and beside another busy process a step then takes tens of times as long (docs/log.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {

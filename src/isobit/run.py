@@ -1,7 +1,8 @@
 """A run directory: what is written into it, how it is locked, and how a run is interrupted.
 
-`config.yaml`, `metrics.jsonl` (an object a step), `completions.jsonl` (an object a completion), `checkpoints/`. A
-resumed run cuts both JSONL files back to where its checkpoint was made, so that they end as if it had never stopped.
+`config.yaml`, `metrics.jsonl` (an object a step), `completions.jsonl` (an object a completion), `quantization.jsonl`
+(an object every few steps: the weights by layer and tensor), `checkpoints/`. A resumed run cuts the JSONL files back to
+where its checkpoint was made, so that they end as if it had never stopped.
 Left out: what is in a checkpoint (`session.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
@@ -19,13 +20,16 @@ from typing import IO, Any
 from isobit import checkpoints, metrics
 from isobit.errors import IsobitError, RunFailed
 
-CONFIG, METRICS, COMPLETIONS, CHECKPOINTS, REPORT = (
+CONFIG, METRICS, COMPLETIONS, QUANTIZATION, CHECKPOINTS, REPORT = (
     "config.yaml",
     "metrics.jsonl",
     "completions.jsonl",
+    "quantization.jsonl",
     "checkpoints",
     "report.html",
 )
+NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0}
+"""Lengths of the JSONL files of a new run."""
 LOCK, BEST = ".lock", "best"
 
 
@@ -49,7 +53,7 @@ class Run:
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             (directory / CONFIG).write_text(config_text, encoding="utf-8")
-            return Run(directory, {METRICS: 0, COMPLETIONS: 0})
+            return Run(directory, NOTHING_WRITTEN)
         except OSError as error:
             raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
 
@@ -76,6 +80,9 @@ class Run:
 
     def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._write(COMPLETIONS, rows)
+
+    def write_quantization(self, step: int, tensors: Mapping[str, Any]) -> None:
+        self._write(QUANTIZATION, [{"step": step, "tensors": tensors}])
 
     def _write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         file = self._files[name]

@@ -25,7 +25,7 @@ from isobit.rl.collect import StepBatch
 from isobit.run import Interruption, Run
 from isobit.scoring import RolloutScoring
 from isobit.setup import Parts, load_state, open_parts, save_checkpoint
-from isobit.statistics import batch_metrics, staleness_metrics, weight_metrics
+from isobit.statistics import WeightTotals, batch_metrics, staleness_metrics
 from isobit.trackers.process import Trackers
 from isobit.view import Display, Shown
 
@@ -64,6 +64,7 @@ class Session:
         self._recorded = _recorded_groups(recorded) if recorded is not None else None
         self._scoring: RolloutScoring | None = None
         self._metrics: dict[str, float] = {}
+        self._weights: WeightTotals
         self._began = 0.0
         self._saved_step: int | None = None
         self._stack = ExitStack()
@@ -88,7 +89,8 @@ class Session:
         self._metrics, self._began = {}, time.perf_counter()
         self._refresh()
         self._metrics["sync/bytes"] = float(self.model.transformer.sync_bytes)
-        self._metrics |= weight_metrics(self.model) | self.parts.calibrator.step_metrics()
+        self._weights = WeightTotals(self.model)
+        self._metrics |= self._weights.metrics() | self.parts.calibrator.step_metrics()
 
     def _refresh(self) -> None:
         """The working weights become those of the masters, and the scales of a calibrated KV cache fit them; reward
@@ -202,6 +204,8 @@ class Session:
         }
         self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)
         last = state.step == config.steps
+        if self._weights.due(state.step, config.run.quantization_every, last):
+            self.run.write_quantization(state.step, self._weights.by_tensor())
         values = self._evaluate_and_write(state.step, measured, last)
         self.display.step(values, (self._shown(sample) for group in batch.groups for sample in group))
         every = config.run.checkpoint_every
@@ -211,7 +215,8 @@ class Session:
 
     def _row(self, sample: Sample) -> dict[str, object]:
         prompt = self.model.tokenizer.decode(sample.prompt_ids)
-        return {"step": self.state.step, "prompt": prompt, **sample.to_json()}
+        compared = self.parts.learner.compared.get((sample.prompt_index, sample.sample_index))
+        return {"step": self.state.step, "prompt": prompt, **sample.to_json(), "policy_logprobs": compared}
 
     def _shown(self, sample: Sample) -> Shown:
         return Shown(sample.reward, self.model.tokenizer.decode(sample.prompt_ids), sample.completion)
@@ -314,7 +319,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
     config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         parts = open_parts(config, quiet=quiet)
-        return Session(parts, Run(run_dir, {runs.METRICS: 0, runs.COMPLETIONS: 0}), State(), quiet=quiet)
+        return Session(parts, Run(run_dir, runs.NOTHING_WRITTEN), State(), quiet=quiet)
     path = runs.newest_checkpoint(run_dir)
     parts = open_parts(config, quiet=quiet, checkpoint=path)
     counted = load_state(path, parts)
@@ -324,7 +329,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
     state = State(counted["step"], counted["cursor"], pending, queue)
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
-    session = Session(parts, Run(run_dir, counted["offsets"]), state, quiet=quiet)
+    session = Session(parts, Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"]), state, quiet=quiet)
     session._saved_step = state.step
     session.best.restore(counted.get("best"))
     return session

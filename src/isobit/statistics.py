@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -48,21 +49,51 @@ def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dic
     }
 
 
-@torch.no_grad()
-def weight_metrics(model: Model) -> dict[str, float]:
-    """Quantization of the rollout's weights against the masters as they were at the last sync; empty without FP8."""
-    totals = QuantTotals()
-    for weight in model.transformer.rollout_weights():
-        if isinstance(weight.working, QTensor):
-            totals.add(weight.master, weight.working)
-    if not totals.count:
-        return {}
-    found = totals.stats()
-    return {
-        "quant/weight_flushed_fraction": found.flushed,
-        "quant/weight_saturated_fraction": found.saturated,
-        "quant/weight_relative_error": found.relative_error,
-    }
+class WeightTotals:
+    """Quantization of the rollout's weights against the masters as they are now, by layer and tensor; the experts of a
+    layer together. Empty where the weights are not quantized."""
+
+    @torch.no_grad()
+    def __init__(self, model: Model) -> None:
+        self._whole, self._layers = QuantTotals(), model.config.num_layers
+        self._parts: dict[tuple[int, str], QuantTotals] = {}
+        for weight in model.transformer.rollout_weights():
+            if isinstance(weight.working, QTensor):
+                own = QuantTotals()
+                own.add(weight.master, weight.working)
+                self._whole.merge(own)
+                self._parts.setdefault(layer_and_role(weight.name), QuantTotals()).merge(own)
+
+    def metrics(self) -> dict[str, float]:
+        """Of all weights together."""
+        if not self._whole.count:
+            return {}
+        found = self._whole.stats()
+        return {
+            "quant/weight_flushed_fraction": found.flushed,
+            "quant/weight_saturated_fraction": found.saturated,
+            "quant/weight_relative_error": found.relative_error,
+        }
+
+    def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
+        """Tensor to `relative_error`, `saturated` and `flushed` (fractions), each a list over layers; None where a
+        layer is not quantized."""
+        found: dict[str, dict[str, list[float | None]]] = {}
+        for (layer, role), totals in sorted(self._parts.items()):
+            for name, value in asdict(totals.stats()).items():
+                lists = found.setdefault(role, {}).setdefault(name, [None] * self._layers)
+                lists[layer] = float(f"{value:.6g}")
+        return found
+
+    def due(self, step: int, every: int, last: bool) -> bool:
+        """Whether a step's `by_tensor` is to be recorded: the first, each `every`-th, and the last."""
+        return bool(self._parts) and every > 0 and (step == 1 or step % every == 0 or last)
+
+
+def layer_and_role(name: str) -> tuple[int, str]:
+    """Of a linear layer's name: `layers.3.qkv` is (3, qkv), `layers.3.experts.7.down` is (3, experts down)."""
+    parts = name.split(".")
+    return int(parts[1]), f"{'experts ' if 'experts' in parts else ''}{parts[-1]}"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,20 +2,48 @@
 
 import json
 import re
+from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.recorded_run import write_run
 from isobit.errors import IsobitError
+from isobit.metrics import METRICS
 from isobit.report import write_report
-from isobit.report.plots import PANELS
+from isobit.report.document import embedded
+from isobit.report.page import run_names
+from isobit.report.panels import ALL, DERIVED, with_derived
+from tests import browser
 
 EVIL = "<script>alert('x')</script>\x1b[31m\x00<img src=x onerror=alert(1)>"
 
 
+class Parsed(HTMLParser):
+    """Elements of a page, and the data embedded in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data: list[Any] = []
+        self._in_data = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._in_data = tag == "script" and dict(attrs).get("type") == "application/json"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_data:
+            self.data.append(json.loads(data))
+        self._in_data = False
+
+
 def run_directory(folder: Path, steps: int = 3, differing: int = 0, **extra: float | None) -> Path:
-    folder.mkdir()
-    (folder / "config.yaml").write_text("model: {path: '<b>base</b>'}\n")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("model: {path: '<b>base</b>'}\nprecision: fp8\n")
     rows = [
         {
             "step": step,
@@ -52,27 +80,43 @@ def page_of(*runs: Path) -> str:
 
 
 def test_the_page_holds_what_people_look_for(tmp_path: Path) -> None:
-    page = page_of(run_directory(tmp_path / "run"))
+    page = page_of(run_directory(tmp_path / "run", **{"accuracy/pass_at_8": 0.5, "accuracy/majority_at_8": 0.4}))
     assert (
         "0 differing tokens in 3 of 3 steps, 300 tokens compared: rollout and learner computed the same bits throughout"
         in page
     )
-    for title in ("Reward", "Held-out accuracy", "Completion length", "Mismatch", "Rollout throughput", "Memory"):
-        assert re.search(f"<figcaption>{title}[^<]*</figcaption><svg", page), title
+    for title in ("Reward", "Held-out accuracy", "Completion length", "Mismatch", "Throughput", "Time by phase"):
+        assert re.search(f"<figcaption>{title}.*?<svg", page), title
+    assert "pass at 8</li>" in page
+    assert "majority at 8</li>" in page
+    assert "exactly 0" in page
     assert "Gradient norm" not in page  # nothing finite to draw
-    assert page.count("1+1=") >= 6
     assert "&lt;b&gt;base&lt;/b&gt;" in page
+    assert "All 9 completions, of 3 of 3 steps." in page
 
 
 def test_the_page_is_self_contained_and_harmless(tmp_path: Path) -> None:
     page = page_of(run_directory(tmp_path / "run"))
-    assert "&lt;script&gt;alert(" in page
-    assert not re.search(r"<script|<img|<link|<iframe|@import|\x1b|\x00", page)
-    fetched = re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", page)
-    assert not fetched
-    ids = re.findall(r'\bid="([^"]+)"', page)
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
+    parsed = Parsed(page)
+    assert not re.search(r"@import|url\(|\x1b|\x00", page)
+    assert {tag for tag, _ in parsed.tags}.isdisjoint({"img", "link", "iframe", "object", "embed", "base", "form"})
+    attributes = {name for _, given in parsed.tags for name in given}
+    assert not {name for name in attributes if name.startswith("on") or name in ("src", "href", "srcdoc")}
+    scripts = [given for tag, given in parsed.tags if tag == "script" and not given.get("type")]
+    assert len(scripts) == 1
+    policy = next(given["content"] for tag, given in parsed.tags if given.get("http-equiv"))
+    assert re.fullmatch(
+        r"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-[\w+/]{43}='; base-uri 'none'", policy or ""
+    )
+    assert EVIL in [row.get("text") for data in parsed.data for row in data.get("rows", ())]
+
+
+def test_embedded_data_is_inert_and_exact() -> None:
+    data = {"text": "</script><!--<script>&\u2028\u2029\ud800", "nan": float("nan"), "list": [1.0, float("inf"), 0.5]}
+    text = embedded(data)
+    inside = text.removeprefix("<script type='application/json'>").removesuffix("</script>")
+    assert not set(inside) & set("<>&\u2028\u2029")
+    assert json.loads(inside) == {"text": "</script><!--<script>&\u2028\u2029?", "nan": None, "list": [1, None, 0.5]}
 
 
 def test_mismatch_is_said_as_plainly(tmp_path: Path) -> None:
@@ -84,30 +128,77 @@ def test_mismatch_is_said_as_plainly(tmp_path: Path) -> None:
 
 
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
-    page = page_of(run_directory(tmp_path / "first"), run_directory(tmp_path / "second", 2, 3))
-    assert "first: 0 differing tokens in 3 of 3" in page
-    assert "second: 0 differing tokens in 0 of 2" in page
-    assert page.count("Configuration of") == 2
+    """Runs of one name are told apart by their folders; what differs between their configurations is said."""
+    runs = [run_directory(tmp_path / name / "seed-0", 2, differing) for name, differing in (("a", 0), ("b", 3))]
+    (runs[1] / "config.yaml").write_text("model: {path: '<b>base</b>'}\nprecision: {preset: fp8, wgrad: bf16}\n")
+    page = page_of(*runs)
+    assert "a/seed-0: 0 differing tokens in 2 of 2" in page
+    assert "b/seed-0: 0 differing tokens in 0 of 2" in page
+    differs = page.split("What differs")[1].split("<details")[0]
+    assert "precision.wgrad" in differs
+    assert "model.path" not in differs
+    assert run_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert run_names([tmp_path / "a", tmp_path / "a"]) == ["a (1)", "a (2)"]
 
 
 def test_one_step_and_no_completions(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", 1)
     (run / "completions.jsonl").unlink()
-    assert "<svg" in page_of(run)
+    page = page_of(run)
+    assert "<svg" in page
+    assert "part-completions" not in page
+    assert "part-prompts" not in page
 
 
 def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run")
     with pytest.raises(IsobitError, match="cannot write report"):
         write_report([run], tmp_path / "gone" / "report.html")
+    with pytest.raises(IsobitError, match="not a run directory"):
+        page_of(tmp_path)
+    (run / "completions.jsonl").write_text('{"step": 1, "reward": 0}\n{"no step": 1}\n')
+    with pytest.raises(IsobitError, match=r"completions\.jsonl, line 2: not a row of completions"):
+        page_of(run)
+    (run / "completions.jsonl").unlink()
+    (run / "config.yaml").write_text("just text")
+    with pytest.raises(IsobitError, match=r"config\.yaml is not a configuration: expected keys and values in YAML"):
+        page_of(run)
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(IsobitError, match="no step has been recorded yet"):
         page_of(run)
-    with pytest.raises(IsobitError, match="not a run directory"):
-        page_of(tmp_path)
 
 
 def test_every_panel_draws_defined_metrics() -> None:
-    from isobit.metrics import METRICS
+    named = {metric for panel in ALL for metric in panel.metrics if "*" not in metric}
+    assert named <= {*METRICS, *DERIVED}
+    derived = with_derived({"mismatch/token_mult_prob_error": 1.5, "mismatch/differing_tokens": 1.0})
+    assert derived["mismatch/token_mult_prob_error-1"] == 0.5
+    assert "mismatch/differing_fraction" not in derived
 
-    assert {metric for panel in PANELS for metric in panel.metrics} <= set(METRICS)
+
+def test_a_missing_browser_is_a_skip_or_an_error_but_never_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(browser, "CHROMIUM", tmp_path / "chromium")
+    monkeypatch.delenv("ISOBIT_REQUIRE_BROWSER", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"chromium is not here|playwright is not installed"):
+        browser.require_browser()
+    monkeypatch.setenv("ISOBIT_REQUIRE_BROWSER", "1")
+    with pytest.raises(pytest.fail.Exception, match=r"chromium is not here|playwright is not installed"):
+        browser.require_browser()
+
+
+@pytest.mark.slow
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1000, completions=64, tokens=40)
+    path = write_report([run, run], run / "report.html")
+    assert 1e6 < path.stat().st_size < 5e6
+    page = path.read_text(encoding="utf-8")
+    found = [data for data in Parsed(page).data if "pieces" in data]
+    assert len(found) == 2
+    rows = found[0]["rows"]
+    assert f"{len(rows):,} of 64,000 completions" in page
+    steps = sorted({row["step"] for row in rows})
+    assert steps[0] == 1
+    assert steps[-1] == 1000
+    assert max(b - a for a, b in pairwise(steps)) < 64  # evenly spread

@@ -214,4 +214,7 @@ class RunConfig(Section):
     dir: str = Field("runs/train", description="must not exist yet, or be empty")
     checkpoint_every: int = Field(20, ge=0, description="steps; the last step is always saved; 0: only the last")
     keep_last: int = Field(2, ge=1)
+    quantization_every: int = Field(
+        10, ge=0, description="steps between records of the weights' quantization by layer; first and last too; 0: none"
+    )
     report: bool = True

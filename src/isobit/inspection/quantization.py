@@ -14,6 +14,7 @@ from torch import Tensor
 from isobit.kernels import KVStore, Layout, Ops
 from isobit.model import Model
 from isobit.precision import QTensor, QuantSpec, QuantTotals
+from isobit.statistics import layer_and_role
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,9 @@ class _Watching:
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         quantized = self._ops.quantize(x, spec, name)
-        parts = name.split(".")
-        if parts[0] == "layers":
-            role = f"{'experts ' if 'experts' in parts else ''}{parts[-1]} input"
-            self._sums.setdefault((int(parts[1]), role), _Sums()).add(x, quantized)
+        if name.startswith("layers."):
+            layer, role = layer_and_role(name)
+            self._sums.setdefault((layer, f"{role} input"), _Sums()).add(x, quantized)
         return quantized
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -95,9 +95,7 @@ def weight_health(model: Model) -> list[Health]:
     sums: dict[tuple[int, str], _Sums] = {}
     for weight in model.transformer.rollout_weights():
         if isinstance(weight.working, QTensor):
-            parts = weight.name.split(".")
-            role = f"{'experts ' if 'experts' in parts else ''}{parts[-1]}"
-            sums.setdefault((int(parts[1]), role), _Sums()).add(weight.master, weight.working)
+            sums.setdefault(layer_and_role(weight.name), _Sums()).add(weight.master, weight.working)
     return [found.health(*key) for key, found in sorted(sums.items())]
 
 

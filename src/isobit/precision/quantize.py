@@ -124,6 +124,14 @@ class QuantTotals:
         self._signal += float(values.double().square().sum())
         self.count += values.numel()
 
+    def merge(self, other: "QuantTotals") -> None:
+        """Take in what another has seen."""
+        self.count += other.count
+        self._saturated += other._saturated
+        self._flushed += other._flushed
+        self._noise += other._noise
+        self._signal += other._signal
+
     def stats(self) -> QuantStats:
         """Of all that was added; zeros if nothing was."""
         count = max(self.count, 1)

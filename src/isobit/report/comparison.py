@@ -8,13 +8,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.intervals import mean_interval
-from isobit.report.page import html_page
-from isobit.report.plots import Panel, Rows, Series, draw, points
-from isobit.report.tables import escaped, html_table, text_table
+from isobit.report.charts import Panel, draw_all
+from isobit.report.document import escaped, html_page
+from isobit.report.panels import with_derived
+from isobit.report.series import Rows, Series, points
+from isobit.report.tables import html_table, text_table
 from isobit.run import METRICS, read_jsonl
 
 OUTCOME = "outcome.json"
@@ -24,12 +25,12 @@ _PHASES = ("sync", "calibrate", "rollout", "score", "learn")
 PANELS = (
     Panel("Held-out accuracy, greedy", ("accuracy/held_out",), fraction=True),
     Panel("Reward", ("reward/mean",)),
-    Panel("Mismatch: k3 of KL(rollout ‖ learner)", ("mismatch/kl_k3",), log=True),
-    Panel("Mismatch: mean probability ratio error, minus 1", ("mismatch/token_mult_prob_error-1",), log=True),
+    Panel("Mismatch", ("mismatch/kl_k3",), log=True, note="k3 estimate of KL(rollout ‖ learner)"),
+    Panel("Probability ratio error", ("mismatch/token_mult_prob_error-1",), log=True, note="mean, minus 1"),
     Panel("Entropy", ("entropy",), unit="nats"),
     Panel("Gradient norm", ("grad_norm",)),
-    Panel("Tokens whose weight was truncated", ("correction/clipped_fraction",)),
-    Panel("Effective sample size, untruncated", ("correction/effective_sample_size_untruncated",)),
+    Panel("Truncated weights", ("correction/clipped_fraction",)),
+    Panel("Effective sample size", ("correction/effective_sample_size_untruncated",)),
 )
 
 
@@ -54,15 +55,14 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
     tables = "".join(f"<h2>{title}</h2>{html_table(table)}" for title, table in cells.items())
     notes = "".join(f"<p>{escaped(line)}</p>" for line in failures)
     series = [Series(flow.name, _mean_rows(flow.runs)) for flow in flows]
-    figures = [(panel.title, draw(panel, series)) for panel in PANELS]
-    plots = "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in figures if svg)
     seeds = max(len(flow.runs) for flow in flows)
     lead = (
         f"<p class='soft'>Means over {seeds} seed{'s' * (seeds != 1)}; intervals are 95 %; "
         "bands reach from the lowest seed to the highest.</p>"
     )
-    body = f"<h1>isobit: precision flows compared</h1>{lead}{tables}{notes}<h2>Over steps</h2>"
-    page = html_page("precision flows compared", f"{body}<div class='plots'>{plots}</div>")
+    head = "<header><p class='mark'>isobit</p><h1>Precision flows compared</h1></header>"
+    body = f"{head}<main>{lead}{tables}{notes}<h2>Over steps</h2>{draw_all(PANELS, series)}</main>"
+    page = html_page("precision flows compared", body)
     data = {flow.name: {"failures": list(flow.failures), **_values(flow)} for flow in flows}
     try:
         (out / PAGE).write_text(page, encoding="utf-8")
@@ -77,15 +77,10 @@ def _read(name: str, paths: Sequence[Path]) -> Flow:
     for path in paths:
         outcome = json.loads((path / OUTCOME).read_text(encoding="utf-8"))
         rows = list(read_jsonl(path / METRICS)) if (path / METRICS).is_file() else []
-        runs.append([_with_derived(row) for row in rows])
+        runs.append([with_derived(row) for row in rows])
         if not outcome["finished"]:
             failures.append(f"{name}, {path.name}: stopped: {outcome['reason']}")
     return Flow(name, runs, failures)
-
-
-def _with_derived(row: dict[str, Any]) -> dict[str, Any]:
-    error = row.get("mismatch/token_mult_prob_error")
-    return row if error is None else {**row, "mismatch/token_mult_prob_error-1": error - 1}
 
 
 def _mean_rows(runs: Sequence[Rows]) -> Rows:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.report.page import html_page
-from isobit.report.plots import Panel, Series, draw
-from isobit.report.tables import escaped, html_table, text_table
+from isobit.report.charts import Panel, draw
+from isobit.report.document import escaped, html_page
+from isobit.report.series import Series
+from isobit.report.tables import html_table, text_table
 
 PAGE, DATA = "inspection.html", "inspection.json"
 _BAR, _FULL_DB = 20, 40.0
@@ -30,7 +31,8 @@ def inspection_text(values: Mapping[str, Any]) -> str:
 
 def write_inspection(values: Mapping[str, Any], out: Path) -> Path:
     """Write inspection.html and inspection.json into `out`; returns the page's path."""
-    body = [f"<h1>isobit: {escaped(values['model'])} inspected</h1>", _gaps_html(values["gaps"])]
+    title = f"<header><p class='mark'>isobit</p><h1>{escaped(values['model'])} inspected</h1></header><main>"
+    body = [title, _gaps_html(values["gaps"])]
     body += [_sources_html(name, rows) for name, rows in values["sources"].items()]
     if values.get("judgements"):
         body.append(f"<h2>Scores of the reward model</h2>{html_table(_judgement_cells(values['judgements']))}")
@@ -38,7 +40,8 @@ def write_inspection(values: Mapping[str, Any], out: Path) -> Path:
         body += [_plots(values["tensors"]), _tensors_html(values["preset"], values["tensors"])]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / PAGE).write_text(html_page(f"{values['model']} inspected", "\n".join(body)), encoding="utf-8")
+        page = html_page(f"{values['model']} inspected", "\n".join([*body, "</main>"]))
+        (out / PAGE).write_text(page, encoding="utf-8")
         (out / DATA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise IsobitError(f"cannot write the inspection into {out}: {error.strerror}") from None
@@ -146,9 +149,8 @@ def _plots(tensors: Sequence[Mapping[str, Any]]) -> str:
             Series(role, [{"step": row["layer"], key: row[key]} for row in rows])
             for role, rows in _by_role(tensors).items()
         ]
-        figures.append((title, draw(Panel(title, (key,), log=log, axis="layer"), series)))
-    drawn = "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in figures if svg)
-    return f"<h2>By layer</h2><div class='plots'>{drawn}</div>"
+        figures.append(draw(Panel(title, (key,), log=log, axis="layer"), series))
+    return f"<h2>By layer</h2><div class='charts'>{''.join(figures)}</div>"
 
 
 def _tensors_html(preset: str, tensors: Sequence[Mapping[str, Any]]) -> str:

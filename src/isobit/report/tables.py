@@ -1,15 +1,11 @@
 """Tables of cells, the first row their heads: as aligned plain text, and as HTML. The first column is text, the others
 are numbers."""
 
-import html
 from collections.abc import Sequence
 
+from isobit.report.document import escaped
+
 Cells = Sequence[Sequence[str]]
-
-
-def escaped(value: str) -> str:
-    """For HTML, without control characters other than line breaks and tabs."""
-    return html.escape("".join(c for c in value if c in "\n\t" or (c.isprintable() or c == " ")))
 
 
 def text_table(cells: Cells, rule: bool = False) -> str:

@@ -71,7 +71,9 @@ class Learner:
 
     `bad_steps_in_a_row` counts skipped optimizer steps since the last good one; a resumed run sets it again. `kv_amax`
     [layers, 2] is that of keys and values in the last batch, where a KV cache is calibrated from it. `clip_bounds` are
-    the objective's, or those that the last shadow pass calibrated.
+    the objective's, or those that the last shadow pass calibrated. `compared` holds the learner's log-probabilities of
+    the last batch's completion tokens, of those samples that the mismatch was measured on, by (prompt_index,
+    sample_index).
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Learner:
         self.seed = seed
         self.bad_steps_in_a_row = 0
         self.kv_amax: Tensor | None = None
+        self.compared: dict[tuple[int, int], list[float]] = {}
         self.clip_bounds = (objective.clip_low, objective.clip_high)
         self._routing = RoutingTotals()
 
@@ -114,7 +117,7 @@ class Learner:
         are meant to be there, they have no part in it, and how far they are is told apart.
         """
         objective, metrics = self.objective, dict[str, float]()
-        self._routing = RoutingTotals()
+        self._routing, self.compared = RoutingTotals(), {}
         totals, rate = _Totals(), learning_rate(step, self.optimizer.settings)
         try:
             batch = self._prepare(samples, advantages, metrics)
@@ -131,10 +134,18 @@ class Learner:
                     first = None
                 self._update(batch, part, rate, totals, first)
                 if first is not None:
-                    metrics |= _mismatch([(logprobs, batch.rollout[i]) for i, logprobs in first if batch.fresh[i]])
+                    metrics |= self._compare(batch, first)
         if shadow is not None:
             metrics |= self._compare_with_shadow(batch, shadow)
         return metrics | _learning_metrics(totals, rate) | self._routing.metrics()
+
+    def _compare(self, batch: _Batch, found: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
+        """The mismatch over samples of the present weights, by index, which are kept in `compared`."""
+        fresh = [(i, logprobs) for i, logprobs in found if batch.fresh[i]]
+        for i, logprobs in fresh:
+            sample = batch.samples[i]
+            self.compared[sample.prompt_index, sample.sample_index] = logprobs.tolist()
+        return _mismatch([(logprobs, batch.rollout[i]) for i, logprobs in fresh])
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[float]:
         """Per sample, the sum over its tokens of log π_rollout - log π_reference: k1, for the reward."""
@@ -179,7 +190,7 @@ class Learner:
         batch = _Batch(samples, advantages, rollout, rollout, fresh)
         if self.objective.recompute_old:
             batch.old = self._logprobs(self.model, samples)
-            metrics |= _mismatch([pair for pair, new in zip(zip(batch.old, rollout), fresh) if new])
+            metrics |= self._compare(batch, list(enumerate(batch.old)))
             metrics |= _staleness([pair for pair, new in zip(zip(batch.old, rollout), fresh) if not new])
         if self.reference is not None and not self.objective.kl_in_reward:
             batch.reference = self._logprobs(self.reference, samples)

@@ -1,0 +1,34 @@
+"""What differs between the configurations of several runs: a line for each key whose value is not the same in all."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from isobit.errors import IsobitError
+
+
+def flattened(text: str, where: str) -> dict[str, str]:
+    """Dotted keys to values as text. Raises IsobitError if the text is not a mapping in YAML."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        values = None
+    if not isinstance(values, Mapping):
+        raise IsobitError(f"{where} is not a configuration: expected keys and values in YAML")
+    return dict(_flat(values, ""))
+
+
+def differing(configs: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """[key, value in each run], of the keys that differ; a key that a run lacks has the value –."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [[key, *(config.get(key, "–") for config in configs)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

@@ -1,0 +1,108 @@
+"""What a run's completions.jsonl holds, read once: how every prompt fared, and where the rows of each step are.
+
+Most rows are read for their text and reward only: their lists of numbers are cut out of the line before it is parsed,
+which is several times faster. The rows that a page shows are read whole (`Rollouts.rows`), by their place in the file.
+Left out: which rows a page shows (`samples.py`).
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.intervals import mean_interval
+
+_LISTS = re.compile(rb', "(?:prompt_ids|completion_ids|rollout_logprobs|policy_logprobs)": \[[^\]]*\]')
+"""Lists of numbers. Within a text every quote has a backslash before it, so these bytes are never part of one."""
+
+
+@dataclass
+class Visit:
+    """One group: when, how many of its completions were scored, the sum of their rewards, and how many were solved."""
+
+    step: int
+    scored: int = 0
+    total: float = 0.0
+    solved: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.scored
+
+
+@dataclass
+class Rollouts:
+    """Visits by prompt text, in order; and for each step the places and the rewards of its rows.
+
+    `solved_from`: the reward from which a completion counts as solved: 1, or the highest there is, if that is less.
+    """
+
+    path: Path
+    visits: dict[str, list[Visit]] = field(default_factory=dict)
+    steps: dict[int, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
+    count: int = 0
+    solved_from: float = 1.0
+
+    def reward_intervals(self) -> dict[int, float]:
+        """Step to half the width of the 95 % interval (Student's) of its mean reward, over its prompts: completions of
+        one prompt are not independent."""
+        means: dict[int, list[float]] = {}
+        for visits in self.visits.values():
+            for visit in visits:
+                means.setdefault(visit.step, []).append(visit.mean)
+        found = {step: mean_interval(values) for step, values in means.items() if len(values) > 1}
+        return {step: (high - low) / 2 for step, (_, low, high) in found.items()}
+
+    def rows(self, places: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The rows at these places (bytes from the beginning of the file), whole."""
+        if not places:
+            return
+        with self.path.open("rb") as file:
+            for place in places:
+                file.seek(place)
+                yield json.loads(file.readline())
+
+
+def read_rollouts(path: Path) -> Rollouts:
+    """Read the file, if it is there; a half-written last line is left out. Raises IsobitError for a line that is not a
+    row of completions."""
+    found, groups, highest = Rollouts(path), dict[tuple[str, int, int], list[float]](), float("-inf")
+    if not path.is_file():
+        return found
+    for number, (place, line) in enumerate(_lines(path), 1):
+        try:
+            row = json.loads(_LISTS.sub(b"", line))
+            prompt, step, index = str(row.get("prompt") or ""), int(row["step"]), int(row.get("prompt_index") or 0)
+            reward = None if row.get("reward") is None else float(row["reward"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise IsobitError(f"{path}, line {number}: not a row of completions") from None
+        places, rewards = found.steps.setdefault(step, (array("q"), array("d")))
+        places.append(place)
+        rewards.append(float("nan") if reward is None else reward)
+        scored = groups.setdefault((prompt, step, index), [])
+        if reward is not None:
+            scored.append(reward)
+            highest = max(highest, reward)
+        found.count += 1
+    found.solved_from = min(1.0, highest)
+    for (prompt, step, _), scored in groups.items():
+        if scored:
+            solved = sum(reward >= found.solved_from for reward in scored)
+            found.visits.setdefault(prompt, []).append(Visit(step, len(scored), sum(scored), solved))
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    place = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield place, line
+                place += len(line)
+    except OSError as error:
+        raise IsobitError(f"cannot read {path}: {error.strerror}") from None

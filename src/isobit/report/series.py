@@ -1,0 +1,106 @@
+"""Series of metrics over steps: read out of rows, smoothed, and thinned to what a figure can show.
+
+A thinned series keeps the lowest and the highest point of every stretch, so that a peak, or an exact zero, is never
+lost. Left out: drawing (`charts.py`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+Rows = Sequence[Mapping[str, float | None]]
+MOST_POINTS = 360
+"""Points of a line at most: about one a pixel."""
+SMOOTHED_FROM = 80
+"""A series of at least this many points also gets its running mean."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One run: its name and the rows of its metrics.jsonl."""
+
+    name: str
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values over steps, and the ends of a band around them, or none."""
+
+    steps: list[float]
+    values: list[float]
+    low: list[float]
+    high: list[float]
+
+    def chosen(self, kept: Sequence[int]) -> "Line":
+        """Only the points at these indices."""
+        lists = (self.steps, self.values, self.low, self.high)
+        return Line(*([values[i] for i in kept] if values else [] for values in lists))
+
+    def thinned(self) -> "Line":
+        """At most MOST_POINTS points."""
+        return self.chosen(thin(self.values))
+
+    def positive(self) -> "Line":
+        """Only the points above 0, without a band, whose ends need not be."""
+        kept = self.chosen([i for i, value in enumerate(self.values) if value > 0])
+        return Line(kept.steps, kept.values, [], [])
+
+    def smoothed(self, log: bool = False) -> "Line":
+        """Running means (geometric ones with `log`) of at most MOST_POINTS / 2 points."""
+        width = smoothing_width(len(self.values))
+        lists = (self.values, self.low, self.high)
+        if log:
+            means = [[math.exp(m) for m in running_mean([math.log(v) for v in values], width)] for values in lists]
+        else:
+            means = [running_mean(values, width) for values in lists]
+        return Line(self.steps, *means).chosen(_even(len(self.steps), MOST_POINTS // 2))
+
+
+def points(rows: Rows, metric: str) -> tuple[list[float], list[float]]:
+    """(steps, values) where the metric has a finite value."""
+    found = [(row["step"], row.get(metric)) for row in rows]
+    kept = [(float(s), float(v)) for s, v in found if s is not None and v is not None and math.isfinite(v)]
+    return [s for s, _ in kept], [v for _, v in kept]
+
+
+def line(rows: Rows, metric: str) -> Line:
+    """A metric, with the band from `metric:low` to `metric:high` where the rows have them."""
+    steps, values = points(rows, metric)
+    low, high = (dict(zip(*points(rows, f"{metric}:{end}"))) for end in ("low", "high"))
+    if not low:
+        return Line(steps, values, [], [])
+    return Line(steps, values, *([end.get(s, v) for s, v in zip(steps, values)] for end in (low, high)))
+
+
+def smoothing_width(count: int) -> int:
+    """Points of a running mean over a series of `count`: an odd number; 1 where it is too short to need one."""
+    return 1 if count < SMOOTHED_FROM else 2 * (count // 80) + 1
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Centred means over `width` points (odd), over fewer towards the ends."""
+    sums, half = [0.0, *accumulate(values)], width // 2
+    ends = [(max(i - half, 0), min(i + half + 1, len(values))) for i in range(len(values))]
+    return [(sums[high] - sums[low]) / (high - low) for low, high in ends]
+
+
+def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Indices to keep, ascending: all, or the lowest and the highest of each of `most` / 2 stretches, and both ends."""
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    kept = {0, count - 1}
+    borders = [round(i * count / (most // 2 - 1)) for i in range(most // 2)]
+    for begin, end in pairwise(borders):
+        stretch = range(begin, end)
+        kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def _even(count: int, most: int) -> list[int]:
+    """At most `most` indices, evenly spread, both ends among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})

@@ -1,0 +1,96 @@
+"""The figures at the head of a report: what a run came to, in a sentence and a table."""
+
+from collections.abc import Callable, Sequence
+
+from isobit.report.differences import flattened
+from isobit.report.document import escaped
+from isobit.report.series import Rows, Series, points
+from isobit.report.tables import html_table
+from isobit.run import CONFIG
+
+Line = Callable[[Rows], str]
+
+
+def about(config: str) -> str:
+    """What a run was, in a line: what its configuration says of model, task, algorithm and precision."""
+    found = flattened(config, CONFIG)
+    names = ("model.path", "model.sft", "task.name", "algorithm.preset", "precision", "precision.preset", "seed")
+    facts = [(name.split(".")[0], found.get(name, "null").strip("'\"")) for name in names]
+    return " · ".join(f"{name} {value}" for name, value in facts if value != "null")
+
+
+def _span(metric: str) -> Line:
+    """From its first value to the mean of its last tenth."""
+
+    def line(rows: Rows) -> str:
+        values = points(rows, metric)[1]
+        tail = values[-max(1, len(values) // 10) :]
+        return f"{values[0]:.3g} → {sum(tail) / len(tail):.3g}" if values else ""
+
+    return line
+
+
+def _single(metric: str, pick: Callable[[Sequence[float]], float]) -> Line:
+    def line(rows: Rows) -> str:
+        values = points(rows, metric)[1]
+        return _number(pick(values)) if values else ""
+
+    return line
+
+
+def _differing(rows: Rows) -> str:
+    differing, compared = (points(rows, f"mismatch/{name}_tokens")[1] for name in ("differing", "compared"))
+    return f"{sum(differing):,.0f} of {sum(compared):,.0f}" if compared else ""
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+_LINES: tuple[tuple[str, Line], ...] = (
+    ("steps", _single("step", max)),
+    ("reward, first step → last tenth", _span("reward/mean")),
+    ("held-out accuracy, first → last", _span("accuracy/held_out")),
+    ("tokens that differ", _differing),
+    ("largest difference, nats", _single("mismatch/max_abs_logprob_diff", max)),
+    ("rollout tokens/s, median", _single("throughput/rollout_tokens_per_s", _median)),
+    ("seconds per step, median", _single("time/step", _median)),
+    ("peak memory, MiB", _single("memory/peak_rss_mib", max)),
+    ("optimizer steps skipped", _single("steps/skipped", sum)),
+)
+
+
+def headline(runs: Sequence[Series]) -> str:
+    """The one sentence that people come for, of each run."""
+    return "".join(_headline(run, len(runs) > 1) for run in runs)
+
+
+def summary(runs: Sequence[Series]) -> str:
+    """A table with a column per run; of a single run, figures side by side."""
+    cells = [["", *(run.name for run in runs)]]
+    for name, line in _LINES:
+        values = [line(run.rows) for run in runs]
+        if any(values):
+            cells.append([name, *(value or "–" for value in values)])
+    if len(runs) > 1:
+        return html_table(cells)
+    figures = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cells[1:])
+    return f"<dl class='figures'>{figures}</dl>"
+
+
+def _headline(run: Series, several: bool) -> str:
+    _, differing = points(run.rows, "mismatch/differing_tokens")
+    if not differing:
+        return ""
+    clean = sum(value == 0 for value in differing)
+    compared = sum(points(run.rows, "mismatch/compared_tokens")[1])
+    name = f"{escaped(run.name)}: " if several else ""
+    total = f"{name}0 differing tokens in {clean:,} of {len(differing):,} steps, {compared:,.0f} tokens compared"
+    if clean == len(differing):
+        return f"<p class='headline good'>{total}: rollout and learner computed the same bits throughout.</p>"
+    _, errors = points(run.rows, "mismatch/token_mult_prob_error")
+    return f"<p class='headline'>{total}; largest mean probability ratio error {max(errors):.4f}.</p>"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.4g}"
