@@ -211,7 +211,7 @@ def test_reward_functions_of_trl_run_unchanged(
     theirs = functions(tmp_path / "trl_rewards.py", TRL_REWARDS)
     names = ["reward_len", "format_reward", "async_reward", "tokens_reward", "curriculum", "logging_reward"]
     specs = [{"function": f"{tmp_path / 'trl_rewards.py'}:{name}"} for name in names]
-    specs.append({"function": f"{tmp_path / 'trl_rewards.py'}:some_reward", "weight": 0.0})
+    specs.append({"function": f"{tmp_path / 'trl_rewards.py'}:some_reward"})
     done = train(
         tmp_path,
         monkeypatch,
@@ -232,7 +232,7 @@ def test_reward_functions_of_trl_run_unchanged(
             "logging_reward": theirs.logging_reward(completion, [truth])[0],
             "some_reward": 1.0 if is_math else None,
         }
-        assert row["reward"] == pytest.approx(sum(v for k, v in row["rewards"].items() if k != "some_reward"))
+        assert row["reward"] == pytest.approx(sum(v for v in row["rewards"].values() if v is not None))
     assert len({row["reward"] for row in done}) > 3
     saved = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert saved["mismatch/differing_tokens"] == 0

@@ -1,7 +1,8 @@
 """Rewards of a step: functions in their processes, and reward models here, added by weight.
 
 The functions begin on a group as soon as it is sampled, beside the rollout of the others; the models judge after it.
-A sample that a function could not score stays unscored, whatever the models say. Left out: how either computes.
+A sample whose scoring failed stays unscored, whatever the models say; one to which no function applies has theirs alone.
+Left out: how either computes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -119,6 +120,8 @@ class RolloutScoring:
 def _plus(reward: Reward, weighted: WeightedModel, score: float | None, problem: str | None) -> Reward:
     by_function = {**reward.by_function, weighted.name: score}
     total = reward.total
-    if weighted.weight:
-        total = None if total is None or score is None else total + weighted.weight * score
+    if weighted.weight and (score is None or (total is None and reward.error is not None)):
+        total = None
+    elif weighted.weight and score is not None:
+        total = (total or 0.0) + weighted.weight * score  # None without an error: no function applies
     return replace(reward, total=total, by_function=by_function, error=reward.error or problem)

@@ -204,7 +204,7 @@ class Session:
         }
         self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)
         last = state.step == config.steps
-        if self._weights.due(state.step, config.run.quantization_every, last):
+        if self._weights.due(state.step, config.run.quantization_every):
             self.run.write_quantization(state.step, self._weights.by_tensor())
         values = self._evaluate_and_write(state.step, measured, last)
         self.display.step(values, (self._shown(sample) for group in batch.groups for sample in group))

@@ -85,9 +85,10 @@ class WeightTotals:
                 lists[layer] = float(f"{value:.6g}")
         return found
 
-    def due(self, step: int, every: int, last: bool) -> bool:
-        """Whether a step's `by_tensor` is to be recorded: the first, each `every`-th, and the last."""
-        return bool(self._parts) and every > 0 and (step == 1 or step % every == 0 or last)
+    def due(self, step: int, every: int) -> bool:
+        """Whether a step's `by_tensor` is to be recorded: the first, and each `every`-th. (Not the last: a run that is
+        extended would then differ from one that was planned longer.)"""
+        return bool(self._parts) and every > 0 and (step == 1 or step % every == 0)
 
 
 def layer_and_role(name: str) -> tuple[int, str]:

@@ -133,9 +133,13 @@ def test_rewards_are_weighted_and_summed(file: str) -> None:
 
 
 def test_none_is_unscored_and_never_zero(file: str) -> None:
+    """A None is left out of the sum, as in TRL; where nothing is left in it, the sample is unscored."""
     results = score(file, "some", "half")
-    assert results[BAD] == Reward(None, {"some": None, "half": 0.5})
+    assert results[BAD] == Reward(0.5, {"some": None, "half": 0.5})
     assert {result.total for i, result in enumerate(results) if i != BAD} == {2.5}
+    assert score(file, "some")[BAD] == Reward(None, {"some": None})
+    failed = score(file, "raising", "half", on_error="skip")[BAD]  # a failure is no None that was meant
+    assert (failed.total, failed.by_function) == (None, {"raising": None, "half": 0.5})
 
 
 DEADLINE = 0.8

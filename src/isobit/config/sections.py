@@ -215,6 +215,6 @@ class RunConfig(Section):
     checkpoint_every: int = Field(20, ge=0, description="steps; the last step is always saved; 0: only the last")
     keep_last: int = Field(2, ge=1)
     quantization_every: int = Field(
-        10, ge=0, description="steps between records of the weights' quantization by layer; first and last too; 0: none"
+        10, ge=0, description="steps between records of the weights' quantization by layer; step 1 too; 0: none"
     )
     report: bool = True

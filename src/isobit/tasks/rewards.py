@@ -1,10 +1,9 @@
 """Scoring: reward functions over completions, in worker processes, with every failure traced to its sample.
 
 What is added to a batch together (a group, or all of it) is cut into chunks of `chunk_size` samples, the same for any
-number of workers; one call is one function on one chunk, under the deadline. A reward is a number or None (unscored,
-never 0). The total of a sample is the sum of weight times reward over the functions, and None as soon as one function
-of non-zero weight gave None. (TRL leaves a None out of its sum; here a sample is scored by all functions or not at
-all.)
+number of workers; one call is one function on one chunk, under the deadline. A reward is a number or None: the function
+does not apply. The total of a sample is the sum of weight times reward over the functions that apply (as in TRL), and
+None, unscored and never 0, where none of them does, or one of non-zero weight failed.
 
 A call that raises, hangs, kills its process or returns a wrong length is repeated on its parts until the guilty
 samples are known: on single samples where that is cheap, by bisection where it costs a deadline or a process, of
@@ -247,11 +246,10 @@ class Batch:
     def _reward(self, sample: int) -> Reward:
         by_function = {spec.label: values[sample] for spec, values in zip(self.functions, self.values)}
         problems = [problems[sample] for problems in self.problems if sample in problems]
-        total: float | None = 0.0
-        for spec in self.functions:
-            value = by_function[spec.label]
-            if spec.weight != 0:
-                total = None if total is None or value is None else total + spec.weight * value
+        weighted = [spec for spec in self.functions if spec.weight != 0]
+        parts = [spec.weight * value for spec in weighted if (value := by_function[spec.label]) is not None]
+        failed = any(sample in found for spec, found in zip(self.functions, self.problems) if spec.weight != 0)
+        total = None if failed or (weighted and not parts) else sum(parts, 0.0)
         return Reward(total, by_function, problems[0] if problems else None)
 
     def settle(self, function: int, part: range, reply: Reply) -> None:
