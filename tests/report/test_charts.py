@@ -49,7 +49,7 @@ def test_nice_values_are_few_round_and_inside(low: float, high: float) -> None:
 
 def test_labels() -> None:
     assert [label(v) for v in (0, 0.25, 12_000, 2_500_000, 3e-6)] == ["0", "0.25", "12k", "2.5M", "3·10⁻⁶"]
-    assert power_text(0.00018) == "1.8·10⁻⁴"
+    assert [power_text(v) for v in (0.00018, 1e-5, 9.96e-6)] == ["1.8·10⁻⁴", "10⁻⁵", "10⁻⁵"]
 
 
 def test_axes_place_their_ends() -> None:

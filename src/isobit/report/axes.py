@@ -99,4 +99,5 @@ def power_of_ten(power: int) -> str:
 def power_text(value: float) -> str:
     """A small number: 2.5·10⁻⁶."""
     mantissa, power = f"{value:.1e}".split("e")
-    return f"{float(mantissa):g}·{power_of_ten(int(power))}"
+    exact = power_of_ten(int(power))
+    return exact if mantissa == "1.0" else f"{float(mantissa):g}·{exact}"

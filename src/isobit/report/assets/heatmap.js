@@ -15,7 +15,8 @@
     if (value === 0) return "0";
     if (value >= 1e-3) return `${(100 * value).toFixed(2)}%`;
     const [mantissa, power] = value.toExponential(1).split("e");
-    return `${+mantissa}·10${[...String(+power)].map((c) => SUPERSCRIPTS[c]).join("")}`;
+    const exact = `10${[...String(+power)].map((c) => SUPERSCRIPTS[c]).join("")}`;
+    return mantissa === "1.0" ? exact : `${+mantissa}·${exact}`;
   };
 
   document.querySelectorAll(".heat").forEach((heat) => {
