@@ -1,7 +1,7 @@
 """Rewards of a step: functions in their processes, and reward models here, added by weight.
 
 The functions begin on a group as soon as it is sampled, beside the rollout of the others; the models judge after it.
-A sample whose scoring failed stays unscored, whatever the models say; one to which no function applies has theirs alone.
+A sample whose scoring failed stays unscored, whatever the models say; one to which no function applies has theirs only.
 Left out: how either computes.
 """
 

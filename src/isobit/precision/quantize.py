@@ -116,12 +116,14 @@ class QuantTotals:
     def add(self, x: Tensor, quantized: QTensor) -> None:
         """Take a matrix and its quantization into account."""
         values, restored = x.detach().float(), quantized.dequantize()
-        limit = quantized.spec.format.max * expand_scale(quantized.scale, quantized.block, quantized.shape)
         # a block's own maximum may exceed the limit by the rounding of its scale: that is not saturation
-        self._saturated += int((values.abs() > limit * (1 + 2**-20)).sum())
-        self._flushed += int(((values != 0) & (restored == 0)).sum())
-        self._noise += float((values.double() - restored.double()).square().sum())
-        self._signal += float(values.double().square().sum())
+        limit = quantized.spec.format.max * (1 + 2**-20) * quantized.scale
+        if bool((block_amax(values, quantized.block) > limit).any()):
+            expanded = expand_scale(limit, quantized.block, quantized.shape)
+            self._saturated += int((values.abs() > expanded).sum())
+        self._flushed += int(values.count_nonzero() - restored.count_nonzero())  # of a zero no code is made but zero
+        self._signal += _squares(values)
+        self._noise += _squares(restored.sub_(values))
         self.count += values.numel()
 
     def merge(self, other: "QuantTotals") -> None:
@@ -137,6 +139,11 @@ class QuantTotals:
         count = max(self.count, 1)
         error = math.sqrt(self._noise / self._signal) if self._signal > 0 else 0.0
         return QuantStats(self._saturated / count, self._flushed / count, error)
+
+
+def _squares(x: Tensor) -> float:
+    """Sum of squares, accumulated in float64."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def expand_scale(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
