@@ -7,9 +7,11 @@ import os
 from importlib import import_module
 from typing import Any
 
-# PyTorch's OpenMP reads this when it is loaded. Its threads wait for each other at the end of every operator: spinning,
-# by default, and beside another busy process a step then takes tens of times as long (docs/log.md).
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# GNU's OpenMP, PyTorch's pool of threads, reads this when it is loaded. Its threads wait for each other at the end of
+# every operator. By default they spin so long that beside other busy processes a step takes many times as long
+# (docs/log.md); with this they spin for microseconds, then sleep.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 _HOMES = {
     "Completion": "isobit.engine",
