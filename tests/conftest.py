@@ -11,9 +11,11 @@ from isobit.model import Experts, Model, ModelConfig, Tokenizer
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-def tiny_model(precision: str = "fp8", family: str = "qwen3", seed: int = 0, **sizes: int) -> Model:
-    """A random model of a few thousand parameters over the digits."""
-    tokenizer = Tokenizer.characters("0123456789+-*=")
+def tiny_model(
+    precision: str = "fp8", family: str = "qwen3", seed: int = 0, alphabet: str = "0123456789+-*=", **sizes: int
+) -> Model:
+    """A random model of a few thousand parameters over the digits, or another alphabet."""
+    tokenizer = Tokenizer.characters(alphabet)
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -21,6 +23,7 @@ def tiny_model(precision: str = "fp8", family: str = "qwen3", seed: int = 0, **s
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 8,
+        "max_positions": 64,
     }
     config = ModelConfig(
         family=family,
@@ -30,7 +33,6 @@ def tiny_model(precision: str = "fp8", family: str = "qwen3", seed: int = 0, **s
         qk_norm=family.startswith("qwen3"),
         experts=Experts(5, 2, 24) if family == "qwen3_moe" else None,
         tie_embeddings=True,
-        max_positions=64,
         eos_ids=tokenizer.eos_ids,
     )
     return Model.init(config, tokenizer, precision, seed)

@@ -15,10 +15,11 @@ from isobit import cli
 from isobit.config import TaskConfig, load_config
 from isobit.errors import IsobitError
 from isobit.lengths import fit_prompts
-from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model import Model, Tokenizer
 from isobit.setup import dry_run_report, open_parts
 from isobit.tasks import TaskSettings, load_task
 from isobit.train import resume, train
+from tests.conftest import tiny_model
 from tests.runs import fingerprint
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -28,21 +29,8 @@ REWARD = "def score(prompts, completions, **columns):\n    return [len(str(c)) /
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny base model over printable characters, context 64, without a chat template."""
-    tokenizer = Tokenizer.characters(string.printable)
-    config = ModelConfig(
-        family="llama",
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=64,
-        eos_ids=tokenizer.eos_ids,
-    )
     path = tmp_path_factory.mktemp("text") / "model"
-    Model.init(config, tokenizer, "float32").save(path)
+    tiny_model("float32", "llama", alphabet=string.printable).save(path)
     return path
 
 

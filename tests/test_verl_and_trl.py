@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from isobit import cli
-from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.run import read_jsonl
+from tests.conftest import tiny_model
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
@@ -84,22 +84,10 @@ def some_reward(completions, task, **kwargs):
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model over printable characters, with a chat template of its own."""
-    tokenizer = Tokenizer.characters(string.printable)
-    tokenizer.chat_template = TEMPLATE
-    config = ModelConfig(
-        family="llama",
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=256,
-        eos_ids=tokenizer.eos_ids,
-    )
+    model = tiny_model("float32", "llama", alphabet=string.printable, max_positions=256)
+    model.tokenizer.chat_template = TEMPLATE
     path = tmp_path_factory.mktemp("chat") / "model"
-    Model.init(config, tokenizer, "float32").save(path)
+    model.save(path)
     return path
 
 

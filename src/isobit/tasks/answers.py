@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from isobit.errors import IsobitError
 from isobit.tasks.gsm8k import final_number
+from isobit.tasks.named.text import marked
 
 Extract = Callable[[str], str | None]
 """A completion's answer, or None where it has none."""
@@ -26,9 +27,7 @@ def answer_extractor(task: str, pattern: str | None = None) -> Extract:
 
 def marked_answer(text: str) -> str | None:
     """The content of the last \\boxed{}, else the line after the last ####, else the text; None if that is empty."""
-    answer = _boxed(text)
-    if answer is None and "####" in text:
-        answer = text.rpartition("####")[2].strip().partition("\n")[0]
+    answer = marked(text)
     return (text if answer is None else answer).strip() or None
 
 
@@ -50,16 +49,3 @@ def _by_pattern(pattern: str) -> Extract:
 def _final_number(text: str) -> str | None:
     number = final_number(text)
     return None if number is None else f"{(number + 0).normalize():f}"  # + 0: there is no -0
-
-
-def _boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} whose braces are balanced."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for i in range(start + len("\\boxed"), len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : i]
-        start = text.rfind("\\boxed{", 0, start)
-    return None

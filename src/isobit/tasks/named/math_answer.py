@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from isobit.errors import IsobitError
 from isobit.tasks.named.base import NamedReward, Unscored, option
-from isobit.tasks.named.text import right_answers
+from isobit.tasks.named.text import marked, right_answers
 
 
 class _TimeOut(BaseException):
@@ -71,16 +71,8 @@ class MathAnswer(NamedReward):
 
 
 def last_answer(text: str) -> str:
-    """The content of the last `\\boxed{...}`, else what follows the last `####` on its line, else the text itself."""
-    start = text.rfind("\\boxed{")
-    if start >= 0:
-        depth = 0
-        for i in range(start + len("\\boxed"), len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : i]
-    _, mark, tail = text.rpartition("####")
-    return tail.strip().partition("\n")[0].strip() if mark and tail.strip() else text
+    """What is marked as the answer (`text.marked`), else the text itself."""
+    return marked(text) or text
 
 
 def _parsed(parse: Any, text: str, is_answer: bool) -> list[Any]:
