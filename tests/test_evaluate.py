@@ -53,6 +53,19 @@ def line(text: str, name: str) -> list[str]:
     return next(row.split() for row in text.splitlines() if row.startswith(name + " "))
 
 
+def test_a_template_for_a_model_that_lacks_one(base_model: Path, evaluate: Eval, folder: Path) -> None:
+    """Rendered to the text of the prompt and to another one: the same answers, and others."""
+    (folder / "same.jinja").write_text("{{ messages[0].content }}")
+    (folder / "other.jinja").write_text("{{ messages[0].content }}1+1=")
+    answers = {}
+    for name in ("", "same", "other"):
+        words = ("--chat", "--chat-template", f"{name}.jinja") if name else ()
+        evaluate(base_model, *asked("-n", 4, "--out", "result.json", *words))
+        rows = json.loads((folder / "result.json").read_text())["prompts"]
+        answers[name] = [sample["completion"] for row in rows for sample in row["samples"]]
+    assert answers[""] == answers["same"] != answers["other"]
+
+
 def test_one_model_is_measured_and_written(base_model: Path, evaluate: Eval, folder: Path) -> None:
     printed = evaluate(base_model, *asked("-n", 4, "--pass-at", "1,2,4", "--tag", "level", "--out", "result.json"))
     result = json.loads((folder / "result.json").read_text())

@@ -57,3 +57,10 @@ def test_greedy_ignores_the_seed_and_stop_strings_end_the_text(generate: Generat
     assert text == generate(*greedy, "--seed", 2)
     stop = text.strip()[4]
     assert generate(*greedy, "--stop", stop).strip() == text.strip()[: text.strip().index(stop, 2)]
+
+
+def test_a_chat_by_a_template_of_ones_own(generate: Generate, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}=")
+    words = ("--temperature", 0, "--max-new-tokens", 6)
+    plain = generate("--prompt", "1+2=", *words)
+    assert "1+2=" + generate("--prompt", "1+2", "--chat", "--chat-template", tmp_path / "mine.jinja", *words) == plain

@@ -111,6 +111,8 @@ def _ask(path: Path, config: Config, examples: Sequence[Example], scorer: Scorer
     gc.collect()  # of a model that was asked before
     plan = evaluation_plan(config)
     model = Model.load(path, config.precision, config.backend, config.consistency)
+    if config.model.chat_template is not None:
+        model.tokenizer.use_template(config.model.chat_template)
     engine = sized_engine(config, model, [e.prompt for e in examples], len(examples) * max(1, plan.num_samples))
     engine.calibrate([example.prompt for example in examples])
     with Progress(str(path)) as progress:

@@ -17,6 +17,7 @@ def print_completions(
     flow: tuple[str, str, str],
     *,
     chat: bool = False,
+    chat_template: Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Sample `sampling.n` completions of every prompt and print them.
@@ -28,6 +29,8 @@ def print_completions(
         raise IsobitError("no prompt: give --prompt, or lines on standard input")
     precision, backend, consistency = flow
     model = Model.load(path, precision=precision, backend=backend, consistency=consistency)
+    if chat_template is not None:
+        model.tokenizer.use_template(chat_template)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     engine = Engine(model)
     engine.calibrate(requests)

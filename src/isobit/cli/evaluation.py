@@ -17,6 +17,7 @@ _Task = Annotated[str | None, typer.Option(help="arithmetic, countdown, gsm8k, o
 _Data = Annotated[Path | None, typer.Option(help="a file or directory, evaluated whole; default: the held-out split")]
 _Split = Annotated[str | None, typer.Option(help="of a directory that has several; default: test")]
 _Chat = Annotated[bool, typer.Option("--chat", help="a text prompt becomes the message of a user")]
+_ChatTemplate = Annotated[Path | None, typer.Option(metavar="FILE", help="for models that lack a chat template")]
 _System = Annotated[str | None, typer.Option(help="system message before every chat")]
 _Option = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")]
 _Reward = Annotated[
@@ -61,6 +62,7 @@ def evaluate(
     prompt_template: _Template = None,
     chat: _Chat = False,
     system: _System = None,
+    chat_template: _ChatTemplate = None,
     completions: _Completions = None,
     samples: _Samples = None,
     tag: _Tag = None,
@@ -89,6 +91,7 @@ def evaluate(
     ks = None if pass_at is None else _ks(pass_at, n)
     asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
     values: dict[str, Any] = {
+        "model": {"chat_template": None if chat_template is None else str(chat_template)},
         "task": {
             "name": task,
             **_files(data, split),

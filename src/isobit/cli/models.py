@@ -25,6 +25,7 @@ def generate(
     stop: Stop = None,
     seed: Annotated[int, typer.Option()] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="render each prompt with the model's chat template")] = False,
+    chat_template: Annotated[Path | None, typer.Option(metavar="FILE", help="for a model that lacks one")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="a JSON object a completion, with tokens and logprobs")
     ] = False,
@@ -45,7 +46,13 @@ def generate(
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
     sampling = Sampling(n, max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
     print_completions(
-        model_directory(model), prompts, sampling, (precision, backend, consistency), chat=chat, as_json=as_json
+        model_directory(model),
+        prompts,
+        sampling,
+        (precision, backend, consistency),
+        chat=chat,
+        chat_template=chat_template,
+        as_json=as_json,
     )
 
 

@@ -105,7 +105,7 @@ class Tokenizer:
         if self._compiled is None:
             raise IsobitError(
                 "the prompt is a chat, but the model has no chat template; give text prompts, or a template with "
-                "model.chat_template"
+                "model.chat_template (--chat-template)"
             )
         tokens = {name: _token_text(self.settings.get(name)) for name in _TOKEN_SETTINGS if self.settings.get(name)}
         try:
