@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.tasks import RewardSpec
-from isobit.tasks.named import build
+from isobit.tasks.named import build, sandbox
 from isobit.tasks.named.code import program, steps_of
 from isobit.tasks.named.sandbox import Limits, Outcome, check_cage, run_caged
 from isobit.tasks.rewards import RewardPool
@@ -32,6 +33,18 @@ def _a_cage() -> None:
 def run(source: str, stdin: str = "", isolation: str = "namespaces", limits: Limits = LIMITS) -> Outcome:
     (outcome,) = run_caged({"program.py": source}, "program.py", [stdin], limits, isolation)
     return outcome
+
+
+def test_packages_may_stand_under_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an environment is made in /tmp, the cage has a /tmp that is not the program's own; it still has one."""
+    (tmp_path / "mine.py").write_text("answer = 42\n")
+    tmp_path.chmod(0o755)  # the program is another user
+    monkeypatch.setattr(sandbox, "_packages", lambda: [str(tmp_path)])
+    source = "import mine, tempfile\nwith tempfile.TemporaryFile() as file:\n    print(mine.answer, file.write(b'12'))"
+    (outcome,) = run_caged({"program.py": source}, "program.py", [""], LIMITS, "namespaces", packages=True)
+    assert (outcome.status, outcome.output) == (0, "42 2\n")
+    environment = sysconfig.get_path("platstdlib")  # of a virtual environment, where this is one
+    assert sys.prefix == sys.base_prefix or environment not in sandbox._python_paths()
 
 
 def rate(text: str, options: dict[str, Any] | None = None, **row: Any) -> float:

@@ -146,7 +146,8 @@ def _make_root(job: Job) -> None:
     for path in DEVICES:
         _show(root, path, device=True)
     os.mkdir(root + WORK)
-    os.symlink(WORK, root + "/tmp")
+    if not os.path.lexists(root + "/tmp"):  # there is one where a Python or its packages are in it
+        os.symlink(WORK, root + "/tmp")
     for name, text in job["files"].items():
         _write(f"{root}/{name}", text)
     _read_only(root, recursive=False)
