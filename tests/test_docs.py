@@ -130,7 +130,7 @@ def test_other_commands_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Path) -> None:
-    """The first 90 steps of `make quickstart`, which takes minutes, against what the README and its picture say of it."""
+    """The first 90 steps of `make quickstart`, which takes minutes: against what README and picture say of it."""
     command = f"isobit train configs/quickstart.yaml steps=90 --out {tmp_path / 'run'} --quiet"
     succeed(command, ROOT, ISOBIT_CACHE=str(tmp_path / "cache"))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
