@@ -1,10 +1,14 @@
 """What the tests share: a tiny base model on disk, the real model beside the checkout, one cache for compiled
 kernels."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels then run on the CPU, slowly
 
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 

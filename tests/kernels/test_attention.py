@@ -36,7 +36,7 @@ def inputs(cache: str, rows: int, heads: tuple[int, int, int], spread: float = 0
 
 def filled(cache: str, k: Tensor, v: Tensor, layout: Layout) -> KVStore:
     compute, kv = CACHES[cache]
-    store = KVStore.allocate(layout.num_slots_needed, k.shape[1], k.shape[2], kv, compute)
+    store = KVStore.allocate(layout.num_slots, k.shape[1], k.shape[2], kv, compute)
     OPS.kv_write(store, k, v, layout)
     return store
 

@@ -279,7 +279,7 @@ def test_attention(
     lengths = [5, 1, 33, 70, 16]
     layout, rows = Layout.packed(lengths), sum(lengths)
     compute = BF16 if dtype == torch.bfloat16 else FP32
-    stores = [KVStore.allocate(layout.num_slots_needed, kv_heads, dim, kv, compute) for _ in range(2)]
+    stores = [KVStore.allocate(layout.num_slots, kv_heads, dim, kv, compute) for _ in range(2)]
     q, dout = draw(random, rows, num_heads, dim, dtype=dtype), draw(random, rows, num_heads, dim, dtype=dtype)
     k, v = draw(random, rows, kv_heads, dim, dtype=dtype), draw(random, rows, kv_heads, dim, dtype=dtype)
     for ops, store in zip((native, reference), stores, strict=True):
@@ -305,7 +305,7 @@ def test_attention(
 
 def test_kv_write_raises_on_nan(native: Ops, random: torch.Generator) -> None:
     layout = Layout.packed([4])
-    store = KVStore.allocate(layout.num_slots_needed, 2, 16, QuantSpec(E4M3, "row"), BF16)
+    store = KVStore.allocate(layout.num_slots, 2, 16, QuantSpec(E4M3, "row"), BF16)
     k = draw(random, 4, 2, 16)
     k[3, 1, 5] = float("nan")
     with pytest.raises(IsobitError, match="keys and values"):

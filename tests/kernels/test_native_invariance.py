@@ -119,7 +119,7 @@ def test_decoding_chunks_and_packed_rows_agree(native: Ops, random: torch.Genera
     rows, starts = sum(lengths), [0, 1, 91, 108, 141]
     q, k, v, allocate = attention_inputs(random, rows, cache)
     packed = Layout.packed(lengths)
-    store = allocate(packed.num_slots_needed)
+    store = allocate(packed.num_slots)
     native.kv_write(store, k, v, packed)
     out, lse = native.attention(q, store, packed, 0.2)
     for page_size, chunks in ((16, [1]), (4, [7, 1, 30]), (1, [64]), (16, [33, 90])):
@@ -148,7 +148,7 @@ def test_a_key_that_changes_is_noticed(native: Ops, random: torch.Generator) -> 
     layout = Layout.packed([40])
     outs = []
     for _ in range(2):
-        store = allocate(layout.num_slots_needed)
+        store = allocate(layout.num_slots)
         native.kv_write(store, k, v, layout)
         outs.append(native.attention(q, store, layout, 0.2)[0])
         k = k.clone()
@@ -167,7 +167,7 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_others(
 
     def gradients(rows: Tensor, parts: list[int]) -> list[Tensor]:
         layout = Layout.packed(parts)
-        store = allocate(layout.num_slots_needed)
+        store = allocate(layout.num_slots)
         native.kv_write(store, k[rows], v[rows], layout)
         out, lse = native.attention(q[rows], store, layout, 0.2)
         return list(native.attention_backward(dout[rows], q[rows], out, lse, store, layout, 0.2))

@@ -53,7 +53,7 @@ def test_attention_rounds_the_probabilities() -> None:
     layout = Layout.packed([37, 5])
     q, k, v = (_random(42, heads, 16, seed=heads).bfloat16() for heads in (4, 2, 2))
     for kv, limit in ((None, 0.01), (QuantSpec(E4M3, "row", "fp32"), 0.01)):
-        store = KVStore.allocate(layout.num_slots_needed, 2, 16, kv, BF16)
+        store = KVStore.allocate(layout.num_slots, 2, 16, kv, BF16)
         REFERENCE.kv_write(store, k, v, layout)
         found, lse = SEPARATE.attention(q, store, layout, 0.25)
         expected, expected_lse = REFERENCE.attention(q, store, layout, 0.25)

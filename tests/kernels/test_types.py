@@ -32,7 +32,7 @@ def test_a_layout_places_rows_in_pages() -> None:
     assert layout.positions.tolist() == [3, 4, 0, 1, 2]
     assert layout.slots.tolist() == [31, 4, 16, 17, 18]
     assert layout.num_rows == 5
-    assert layout.num_slots_needed == 32
+    assert layout.num_slots == 32
 
 
 @given(st.lists(st.integers(1, 70), max_size=8), st.sampled_from([1, 4, 16]))
@@ -41,7 +41,7 @@ def test_packed_sequences_have_pages_of_their_own(lengths: list[int], page_size:
     layout = Layout.packed(lengths, page_size)
     assert layout.num_rows == sum(lengths)
     assert layout.slots.unique().numel() == sum(lengths)
-    assert layout.num_slots_needed == sum(-(-n // page_size) * page_size for n in lengths)
+    assert layout.num_slots == sum(-(-n // page_size) * page_size for n in lengths)
     assert layout.positions.tolist() == [p for n in lengths for p in range(n)]
     assert not layout.context.any()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout, Ops, get_ops
+from isobit.kernels import Composed, KVStore, Layout, Ops, get_ops
 from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.precision import BF16, E4M3, FP32, PRESETS, QTensor, QuantSpec, quantize
@@ -177,7 +177,8 @@ def test_attention_is_straight_through_the_quantized_keys_and_values(ops: Ops) -
     total = sum(lengths)
     q = _random(total, 4, dim, seed=1, dtype=torch.float32).requires_grad_()
     k, v = (_random(total, 2, dim, seed=s, dtype=torch.float32).requires_grad_() for s in (2, 3))
-    store = KVStore.allocate(layout.num_slots_needed, 2, dim, kv, FP32)
+    store = KVStore.allocate(layout.num_slots, 2, dim, kv, FP32)
+    ops.kv_write(store, k.detach(), v.detach(), layout)
     out = autograd.attention(q, k, v, store, layout, dim**-0.5, ops)
     dout = _random(total, 4, dim, seed=4, dtype=torch.float32)
     out.backward(dout)
@@ -191,34 +192,76 @@ def test_attention_is_straight_through_the_quantized_keys_and_values(ops: Ops) -
         torch.testing.assert_close(given.grad.double(), oracle.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_rotary_backward_rotates_back(ops: Ops) -> None:
-    x = _random(9, 3, 8, dtype=torch.float32).requires_grad_()
-    angles = torch.rand(20, 4) * 6
-    tables, positions = (angles.cos(), angles.sin()), torch.tensor([0, 1, 2, 3, 0, 1, 17, 18, 19])
-    dy = _random(9, 3, 8, seed=5, dtype=torch.float32)
-    y = autograd.rotary(x, tables, positions, ops)
-    y.backward(dy)
-    exact = x.detach().double().requires_grad_()
-    cos, sin = (t[positions].double().repeat(1, 2).unsqueeze(1) for t in tables)
-    first, second = exact.chunk(2, -1)
-    wanted = exact * cos + torch.cat((-second, first), -1) * sin
-    wanted.backward(dy.double())
-    torch.testing.assert_close(y.double(), wanted, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-6, atol=1e-6)
+def _head_rows(qkv: Tensor, norms: list[Tensor], tables: tuple[Tensor, Tensor], positions: Tensor) -> list[Tensor]:
+    """Queries (4 heads) and keys (2) of qkv, normed if `norms`, rotated; and values."""
+    q, k, v = qkv.split((4, 2, 2), 1)
+    if norms:
+        q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w for x, w in zip((q, k), norms))
+    cos, sin = (t[positions].repeat(1, 2).unsqueeze(1) for t in tables)
+    turned = [x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin for x in (q, k)]
+    return [*turned, v]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_inputs_are_normed_rotated_and_stored(ops: Ops, normed: bool) -> None:
+    qkv, layout = _random(9, 8, 6, dtype=torch.float32).requires_grad_(), Layout.packed([5, 4], 4)
+    angles = torch.rand(5, 3) * 6
+    tables, weights = (angles.cos(), angles.sin()), [_random(6, seed=s, dtype=torch.float32) for s in (1, 2)]
+    vectors = [Vector("norm", torch.nn.Parameter(w.clone()), w) for w in weights]
+    store = KVStore.allocate(layout.num_slots, 2, 6, None, FP32)
+    norms = (vectors[0], vectors[1]) if normed else None
+    found = autograd.attention_inputs(qkv, norms, 1e-5, tables, store, layout, ops)
+    gradients = [_random(*x.shape, seed=5 + i, dtype=torch.float32) for i, x in enumerate(found)]
+    torch.autograd.backward(found, gradients)
+    exact, scale = qkv.detach().double().requires_grad_(), [w.double().requires_grad_() for w in weights]
+    wide = (tables[0].double(), tables[1].double())
+    wanted = _head_rows(exact, scale if normed else [], wide, layout.positions)
+    torch.autograd.backward(wanted, [g.double() for g in gradients])
+    for given, oracle in zip(found, wanted):
+        torch.testing.assert_close(given.double(), oracle, rtol=1e-6, atol=1e-6)
+    assert torch.equal(store.k[layout.slots], found[1])
+    assert torch.equal(store.v[layout.slots], found[2])
+    torch.testing.assert_close(qkv.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+    for vector, w in zip(vectors, scale):
+        assert (vector.master.grad is not None) == normed
+        if normed:
+            torch.testing.assert_close(vector.master.grad.double(), w.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_what_is_fused_is_its_parts_in_turn(ops: Ops, fp8: bool) -> None:
+    """Bit for bit, forward and backward: a norm, or a gate, and the linear layer after it."""
+    weight = _weight() if fp8 else _plain_weight(torch.bfloat16)
+    vector = Vector("norm", torch.nn.Parameter(1 + _random(_IN, dtype=torch.float32)), _random(_IN).add(1))
+    dy, results = _random(_ROWS, _OUT, seed=4), []
+    for fused in (True, False):
+        x, residual = (_random(_ROWS, _IN, seed=s).requires_grad_() for s in (1, 2))
+        gate_up = _random(_ROWS, 2 * _IN, seed=3).requires_grad_()
+        vector.master.grad = weight.master.grad = weight.bias_master.grad = None
+        if fused:
+            y, summed = autograd.norm_linear(x, residual, vector, 1e-5, weight, ops)
+            z = autograd.gated_linear(gate_up, weight, ops)
+        else:
+            normed, summed = autograd.rms_norm(x, residual, vector, 1e-5, ops)
+            gated = ops.silu_mul(gate_up.detach()).requires_grad_()
+            y, z = autograd.linear(normed, weight, ops), autograd.linear(gated, weight, ops)
+        torch.autograd.backward((y, summed, z), (dy, x.detach(), dy))
+        gate_gradient = gate_up.grad if fused else ops.silu_mul_backward(gated.grad, gate_up.detach())
+        masters = (vector.master.grad, weight.master.grad, weight.bias_master.grad)
+        results.append((y, z, summed, x.grad, residual.grad, gate_gradient, *masters))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def test_silu_mul_and_embedding(ops: Ops) -> None:
-    gate_up = _random(7, 26, dtype=torch.float32).requires_grad_()
-    dh = _random(7, 13, seed=1, dtype=torch.float32)
-    autograd.silu_mul(gate_up, ops).backward(dh)
-    exact = gate_up.detach().double().requires_grad_()
+    gate_up, dh = _random(7, 26, dtype=torch.float32), _random(7, 13, seed=1, dtype=torch.float32)
+    exact = gate_up.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     (torch.nn.functional.silu(gate) * up).backward(dh.double())
-    torch.testing.assert_close(gate_up.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ops.silu_mul_backward(dh, gate_up).double(), exact.grad, rtol=1e-5, atol=1e-6)
 
     master = torch.nn.Parameter(_random(11, 5, dtype=torch.float32))
     table, tokens = Vector("embed", master, master.detach().bfloat16()), torch.tensor([3, 0, 3, 10, 3])
-    rows = autograd.embedding(tokens, table)
+    rows = autograd.embedding(tokens, table, ops)
     assert torch.equal(rows, table.working[tokens])
     gradient = torch.arange(25.0).view(5, 5).bfloat16()
     rows.backward(gradient)
@@ -228,6 +271,8 @@ def test_silu_mul_and_embedding(ops: Ops) -> None:
 
 class _Spy:
     """Ops that note how many rows a product to float32 has."""
+
+    head_logprobs, head_backward = Composed.head_logprobs, Composed.head_backward
 
     def __init__(self, ops: Ops) -> None:
         self._ops, self.rows = ops, []

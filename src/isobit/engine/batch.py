@@ -80,5 +80,13 @@ def _layout(
     from_numpy = torch.from_numpy
     table = from_numpy(page_table)
     return Layout(
-        from_numpy(row_start), from_numpy(context), table, page_size, from_numpy(positions), from_numpy(slots)
+        from_numpy(row_start),
+        from_numpy(context),
+        table,
+        page_size,
+        from_numpy(positions),
+        from_numpy(slots),
+        max_rows=int(np.diff(row_start).max(initial=0)),
+        max_keys=int(positions.max(initial=-1)) + 1,
+        num_slots=0,  # the engine's store is there
     )

@@ -26,7 +26,7 @@ def prompt_amax(model: Model, prompts: Sequence[Prompt]) -> Tensor:
     try:
         token_ids = encode(prompts, model.tokenizer, config.vocab_size)
         layout = Layout.packed([len(ids) for ids in token_ids])
-        shape = (layout.num_slots_needed, config.num_kv_heads, config.head_dim)
+        shape = (layout.num_slots, config.num_kv_heads, config.head_dim)
         stores = [KVStore.allocate(*shape, None, compute) for _ in range(config.num_layers)]
         tokens = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.int64)
         transformer.hidden(tokens, layout, stores, use="rollout")

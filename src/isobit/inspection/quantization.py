@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout, Ops
+from isobit.kernels import Composed, KVStore, Layout, Ops
 from isobit.model import Model
 from isobit.precision import QTensor, QuantSpec, QuantTotals
 from isobit.statistics import layer_and_role
@@ -61,6 +61,11 @@ class _Sums:
 
 class _Watching:
     """Operators that look at what is quantized on its way, and otherwise are those that they wrap."""
+
+    # in turn, so that this sees what they quantize and store
+    rms_norm_quantized = Composed.rms_norm_quantized
+    silu_mul_quantized = Composed.silu_mul_quantized
+    attention_inputs = Composed.attention_inputs
 
     def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums], num_layers: int) -> None:
         self._ops, self._sums = ops, sums

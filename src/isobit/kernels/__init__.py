@@ -1,6 +1,7 @@
 """The operators: one table, a reference column in PyTorch and a native one in C++; same names, same signatures."""
 
+from isobit.kernels.composed import Composed
 from isobit.kernels.table import BACKENDS, CONSISTENCIES, get_ops, separate_ops
 from isobit.kernels.types import KVStore, Layout, Operand, Ops
 
-__all__ = ["BACKENDS", "CONSISTENCIES", "KVStore", "Layout", "Operand", "Ops", "get_ops", "separate_ops"]
+__all__ = ["BACKENDS", "CONSISTENCIES", "Composed", "KVStore", "Layout", "Operand", "Ops", "get_ops", "separate_ops"]

@@ -7,14 +7,14 @@ call the same operators. Left out: who owns the pages (`isobit.engine`) and the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from isobit.kernels.codes import decode
-from isobit.precision import Format, QTensor, QuantSpec
+from isobit.precision import Format, Precision, QTensor, QuantSpec
 
 Operand = Tensor | QTensor
 
@@ -25,7 +25,9 @@ class Layout:
 
     row_start [S+1] int64: rows of sequence s are row_start[s] to row_start[s+1]. context [S] int64: position of its
     first row, that is how many keys are stored before. page_table [S, P] int32. positions, slots [T] int64: of every
-    row.
+    row. max_rows, max_keys: the most rows of a sequence, and the most keys that one of its rows sees. num_slots: slots
+    that a store must have to hold every page of the table. These three are on the host, whatever device the tensors
+    are on, so that nothing waits for a GPU to know them.
     """
 
     row_start: Tensor
@@ -34,15 +36,20 @@ class Layout:
     page_size: int
     positions: Tensor
     slots: Tensor
+    max_rows: int
+    max_keys: int
+    num_slots: int
 
     @property
     def num_rows(self) -> int:
         return self.positions.shape[0]
 
-    @property
-    def num_slots_needed(self) -> int:
-        """Slots that a store must have to hold every page of the table."""
-        return (int(self.page_table.max()) + 1) * self.page_size if self.page_table.numel() else 0
+    def to(self, device: torch.device) -> "Layout":
+        """The same with its tensors on `device`; itself, if they are there."""
+        if self.positions.device == device:
+            return self
+        names = ("row_start", "context", "page_table", "positions", "slots")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     @staticmethod
     def build(lengths: Sequence[int], contexts: Sequence[int], page_table: Tensor, page_size: int) -> "Layout":
@@ -53,9 +60,11 @@ class Layout:
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), length)
         positions = torch.arange(int(row_start[-1])) - row_start[sequence] + context[sequence]
         pages = page_table.long()[sequence, positions // page_size]
-        return Layout(
-            row_start, context, page_table.int(), page_size, positions, pages * page_size + positions % page_size
-        )
+        slots = pages * page_size + positions % page_size
+        max_keys = max((rows + before for rows, before in zip(lengths, contexts)), default=0)
+        num_slots = (int(page_table.max()) + 1) * page_size if page_table.numel() else 0
+        sizes = (max(lengths, default=0), max_keys, num_slots)
+        return Layout(row_start, context, page_table.int(), page_size, positions, slots, *sizes)
 
     @staticmethod
     def packed(lengths: Sequence[int], page_size: int = 16) -> "Layout":
@@ -92,20 +101,22 @@ class KVStore:
         kv: QuantSpec | None,
         compute: Format,
         scales: Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> "KVStore":
         """An empty store; `scales` [2] float32 are the calibrated ones of K and V, and may be set later."""
         shape = (num_slots, kv_heads, head_dim)
         dtype = torch.uint8 if kv is not None else compute.dtype
-        k, v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         if kv is None:
             return KVStore(k, v, None, None, None)
         if kv.granularity == "tensor":
-            one = (torch.ones(1, 1).expand(shape[:2]), torch.ones(1, 1).expand(shape[:2]))
-            store = KVStore(k, v, *one, kv, torch.zeros(2, dtype=torch.int64))
+            ones = [torch.ones(1, 1, device=device).expand(shape[:2]) for _ in range(2)]
+            store = KVStore(k, v, ones[0], ones[1], kv, torch.zeros(2, dtype=torch.int64, device=device))
             if scales is not None:
                 store.set_scales(scales)
             return store
-        return KVStore(k, v, torch.ones(shape[:2]), torch.ones(shape[:2]), kv)
+        k_scale, v_scale = (torch.ones(shape[:2], device=device) for _ in range(2))
+        return KVStore(k, v, k_scale, v_scale, kv)
 
     @property
     def calibrated(self) -> bool:
@@ -149,6 +160,14 @@ class Ops(Protocol):
     backend: str
     consistency: str
     why: str
+    device: torch.device
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise IsobitError for a precision flow that this backend does not compute."""
+
+    def raise_faults(self) -> None:
+        """Raise NonFiniteError if an operator has met NaN or infinity since the last call and could not raise then:
+        on a GPU nobody waits for the result. To be called where results are read."""
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         """`isobit.precision.quantize`, bit for bit."""
@@ -156,11 +175,27 @@ class Ops(Protocol):
     def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in docs/numerics.md."""
 
+    def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
+        """xᵀ [C, T] of x [T, C], quantized along the tokens: `spec` is that of x, or of a gradient, along its
+        columns."""
+
+    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
+        """`product` for a backward: it repeats, but a row may depend on its batch."""
+
+    def grouped_product(self, a: Operand, weights: Sequence[Operand], offsets: Tensor, out: torch.dtype) -> Tensor:
+        """`product` of every row of a [R, K] with the weights [N, K] of its expert: [R, N]. Rows offsets[e] to
+        offsets[e + 1] are those of expert e; offsets [E + 1] int64."""
+
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(y, summed, rstd): summed = x + residual rounded, y = summed · rstd · weight rounded once; x [R, C], rstd
         [R]."""
+
+    def rms_norm_quantized(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+    ) -> tuple[QTensor, Tensor, Tensor]:
+        """`rms_norm` with its y quantized: the bits of the two operators in turn."""
 
     def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         """(gradient of summed [R, C], gradient of weight [C] float32)."""
@@ -168,6 +203,30 @@ class Ops(Protocol):
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
         """Rotate x [T, heads, D] by the tables' rows [P, D/2] at `positions`; half-split pairs; `inverse` rotates
         back."""
+
+    def attention_inputs(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        tables: tuple[Tensor, Tensor],
+        store: KVStore,
+        layout: Layout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed per head by `norms`, each [D], and
+        rotated to the layout's positions; k and v stored. The bits of `rms_norm`, `rotary` and `kv_write` in turn."""
+
+    def attention_inputs_backward(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        tables: tuple[Tensor, Tensor],
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(gradient of qkv, of the two norms' weights [D] float32), of those of q, k and v; straight through the
+        store."""
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         """Store k, v [T, KV, D] at the layout's slots, quantized per token and head, or cast."""
@@ -185,8 +244,14 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) · up, rounded once: [T, 2I] to [T, I]."""
 
+    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+        """`silu_mul`, quantized: the bits of the two operators in turn."""
+
     def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
         """Gradient of gate_up [T, 2I]."""
+
+    def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
+        """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C]; it repeats."""
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature); logits [T, V]
@@ -194,3 +259,19 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
         """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt, sample, position."""
+
+    def head_logprobs(
+        self, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """`token_logprobs` of the output head's logits hidden [T, C] · weight [V, C]ᵀ."""
+
+    def head_backward(
+        self, dlogprobs: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the log-probabilities [T]."""
+
+    def head_sample(
+        self, hidden: Tensor, weight: Tensor, keys: Tensor, temperature: float, source: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens [B] int64, their log-probabilities [B] float32, which are `head_logprobs`'): key b [B, 4] draws from
+        row `source[b]` of hidden, by default row b. Tokens as by `sample`."""

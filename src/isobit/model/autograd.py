@@ -8,7 +8,7 @@ forward (`tests/model/test_transformer.py`). Weights enter twice: the *working* 
 Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from isobit.kernels import KVStore, Layout, Operand, Ops
 from isobit.precision import QTensor, QuantSpec
 
-_ALONG_TOKENS = {"1x128": "128x1", "1x32": "32x1", "row": "128x1"}
 _ALONG_INPUTS = ("1x32", "1x16", "row")
 
 
@@ -63,18 +62,44 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops
     return normed, summed
 
 
-def rotary(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, ops: Ops) -> Tensor:
-    """Rotate x [T, heads, D] to its positions."""
+def norm_linear(
+    x: Tensor, residual: Tensor | None, norm: Vector, eps: float, weight: Weight, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """(linear(rms_norm(x + residual)) [T, N], x + residual [T, K]): the bits of the two in turn."""
     if torch.is_grad_enabled():
-        return _Rotary.apply(x, tables, positions, ops)
-    return ops.rotary(x, *tables, positions)
+        return _NormLinear.apply(x, residual, norm.master, weight.master, weight.bias_master, norm, eps, weight, ops)
+    operand, summed, _ = _normed(x, residual, norm, eps, weight, ops)
+    return ops.product(operand, weight.working, weight.bias, x.dtype), summed
+
+
+def gated_linear(gate_up: Tensor, weight: Weight, ops: Ops) -> Tensor:
+    """linear(silu_mul(gate_up [T, 2K])) [T, N]: the bits of the two in turn."""
+    if torch.is_grad_enabled():
+        return _GatedLinear.apply(gate_up, weight.master, weight.bias_master, weight, ops)
+    return ops.product(_gated(gate_up, weight, ops), weight.working, weight.bias, gate_up.dtype)
+
+
+def attention_inputs(
+    qkv: Tensor,
+    norms: tuple[Vector, Vector] | None,
+    eps: float,
+    tables: tuple[Tensor, Tensor],
+    store: KVStore,
+    layout: Layout,
+    ops: Ops,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: normed and rotated; keys and values stored."""
+    working = None if norms is None else (norms[0].working, norms[1].working)
+    if torch.is_grad_enabled():
+        masters = (None, None) if norms is None else (norms[0].master, norms[1].master)
+        return _AttentionInputs.apply(qkv, *masters, working, eps, tables, store, layout, ops)
+    return ops.attention_inputs(qkv, working, eps, tables, store, layout)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, store: KVStore, layout: Layout, scale: float, ops: Ops) -> Tensor:
-    """Store k and v, then attend over all that is stored: [T, H, D]."""
+    """Attend over all that is stored: [T, H, D]; k and v, which are stored, receive gradients."""
     if torch.is_grad_enabled():
         return _Attention.apply(q, k, v, store, layout, scale, ops)
-    ops.kv_write(store, k, v, layout)
     return ops.attention(q, store, layout, scale)[0]
 
 
@@ -85,15 +110,10 @@ def rounded(x: Tensor, spec: QuantSpec, ops: Ops) -> Tensor:
     return _StraightThrough.apply(x, values) if torch.is_grad_enabled() else values
 
 
-def silu_mul(gate_up: Tensor, ops: Ops) -> Tensor:
-    """[T, 2I] to [T, I]."""
-    return _SiluMul.apply(gate_up, ops) if torch.is_grad_enabled() else ops.silu_mul(gate_up)
-
-
-def embedding(tokens: Tensor, table: Vector) -> Tensor:
+def embedding(tokens: Tensor, table: Vector, ops: Ops) -> Tensor:
     """Rows of the table [V, C] for tokens [T]."""
     if torch.is_grad_enabled():
-        return _Embedding.apply(tokens, table.master, table.working)
+        return _Embedding.apply(tokens, table.master, table.working, ops)
     return table.working[tokens]
 
 
@@ -110,25 +130,31 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, bias_master: Tensor | None, weight: Weight, ops: Ops) -> Tensor:
         ctx.weight, ctx.ops = weight, ops
-        if weight.activation is None:
-            ctx.spec = None
-            ctx.save_for_backward(x)
-            return ops.product(x, weight.working, weight.bias, x.dtype)
-        quantized = ops.quantize(x, weight.activation, weight.name)
-        ctx.spec = quantized.spec
-        ctx.save_for_backward(quantized.data, quantized.scale)
-        return ops.product(quantized, weight.working, weight.bias, x.dtype)
+        operand: Operand = x if weight.activation is None else ops.quantize(x, weight.activation, weight.name)
+        ctx.save_for_backward(*_parts(operand))
+        return ops.product(operand, weight.working, weight.bias, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
-        first, *scale = ctx.saved_tensors
-        saved = QTensor(first, scale[0], ctx.spec) if scale else first
-        dx = _dgrad(dy, weight, ops) if ctx.needs_input_grad[0] else None
-        dw = _wgrad(dy, saved, weight, ops) if ctx.needs_input_grad[1] else None
-        db = dy.double().sum(0).float() if ctx.needs_input_grad[2] else None
+        dx, dw, db = _linear_backward(ctx, dy, ctx.saved_tensors, ctx.needs_input_grad[:3])
         return dx, dw, db, None, None
+
+
+def _parts(operand: Operand) -> tuple[Tensor, ...]:
+    return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
+
+
+def _linear_backward(
+    ctx: Any, dy: Tensor, saved: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(gradient of the operand, of the weight, of the bias), as far as `needed`; `saved` are the operand's parts."""
+    weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
+    operand = QTensor(saved[0], saved[1], weight.activation) if len(saved) == 2 else saved[0]
+    dx = _dgrad(dy, weight, ops) if needed[0] else None
+    dw = _wgrad(dy, operand, weight, ops) if needed[1] else None
+    db = dy.double().sum(0).float() if needed[2] else None
+    return dx, dw, db
 
 
 def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
@@ -139,21 +165,17 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
         transposed = working.transpose()
         if working.spec.granularity in _ALONG_INPUTS:  # scales for every row of N: quantized again, along N
             transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, weight.name)
-        return ops.product(quantized, transposed, None, dy.dtype)
-    return ops.product(dy, _plain(working, dy.dtype).t().contiguous(), None, dy.dtype)
+        return ops.gradient_product(quantized, transposed, dy.dtype)
+    return ops.gradient_product(dy, _plain(working, dy.dtype).t(), dy.dtype)
 
 
 def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor:
     """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens."""
     if weight.wgrad == "fp8" and isinstance(saved, QTensor) and weight.gradient is not None:
-        gradient = ops.quantize(dy, _along_tokens(weight.gradient), f"output gradient of {weight.name}")
-        activation = ops.quantize(saved.dequantize(), _along_tokens(saved.spec), weight.name)
-        return ops.product(gradient.transpose(), activation.transpose(), None, torch.float32)
-    return ops.product(dy.t().contiguous(), _plain(saved, dy.dtype).t().contiguous(), None, torch.float32)
-
-
-def _along_tokens(spec: QuantSpec) -> QuantSpec:
-    return replace(spec, granularity=_ALONG_TOKENS.get(spec.granularity, spec.granularity))
+        gradient = ops.quantize_along_tokens(dy, weight.gradient, f"output gradient of {weight.name}")
+        activation = ops.quantize_along_tokens(saved, saved.spec, weight.name)
+        return ops.gradient_product(gradient, activation, torch.float32)
+    return ops.gradient_product(dy.t(), _plain(saved, dy.dtype).t(), torch.float32)
 
 
 def _plain(operand: Operand, dtype: torch.dtype) -> Tensor:
@@ -178,16 +200,94 @@ class _RMSNorm(Function):
         return dx, dx if ctx.has_residual else None, dw, None, None, None
 
 
-class _Rotary(Function):
+class _NormLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, ops: Ops) -> Tensor:
-        ctx.tables, ctx.positions, ctx.ops = tables, positions, ops
-        return ops.rotary(x, *tables, positions)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_master: Tensor,
+        master: Tensor,
+        bias_master: Tensor | None,
+        norm: Vector,
+        eps: float,
+        weight: Weight,
+        ops: Ops,
+    ) -> tuple[Tensor, Tensor]:
+        operand, summed, rstd = _normed(x, residual, norm, eps, weight, ops)
+        ctx.norm, ctx.weight, ctx.ops, ctx.has_residual = norm, weight, ops, residual is not None
+        ctx.save_for_backward(summed, rstd, *_parts(operand))
+        return ops.product(operand, weight.working, weight.bias, x.dtype), summed.view_as(summed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
+        summed, rstd, *saved = ctx.saved_tensors
+        dnormed, dw, db = _linear_backward(ctx, dy, tuple(saved), (True, *ctx.needs_input_grad[3:5]))
+        assert dnormed is not None
+        dx, dnorm = ctx.ops.rms_norm_backward(dnormed, summed, ctx.norm.working, rstd)
+        dx = dx + dsummed
+        return dx, dx if ctx.has_residual else None, dnorm, dw, db, None, None, None, None
+
+
+def _normed(
+    x: Tensor, residual: Tensor | None, norm: Vector, eps: float, weight: Weight, ops: Ops
+) -> tuple[Operand, Tensor, Tensor]:
+    if weight.activation is None:
+        return ops.rms_norm(x, norm.working, eps, residual)
+    return ops.rms_norm_quantized(x, norm.working, eps, residual, weight.activation, weight.name)
+
+
+class _GatedLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate_up: Tensor, master: Tensor, bias_master: Tensor | None, weight: Weight, ops: Ops
+    ) -> Tensor:
+        operand = _gated(gate_up, weight, ops)
+        ctx.weight, ctx.ops = weight, ops
+        ctx.save_for_backward(gate_up, *_parts(operand))
+        return ops.product(operand, weight.working, weight.bias, gate_up.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ops.rotary(dy.contiguous(), *ctx.tables, ctx.positions, inverse=True), None, None, None
+        gate_up, *saved = ctx.saved_tensors
+        dh, dw, db = _linear_backward(ctx, dy, tuple(saved), ctx.needs_input_grad[:3])
+        return None if dh is None else ctx.ops.silu_mul_backward(dh, gate_up), dw, db, None, None
+
+
+def _gated(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:
+    if weight.activation is None:
+        return ops.silu_mul(gate_up)
+    return ops.silu_mul_quantized(gate_up, weight.activation, weight.name)
+
+
+class _AttentionInputs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_master: Tensor | None,
+        k_master: Tensor | None,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        tables: tuple[Tensor, Tensor],
+        store: KVStore,
+        layout: Layout,
+        ops: Ops,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.norms, ctx.eps, ctx.tables, ctx.positions, ctx.ops = norms, eps, tables, layout.positions, ops
+        ctx.save_for_backward(qkv)
+        q, k, v = ops.attention_inputs(qkv, norms, eps, tables, store, layout)
+        return q, k, v.view_as(v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.ops.attention_inputs_backward(
+            gradients, *ctx.saved_tensors, ctx.norms, ctx.eps, ctx.tables, ctx.positions
+        )
+        return (*found, None, None, None, None, None, None)
 
 
 class _Attention(Function):
@@ -195,7 +295,6 @@ class _Attention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, store: KVStore, layout: Layout, scale: float, ops: Ops
     ) -> Tensor:
-        ops.kv_write(store, k, v, layout)
         out, lse = ops.attention(q, store, layout, scale)
         ctx.store, ctx.layout, ctx.scale, ctx.ops = store, layout, scale, ops
         ctx.save_for_backward(q, out, lse)
@@ -220,23 +319,10 @@ class _StraightThrough(Function):
         return dy, None
 
 
-class _SiluMul(Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, ops: Ops) -> Tensor:
-        ctx.ops = ops
-        ctx.save_for_backward(gate_up)
-        return ops.silu_mul(gate_up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ops.silu_mul_backward(dh.contiguous(), *ctx.saved_tensors), None
-
-
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, master: Tensor, working: Tensor) -> Tensor:
-        ctx.shape = master.shape
+    def forward(ctx: Any, tokens: Tensor, master: Tensor, working: Tensor, ops: Ops) -> Tensor:
+        ctx.count, ctx.ops = master.shape[0], ops
         ctx.save_for_backward(tokens)
         return working[tokens]
 
@@ -244,7 +330,7 @@ class _Embedding(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        return None, torch.zeros(ctx.shape).index_add_(0, tokens, dy.float()), None
+        return None, ctx.ops.embedding_backward(dy, tokens, ctx.count), None, None
 
 
 class _HeadLogprobs(Function):
@@ -269,27 +355,22 @@ class _HeadLogprobs(Function):
     @once_differentiable
     def backward(ctx: Any, dlogprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
-        weight, ops = ctx.head.working, ctx.ops
-        transposed = weight.t().contiguous()
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros(weight.shape)
+        weight = ctx.head.working
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros(weight.shape, device=weight.device)
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits = ops.product(hidden[rows], weight, None, torch.float32)
-            # d log p(target) / d logits = (onehot - softmax) / temperature
-            dlogits = torch.softmax(logits / ctx.temperature, -1).neg_()
-            dlogits[torch.arange(dlogits.shape[0]), targets[rows]] += 1.0
-            dlogits = (dlogits * (dlogprobs[rows] / ctx.temperature).unsqueeze(-1)).to(hidden.dtype)
-            dhidden[rows] = ops.product(dlogits, transposed, None, hidden.dtype)
-            dweight += ops.product(dlogits.t().contiguous(), hidden[rows].t().contiguous(), None, torch.float32)
+            found = ctx.ops.head_backward(dlogprobs[rows], hidden[rows], weight, targets[rows], ctx.temperature)
+            dhidden[rows] = found[0]
+            dweight += found[1]
         return dhidden, dweight, None, None, None, None, None
 
 
 def _chunked_logprobs(
     hidden: Tensor, head: Weight, targets: Tensor, temperature: float, chunk: int, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    logprobs, entropy = torch.empty(hidden.shape[0]), torch.empty(hidden.shape[0])
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        logits = ops.product(hidden[rows], head.working, None, torch.float32)
-        logprobs[rows], entropy[rows] = ops.token_logprobs(logits, targets[rows], temperature)
-    return logprobs, entropy
+    assert isinstance(head.working, Tensor), "the output head stays in the compute format"
+    parts = [
+        ops.head_logprobs(rows, head.working, tokens, temperature)
+        for rows, tokens in zip(hidden.split(chunk), targets.split(chunk))
+    ]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -79,7 +79,7 @@ def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None) 
 
 def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
     """The gated MLP: x [T, H] to [T, H]."""
-    return autograd.linear(autograd.silu_mul(autograd.linear(x, layer.gate_up, ops), ops), layer.down, ops)
+    return autograd.gated_linear(autograd.linear(x, layer.gate_up, ops), layer.down, ops)
 
 
 def router_probabilities(logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
 from isobit.model.kv_scales import AmaxRecorder, KVScales
-from isobit.model.moe import RouteTape, mixture, mlp
+from isobit.model.moe import RouteTape, mixture
 from isobit.model.weight_sync import Receiver
 from isobit.model.working import Layer, Made, Mixture, Working, make_working, map_parts, nbytes
 from isobit.precision import Flow, Precision
@@ -40,7 +40,8 @@ class Transformer:
         assert {name: tuple(t.shape) for name, t in masters.items()} == shapes
         self.config, self.precision = config, precision
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
-        self.parameters = {name: nn.Parameter(masters[name].float()) for name in shapes}
+        ops.check_precision(precision)
+        self.parameters = {name: nn.Parameter(masters[name].to(ops.device, torch.float32)) for name in shapes}
         self.weights_version = -1
         self.kv_scales: KVScales | None = None
         self.recorder: AmaxRecorder | None = None
@@ -96,16 +97,21 @@ class Transformer:
         are whole packed sequences, and temporary stores serve. `tape` follows the routers of a mixture of experts.
         """
         working, eps, ops = self._working[use], self.config.rms_eps, self.ops[use]
+        tokens, layout = tokens.to(ops.device), layout.to(ops.device)
         tables, outside = self._rope_tables(layout), working.outside
-        x, residual = autograd.embedding(tokens, outside.embed), None
+        x, residual = autograd.embedding(tokens, outside.embed, ops), None
         if self.recorder is not None:
             self.recorder.begin()
         for index, layer in enumerate(working.layers):
-            normed, residual = autograd.rms_norm(x, residual, layer.input_norm, eps, ops)
             store = stores[index] if stores is not None else self._temporary_store(layout, index, layer.flow)
-            x = self._attend(normed, index, layer, tables, store, layout, ops)
-            normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-            x = mixture(normed, layer.mlp, ops, tape) if isinstance(layer.mlp, Mixture) else mlp(normed, layer.mlp, ops)
+            qkv, residual = autograd.norm_linear(x, residual, layer.input_norm, eps, layer.qkv, ops)
+            x = self._attend(qkv, index, layer, tables, store, layout, ops)
+            if isinstance(layer.mlp, Mixture):
+                normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
+                x = mixture(normed, layer.mlp, ops, tape)
+            else:
+                gate_up, residual = autograd.norm_linear(x, residual, layer.post_norm, eps, layer.mlp.gate_up, ops)
+                x = autograd.gated_linear(gate_up, layer.mlp.down, ops)
         return autograd.rms_norm(x, residual, outside.final_norm, eps, ops)[0]
 
     def logits(self, hidden: Tensor, use: str = "learner") -> Tensor:
@@ -152,7 +158,7 @@ class Transformer:
 
     def _attend(
         self,
-        normed: Tensor,
+        qkv: Tensor,
         index: int,
         layer: Layer,
         tables: tuple[Tensor, Tensor],
@@ -160,34 +166,29 @@ class Transformer:
         layout: Layout,
         ops: Ops,
     ) -> Tensor:
-        config = self.config
-        rows, dim = normed.shape[0], config.head_dim
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = autograd.linear(normed, layer.qkv, ops).view(rows, heads + 2 * kv_heads, dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = autograd.rms_norm(q.reshape(-1, dim), None, layer.q_norm, config.rms_eps, ops)[0].view(q.shape)
-            k = autograd.rms_norm(k.reshape(-1, dim), None, layer.k_norm, config.rms_eps, ops)[0].view(k.shape)
-        q = autograd.rotary(q, tables, layout.positions, ops)
-        k = autograd.rotary(k, tables, layout.positions, ops)
+        rows, dim, eps = qkv.shape[0], self.config.head_dim, self.config.rms_eps
+        qkv = qkv.view(rows, qkv.shape[1] // dim, dim)
+        q, k, v = autograd.attention_inputs(qkv, layer.head_norms, eps, tables, store, layout, ops)
         if layer.flow.query is not None:
             q = autograd.rounded(q, layer.flow.query, ops)
         if self.recorder is not None:
             self.recorder.see(index, k, v)
         out = autograd.attention(q, k, v, store, layout, dim**-0.5, ops)
-        return autograd.linear(out.view(rows, heads * dim), layer.o, ops)
+        return autograd.linear(out.flatten(1), layer.o, ops)
 
     def _rope_tables(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        needed = int(layout.positions.max()) + 1 if layout.num_rows else 0
+        needed = layout.max_keys
         if needed > self._tables[0].shape[0]:
             size = min(max(needed, 2 * self._tables[0].shape[0], 64), max(needed, self.config.max_positions))
-            self._tables = self.config.rope.tables(size, self.config.head_dim)
+            cos, sin = self.config.rope.tables(size, self.config.head_dim)
+            self._tables = cos.to(layout.positions.device), sin.to(layout.positions.device)
         return self._tables
 
     def _temporary_store(self, layout: Layout, index: int, flow: Flow) -> KVStore:
-        slots, config = layout.num_slots_needed, self.config
+        slots, config = layout.num_slots, self.config
         scales = self.layer_scales(index) if flow.calibrated else None
-        return KVStore.allocate(slots, config.num_kv_heads, config.head_dim, flow.kv, flow.compute, scales)
+        shape, device = (slots, config.num_kv_heads, config.head_dim), layout.positions.device
+        return KVStore.allocate(*shape, flow.kv, flow.compute, scales, device)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -56,6 +56,11 @@ class Layer:
     post_norm: Vector
     mlp: Mlp | Mixture
 
+    @property
+    def head_norms(self) -> tuple[Vector, Vector] | None:
+        """The norms of queries and keys, where the architecture has them."""
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+
 
 @dataclass(frozen=True, eq=False)
 class Working:

@@ -28,6 +28,7 @@ _TRANSPOSED = {
     "row": "column",
     "column": "row",
 }
+_ALONG_ROWS = {"1x128": "128x1", "1x32": "32x1", "row": "128x1"}
 _SMALLEST_SCALE = 2.0**-126
 
 
@@ -139,6 +140,11 @@ class QuantTotals:
         count = max(self.count, 1)
         error = math.sqrt(self._noise / self._signal) if self._signal > 0 else 0.0
         return QuantStats(self._saturated / count, self._flushed / count, error)
+
+
+def along_rows(spec: QuantSpec) -> QuantSpec:
+    """The spec of a matrix that is reduced along its rows, not its columns, as WGrad's operands are."""
+    return replace(spec, granularity=_ALONG_ROWS.get(spec.granularity, spec.granularity))
 
 
 def _squares(x: Tensor) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.errors import NonFiniteError
+from isobit.kernels.composed import Composed
 from isobit.kernels.native.build import BuildFailed, compiler, library
 from isobit.kernels.native.cache import TensorCache
 from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
@@ -43,7 +44,7 @@ def available() -> tuple[bool, str]:
     return True, f"compiled by {Path(compiler()).name}"
 
 
-class NativeOps:
+class NativeOps(Composed):
     """`isobit.kernels.types.Ops` in C++."""
 
     backend = "native"

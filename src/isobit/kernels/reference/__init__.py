@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from isobit.kernels.composed import Composed
 from isobit.kernels.reference import attention, pointwise, product, sampling
 from isobit.kernels.types import KVStore, Layout, Operand
 from isobit.precision import QTensor, QuantSpec, quantize
 
 
-class ReferenceOps:
+class ReferenceOps(Composed):
     """`isobit.kernels.types.Ops` in PyTorch."""
 
     backend = "reference"

@@ -1,0 +1,105 @@
+"""Compile recorded launches of Triton kernels for a GPU that need not be there, and read off what was made of them.
+
+ptxas reports registers and spills, the disassembly shows which matrix instructions a kernel runs on. Needs Triton's own
+toolchain and no GPU; must not run where TRITON_INTERPRET is set.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from isobit.kernels.triton.launch import Launch
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+_MATRIX = re.compile(r"\b(QGMMA|HGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA)\.(\S+)")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel became: registers a thread, bytes spilled and of shared memory, matrix instructions by shape."""
+
+    kernel: str
+    constants: dict[str, object]
+    num_warps: int
+    num_stages: int
+    registers: int
+    spilled_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int]
+
+    @property
+    def instruction_class(self) -> str:
+        """QGMMA (FP8 warpgroup), HGMMA (BF16 warpgroup), HMMA (a warp's own: slower), or none."""
+        return "+".join(sorted({name.split(".")[0] for name in self.instructions})) or "none"
+
+
+def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
+    """Compile what `launch` would have run, with the specialization that Triton would have chosen."""
+    signature, constants, attributes = {}, {}, {}
+    given = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.constants
+    for index, name in enumerate(launch.kernel.arg_names):
+        value = given[name]
+        parameter = launch.kernel.params[index]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = _POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, bool):
+            signature[name] = "i1"
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            assert isinstance(value, float), f"{name}: {value!r}"
+            signature[name] = "fp32"
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, stack, spills = _resources(made.asm["ptx"], capability)
+    instructions = Counter(".".join(match) for match in _MATRIX.findall(made.asm["sass"]))
+    return Compiled(
+        launch.kernel.__name__, dict(launch.constants), launch.num_warps, launch.num_stages, registers, spills, stack,
+        made.metadata.shared, dict(instructions),
+    )  # fmt: skip
+
+
+def _resources(ptx: str, capability: int) -> tuple[int, int, int]:
+    """(registers, stack bytes, spilled bytes) by ptxas."""
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [
+            str(ptxas),
+            "-v",
+            f"-arch=sm_{capability}{suffix}",
+            str(source),
+            "-o",
+            str(Path(folder, "kernel.cubin")),
+        ]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    stack, stores, loads = map(
+        int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
+    )
+    return registers, stack, stores + loads

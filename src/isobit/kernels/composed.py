@@ -1,0 +1,120 @@
+"""Operators that are several others in turn: what a fused kernel must return, bit for bit.
+
+A backend inherits them and overrides those that it computes in one kernel. Left out: the arithmetic itself.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.types import KVStore, Layout, Operand, Ops
+from isobit.precision import Precision, QTensor, QuantSpec, along_rows
+
+Norms = tuple[Tensor, Tensor] | None
+
+
+class Composed(Ops):
+    """The part of `isobit.kernels.types.Ops` that follows from the rest; for backends on the CPU."""
+
+    device = torch.device("cpu")
+
+    def check_precision(self, precision: Precision) -> None:
+        """Every flow can be computed."""
+
+    def raise_faults(self) -> None:
+        """Nothing is put off: operators raise where they meet NaN or infinity."""
+
+    def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
+        values = x.dequantize() if isinstance(x, QTensor) else x
+        return self.quantize(values, along_rows(spec), name).transpose()
+
+    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
+        return self.product(a, b, None, out)
+
+    def grouped_product(self, a: Operand, weights: Sequence[Operand], offsets: Tensor, out: torch.dtype) -> Tensor:
+        spans = list(pairwise(offsets.tolist()))
+        parts = [
+            self.product(rows_of(a, start, stop), weight, None, out)
+            for weight, (start, stop) in zip(weights, spans)
+            if stop > start
+        ]
+        return torch.cat(parts) if parts else torch.empty((0, weights[0].shape[0]), dtype=out)
+
+    def rms_norm_quantized(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+    ) -> tuple[QTensor, Tensor, Tensor]:
+        y, summed, rstd = self.rms_norm(x, weight, eps, residual)
+        return self.quantize(y, spec, name), summed, rstd
+
+    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+        return self.quantize(self.silu_mul(gate_up), spec, name)
+
+    def attention_inputs(
+        self, qkv: Tensor, norms: Norms, eps: float, tables: tuple[Tensor, Tensor], store: KVStore, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kv_heads, dim = store.k.shape[1:]
+        q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            q, k = (self.rms_norm(x.reshape(-1, dim), w, eps)[0].view(x.shape) for x, w in zip((q, k), norms))
+        q, k = (self.rotary(x, *tables, layout.positions) for x in (q, k))
+        self.kv_write(store, k, v, layout)
+        return q, k, v
+
+    def attention_inputs_backward(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        qkv: Tensor,
+        norms: Norms,
+        eps: float,
+        tables: tuple[Tensor, Tensor],
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        dq, dk, dv = gradients
+        dq, dk = (self.rotary(dx.contiguous(), *tables, positions, inverse=True) for dx in (dq, dk))
+        if norms is None:
+            return torch.cat((dq, dk, dv), dim=1), None, None
+        found = []
+        for dx, x, weight in zip((dq, dk), qkv.split((dq.shape[1], dk.shape[1], dv.shape[1]), dim=1), norms):
+            rows = x.reshape(-1, x.shape[-1])
+            _, summed, rstd = self.rms_norm(rows, weight, eps)
+            dx, dweight = self.rms_norm_backward(dx.reshape(rows.shape), summed, weight, rstd)
+            found.append((dx.view(x.shape), dweight))
+        (dq, dq_norm), (dk, dk_norm) = found
+        return torch.cat((dq, dk, dv), dim=1), dq_norm, dk_norm
+
+    def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
+        return torch.zeros(count, dy.shape[1]).index_add_(0, tokens, dy.float())
+
+    def head_logprobs(
+        self, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.token_logprobs(self.product(hidden, weight, None, torch.float32), tokens, temperature)
+
+    def head_backward(
+        self, dlogprobs: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.product(hidden, weight, None, torch.float32)
+        # d log p(token) / d logits = (onehot - softmax) / temperature
+        dlogits = torch.softmax(logits / temperature, -1).neg_()
+        dlogits[torch.arange(dlogits.shape[0]), tokens] += 1.0
+        dlogits = (dlogits * (dlogprobs / temperature).unsqueeze(-1)).to(hidden.dtype)
+        dhidden = self.gradient_product(dlogits, weight.t(), hidden.dtype)
+        return dhidden, self.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)
+
+    def head_sample(
+        self, hidden: Tensor, weight: Tensor, keys: Tensor, temperature: float, source: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.product(hidden, weight, None, torch.float32)
+        logits = logits if source is None else logits.index_select(0, source)
+        tokens = self.sample(logits, keys, temperature)
+        return tokens, self.token_logprobs(logits, tokens, temperature)[0]
+
+
+def rows_of(operand: Operand, start: int, stop: int) -> Operand:
+    """Rows [start, stop) of an operand whose scales, if it has any, each belong to one row."""
+    if isinstance(operand, Tensor):
+        return operand[start:stop]
+    assert operand.block[0] == 1, "rows share scales"
+    return QTensor(operand.data[start:stop], operand.scale[start:stop], operand.spec)

@@ -1,0 +1,88 @@
+"""How Triton kernels are launched: one function, with everything pinned that could change a bit.
+
+`enable_fp_fusion` is off: a multiplication and an addition become one instruction only where a kernel says `tl.fma`, so
+the bits are those of the source, whatever surrounds an expression, and whatever the default of a Triton version is.
+Nothing is autotuned.
+
+`record_launches` notes launches instead of running them. With tensors on PyTorch's meta device it tells which kernels a
+model of any size needs, with which types and constants; `benchmarks/kernel_table.py` compiles those for a GPU that is
+not there. Left out: what the kernels compute.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import NonFiniteError
+from isobit.precision import E4M3, nonfinite_message
+from isobit.precision.quantize import QuantSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch: the kernel, its arguments in order, its compile-time constants, and how it was to be compiled."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[object, ...]
+    constants: dict[str, object]
+    num_warps: int
+    num_stages: int
+
+
+_recorded: list[Launch] | None = None
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: object, num_warps: int, num_stages: int = 2, **constants: object
+) -> None:
+    """Run `kernel` over `grid` with positional `arguments` and compile-time `constants`; an empty grid runs nothing."""
+    if 0 in grid:
+        return
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+        return
+    kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Inside, kernels are noted in the list instead of running; their outputs stay unwritten."""
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+class Faults:
+    """Where kernels note that they met NaN or infinity, for whoever reads results later.
+
+    A flag for every name, 16 bytes apart so that all pointers are aligned alike.
+    """
+
+    _STRIDE = 4
+
+    def __init__(self, device: torch.device, capacity: int = 4096) -> None:
+        self._flags = torch.zeros(capacity * self._STRIDE, dtype=torch.int32, device=device)
+        self._names: dict[str, int] = {}
+
+    def of(self, name: str) -> Tensor:
+        """The flag [1] int32 of a tensor's name; names beyond the capacity share the last one."""
+        most = self._flags.numel() // self._STRIDE - 1
+        index = min(self._names.setdefault(name, len(self._names)), most)
+        return self._flags[index * self._STRIDE :]
+
+    def raise_first(self) -> None:
+        """Wait for the GPU; raise NonFiniteError for the first name that has a flag, and clear all."""
+        raised = self._flags.nonzero()[:, 0].tolist()
+        if not raised:
+            return
+        self._flags.zero_()
+        name = next((n for n, i in self._names.items() if i == raised[0] // self._STRIDE), "a tensor")
+        raise NonFiniteError(nonfinite_message(name, QuantSpec(E4M3)))

@@ -1,0 +1,107 @@
+"""What every Triton kernel says about numbers: casts, scales, and the dot product, once for GPU and interpreter.
+
+On a GPU these are the hardware's instructions. Triton 3.6's interpreter, in which kernels are tested on a CPU, rounds
+float32 to FP8 and BF16 wrongly and multiplies BF16 as integers; there the same rounding is written out in integers.
+The results are the same bits (`tests/kernels/triton/test_numbers.py`; on a GPU against the reference quantizer).
+
+FP8 codes travel as uint8 pointers and are reinterpreted after the load: then kernels need no FP8 tensors from PyTorch.
+Left out: block sizes and launches (`launch.py`).
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+E4M3_MAX = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+NAN_CODE = tl.constexpr(0x7F)
+
+
+@triton.jit
+def to_bf16(x):
+    """float32 to bfloat16, to nearest even; NaN and infinity stay."""
+    if INTERPRETED:
+        word = x.to(tl.uint32, bitcast=True)
+        rounded = word + 0x7FFF + ((word >> 16) & 1)
+        finite = (word & 0x7F800000) != 0x7F800000
+        return (tl.where(finite, rounded, word) & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def cast(x, like: tl.constexpr):
+    """float32 `x` rounded to the element type `like`: bfloat16 or float32."""
+    if like == tl.bfloat16:
+        return to_bf16(x)
+    else:
+        return x.to(like)
+
+
+@triton.jit
+def to_e4m3(x):
+    """float32 to E4M3 codes (uint8), to nearest even, saturating at 448; NaN becomes NaN."""
+    if INTERPRETED:
+        word = x.to(tl.uint32, bitcast=True)
+        sign = (word >> 24) & 0x80
+        magnitude = tl.minimum(tl.abs(x), 448.0)
+        bits = magnitude.to(tl.uint32, bitcast=True)
+        # normal numbers: 3 bits of mantissa, exponent bias 7 instead of 127
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # below 2**-6 codes count steps of 2**-9: adding 1.5 * 2**14 leaves them, rounded, in the last bits
+        steps = ((magnitude + 24576.0).to(tl.uint32, bitcast=True)) - 0x46C00000
+        code = tl.where(magnitude < 0.015625, steps, normal) | sign
+        return tl.where(x == x, code, NAN_CODE).to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def from_e4m3(code):
+    """E4M3 codes (uint8) to float32, exactly; NaN codes to NaN."""
+    if INTERPRETED:
+        exponent = ((code >> 3) & 0xF).to(tl.int32)
+        mantissa = (code & 7).to(tl.int32)
+        normal = ((exponent + 120) << 23) | (mantissa << 20)
+        value = tl.where(exponent > 0, normal.to(tl.float32, bitcast=True), mantissa.to(tl.float32) * 0.001953125)
+        value = tl.where((code & 0x7F) == NAN_CODE, float("nan"), value)
+        return tl.where((code & 0x80) != 0, -value, value)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def block_scale(amax, UE8M0: tl.constexpr):
+    """The scale of a block with this largest magnitude, float32: as `isobit.precision.quantize.scales`.
+
+    amax / 448, at least 2**-126; 1 for a zero block; with UE8M0 rounded up to a power of two. NaN where amax is NaN or
+    infinite, so that whatever the block is multiplied with becomes NaN too.
+    """
+    scale = tl.maximum(tl.div_rn(amax, 448.0), SMALLEST_SCALE)
+    if UE8M0:
+        word = scale.to(tl.uint32, bitcast=True)
+        scale = ((word + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0, 1.0, scale)
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def quantize_block(x, scale):
+    """E4M3 codes (uint8) of float32 `x` under scales that broadcast to it."""
+    scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    return to_e4m3(tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL))
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a · b with float32 sums: BF16 or E4M3 operands (codes as uint8) [M, K] and [K, N]."""
+    if a.dtype == tl.uint8:
+        if INTERPRETED:
+            return tl.dot(from_e4m3(a), from_e4m3(b), acc, input_precision="ieee")
+        else:
+            return tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True), acc)
+    elif INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
