@@ -68,6 +68,10 @@ def gsm8k_test() -> Path:
     return path
 
 
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+"""Of a test: several workers share the cores."""
+
+
 @pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _threads() -> None:
+    torch.set_num_threads(THREADS)

@@ -71,11 +71,13 @@ def first_word(command: str) -> str:
 def run(command: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     """One command in a shell in which `isobit` and `python` are those under test."""
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "2", "PYTHON": sys.executable, **environment}
+    threads = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "PYTHON": sys.executable, **environment}
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # this process's own
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", _SHELL + command],
         cwd=folder,
-        env={**os.environ, **variables},
+        env={**inherited, **variables},
         capture_output=True,
         text=True,
         check=False,

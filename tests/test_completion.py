@@ -64,7 +64,7 @@ def test_config_files(tmp_path: Path) -> None:
         ("isobit sft c.yaml batch", ["batch_size=", "batch_size=64"]),
         ("isobit train c.yaml nothing_like_it", []),
         ("isobit generate model --precision mx", ["mxfp8", "mxfp8-rollout"]),
-        ("isobit generate model --backend ", ["auto", "native", "reference"]),
+        ("isobit generate model --backend ", ["auto", "triton", "native", "reference"]),
         ("isobit eval model --consistency b", ["bitwise"]),
         ("isobit compare c.yaml --presets bf16,nv", ["bf16,nvfp4", "bf16,nvfp4-rollout"]),
         ("isobit inspect model --presets fp8-u", ["fp8-unified"]),

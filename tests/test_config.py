@@ -72,7 +72,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm.correction={wieght: token}", "did you mean 'weight'"),
         ("algorithm.correction=token_tsi", "token_tis"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
-        ("backend=cuda", "backend: input should be 'auto', 'native' or 'reference'"),
+        ("backend=cuda", "backend: input should be 'auto', 'triton', 'native' or 'reference'"),
         ("steps", "expected key.sub=value"),
         ("steps.x=1", "valid integer"),
     ],

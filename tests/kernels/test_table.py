@@ -5,7 +5,8 @@ import inspect
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.kernels import BACKENDS, Ops, get_ops, native
+from isobit.kernels import BACKENDS, Ops, get_ops, gpu, native, table
+from isobit.kernels.gpu import Gpu
 from isobit.kernels.reference import ReferenceOps
 
 
@@ -57,3 +58,53 @@ def test_every_operator_is_there_with_its_signature() -> None:
             assert own is not wanted, f"{backend.__name__}.{name}"
             pairs = zip(inspect.signature(own).parameters.values(), inspect.signature(wanted).parameters.values())
             assert all((a.name, a.default, a.kind) == (b.name, b.default, b.kind) for a, b in pairs), name
+
+
+def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """As if PyTorch saw a GPU of this capability."""
+    monkeypatch.setattr(table, "find_gpu", lambda: Gpu("A GPU", capability, 1 << 30, 132))
+
+
+@pytest.mark.parametrize("consistency", ["bitwise", "fast"])
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_a_gpu_without_fp8_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, backend: str, consistency: str
+) -> None:
+    """`auto` goes on without it, and says so."""
+    _gpu(monkeypatch, (8, 0))
+    reason = "A GPU (sm_80) has no FP8, which begins with sm_89"
+    if backend == "auto":
+        ops = get_ops("auto", consistency)
+        assert ops.backend != "triton"
+        assert ops.why.endswith(f"the GPU is not used: {reason}")
+    else:
+        with pytest.raises(IsobitError) as caught:
+            get_ops("triton", consistency)
+        assert str(caught.value) == f"backend: triton cannot be used: {reason}"
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_other_matrix_instructions_are_refused_under_bitwise_only(capability: tuple[int, int]) -> None:
+    found = Gpu("A GPU", capability, 1 << 30, 132)
+    assert "only sm_90" in str(gpu.refusal(found, "bitwise"))
+    assert gpu.refusal(found, "fast") is None
+
+
+@pytest.mark.parametrize("consistency", ["bitwise", "fast"])
+def test_hopper_is_not_refused(consistency: str) -> None:
+    assert gpu.refusal(Gpu("H200", (9, 0), 1 << 30, 132), consistency) is None
+
+
+def test_without_a_gpu_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "find_gpu", lambda: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(IsobitError, match="triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto"):
+        get_ops("triton")
+
+
+@pytest.mark.parametrize(("found", "accepted"), [("3.5.1", False), ("3.6.0", True), ("3.9.0", True), ("3.10.0", False)])
+def test_only_known_versions_of_triton_are_taken(monkeypatch: pytest.MonkeyPatch, found: str, accepted: bool) -> None:
+    monkeypatch.setattr(gpu, "version", lambda _: found)
+    reason = gpu.triton_refusal()
+    assert (reason is None) == accepted
+    assert accepted or f"Triton {found} is installed" in str(reason)

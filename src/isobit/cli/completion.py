@@ -63,7 +63,7 @@ def presets(incomplete: str) -> list[str]:
 
 def backends(incomplete: str) -> list[str]:
     """Values of --backend."""
-    return [name for name in ("auto", "native", "reference") if name.startswith(incomplete)]
+    return [name for name in ("auto", "triton", "native", "reference") if name.startswith(incomplete)]
 
 
 def consistencies(incomplete: str) -> list[str]:

@@ -1,20 +1,29 @@
 """The one table of backends: name to implementation, chosen once, at the start, and recorded."""
 
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
 from isobit.errors import IsobitError
+from isobit.kernels.gpu import find_gpu, refusal, triton_refusal
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.separate import SeparateOps
 from isobit.kernels.types import Ops
 
-BACKENDS = ("auto", "native", "reference")
+if TYPE_CHECKING:
+    from isobit.kernels.triton.ops import TritonOps
+
+BACKENDS = ("auto", "triton", "native", "reference")
 CONSISTENCIES = ("bitwise", "fast")
 
 
 def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     """The operators of a backend.
 
-    `native` is C++ and needs a compiler on first use; `reference` is PyTorch. `auto` is native where that works. The
-    result's `why` says what was chosen and for what reason. Raises IsobitError for an unknown name, and where
-    `native` was asked for and cannot be built.
+    `triton` runs on an NVIDIA GPU; `native` is C++ and needs a compiler on first use; `reference` is PyTorch. `auto` is
+    triton where a GPU holds the consistency, else native where that works. The result's `why` says what was chosen and
+    for what reason. Raises IsobitError for an unknown name, and where a backend was asked for by name and cannot work.
     """
     if backend not in BACKENDS:
         raise IsobitError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
@@ -22,16 +31,49 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
         raise IsobitError(f"unknown consistency {consistency!r}: choose from {', '.join(CONSISTENCIES)}")
     if backend == "reference":
         return ReferenceOps(consistency, "reference backend: asked for")
+    if backend == "triton":
+        return triton_ops(consistency)
+    unused = ""
+    if backend == "auto" and (gpu := find_gpu()) is not None:
+        reason = refusal(gpu, consistency) or triton_refusal()
+        if reason is None:
+            return triton_ops(consistency)
+        unused = f"; the GPU is not used: {reason}"
+    return _cpu_ops(backend, consistency, unused)
+
+
+def triton_ops(consistency: str) -> "TritonOps":
+    """The operators of the GPU; or of Triton's interpreter, where TRITON_INTERPRET=1 asks for it and there is no GPU."""
+    gpu, interpreted = find_gpu(), os.environ.get("TRITON_INTERPRET") == "1"
+    if gpu is None and not interpreted:
+        raise IsobitError("backend: triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto")
+    reason = triton_refusal() or (refusal(gpu, consistency) if gpu is not None else None)
+    if reason is not None:
+        raise IsobitError(f"backend: triton cannot be used: {reason}")
+    from isobit.kernels.triton.ops import TritonOps  # here: it imports Triton
+
+    if gpu is None:
+        return TritonOps(consistency, "triton backend: in Triton's interpreter, for tests", torch.device("cpu"))
+    device = torch.device("cuda", torch.cuda.current_device())
+    return TritonOps(consistency, f"triton backend: {gpu}", device)
+
+
+def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
     from isobit.kernels.native import NativeOps, available  # here: it may compile
 
     works, reason = available()
     if works:
-        return NativeOps(consistency, f"native backend: {reason}")
+        return NativeOps(consistency, f"native backend: {reason}{unused}")
     if backend == "native":
         raise IsobitError(f"backend: native cannot be built: {reason}; use backend: auto or reference")
-    return ReferenceOps(consistency, f"reference backend, because native cannot be built: {reason}")
+    return ReferenceOps(consistency, f"reference backend, because native cannot be built: {reason}{unused}")
 
 
 def separate_ops(learner: Ops) -> Ops:
-    """The operators of a rollout that runs in an engine of its own, beside a learner with these."""
+    """The operators of a rollout that runs in an engine of its own, beside a learner with these.
+
+    On a GPU another engine means other kernels: the machine's own products, as under `consistency: fast`.
+    """
+    if learner.backend == "triton":
+        return triton_ops("fast")
     return SeparateOps(learner)

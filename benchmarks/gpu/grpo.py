@@ -1,0 +1,107 @@
+"""Whole GRPO steps: sync, rollout by the engine, advantages of a random reward, one optimizer step; and whether any bit
+of the rollout's log-probabilities differs from the learner's.
+
+By preset, and `bitwise` beside `fast`. Peak memory by phase; the largest number of sequences whose keys and values
+would fit beside the weights and the optimizer.
+"""
+
+import random
+import time
+from dataclasses import replace
+
+import torch
+
+from benchmarks.gpu.common import PRESETS, Bench, random_model, release, shapes, that_fits
+from benchmarks.roofline import grpo_step
+from isobit import Engine, Model, Sampling
+from isobit.engine import Completion
+from isobit.precision import PRESETS as FLOWS
+from isobit.rl import OBJECTIVES, Learner, Optimizer, for_precision
+from isobit.rl.optim import OptimizerSettings
+from isobit.rl.samples import Sample
+
+
+def run(bench: Bench, prompts: int = 64, group: int = 8, prompt_tokens: int = 512, new_tokens: int = 512) -> None:
+    """One counted step of each preset after one that warms up, for every model that the budget allows."""
+    if bench.rehearsal:
+        prompts, group, prompt_tokens, new_tokens = 2, 2, 6, 4
+    for name, config in shapes(bench).items():
+        name, config = that_fits(name, config, bench, 20)
+        for preset in PRESETS:
+            for consistency in ("bitwise", "fast") if preset != "fp8-rollout" else ("bitwise",):
+                case = f"{name}, {prompts} x {group} completions of {new_tokens}"
+                if not bench.has_time(f"{case}, {preset}, {consistency}"):
+                    continue
+                model = random_model(config, preset, bench, consistency)
+                _measure(case, model, prompts, group, prompt_tokens, new_tokens, bench)
+                del model
+                release()
+
+
+def _measure(
+    case: str, model: Model, prompts: int, group: int, prompt_tokens: int, new_tokens: int, bench: Bench
+) -> None:
+    choose = random.Random(0)
+    tokens = [[choose.randrange(model.config.vocab_size) for _ in range(prompt_tokens)] for _ in range(prompts)]
+    sequences = prompts * group
+    sampling = Sampling(group, new_tokens, seed=0, ignore_eos=True)
+    pages = min(sequences, 512) * -(-(prompt_tokens + new_tokens + 1) // 16) + 64
+    engine = Engine(model, pages, 16, max_batch_tokens=8192, max_sequences=512)
+    objective = for_precision(replace(OBJECTIVES["grpo"], max_new_tokens=new_tokens), model.precision, "auto", "auto")
+    optimizer = Optimizer(model.named_parameters(), OptimizerSettings())
+    learner = Learner(model, optimizer, objective, micro_batch_tokens=64 if bench.rehearsal else 16384)
+    times: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    metrics: dict[str, float] = {}
+    for step in range(1 if bench.rehearsal else 2):  # the first one compiles and captures
+        model.sync()
+        groups = _phase("rollout", lambda: engine.generate(tokens, sampling), bench, times, peaks)
+        samples = [_sample(index, c, choose) for index, found in enumerate(groups) for c in found]
+        advantages = [choose.uniform(-1, 1) for _ in samples]
+        metrics = _phase("learn", lambda s=samples, a=advantages, n=step: learner.learn(s, a, n), bench, times, peaks)
+    least = grpo_step(
+        model.config, FLOWS[model.precision.name], prompts, group, prompt_tokens, new_tokens, min(sequences, 512)
+    )
+    free = 0 if bench.rehearsal else torch.cuda.mem_get_info()[0] + engine.kv_bytes
+    bench.row(
+        case,
+        f"{model.precision.name}, {model.ops.consistency}",
+        sum(times.values()),
+        sum(least.values()),
+        rollout_s=times["rollout"],
+        learn_s=times["learn"],
+        rollout_tokens_per_s=sequences * new_tokens / times["rollout"],
+        peak_bytes=peaks,
+        kv_bytes_per_token=engine.kv_bytes_per_token,
+        largest_batch=int(free // (engine.kv_bytes_per_token * (prompt_tokens + new_tokens))),
+        differing_tokens=metrics.get("mismatch/differing_tokens"),
+        kl_k3=metrics.get("mismatch/kl_k3"),
+    )
+
+
+def _phase(name: str, call, bench: Bench, times: dict[str, float], peaks: dict[str, int]):  # type: ignore[no-untyped-def]
+    """Run, and keep seconds and the peak of allocated memory."""
+    if not bench.rehearsal:
+        torch.cuda.reset_peak_memory_stats()
+    bench.wait()
+    start = time.perf_counter()
+    result = call()
+    bench.wait()
+    times[name] = time.perf_counter() - start
+    peaks[name] = 0 if bench.rehearsal else torch.cuda.max_memory_allocated()
+    return result
+
+
+def _sample(index: int, completion: Completion, choose: random.Random) -> Sample:
+    return Sample(
+        index,
+        completion.sample_index,
+        tuple(completion.prompt_token_ids),
+        tuple(completion.token_ids),
+        tuple(completion.logprobs),
+        completion.text,
+        completion.finish_reason == "length",
+        completion.weights_version,
+        reward=choose.random(),
+        routes=completion.routes,
+    )

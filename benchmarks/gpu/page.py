@@ -1,0 +1,34 @@
+"""The tables of docs/gpu.md: `python -m benchmarks.gpu.page` writes them there, so that no figure is typed.
+
+Floors come from the roofline, the kernels from benchmarks/results/kernel_table.json.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks import roofline
+from benchmarks.kernel_table import table
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "gpu.md"
+KERNELS = ROOT / "benchmarks" / "results" / "kernel_table.json"
+
+
+def tables() -> dict[str, str]:
+    """Every generated table in Markdown, by the name that marks its place."""
+    kernels = json.loads(KERNELS.read_text(encoding="utf-8"))["kernels"]
+    return {"kernels": table(kernels), "targets": roofline.target_table(), "decoding": roofline.decode_table()}
+
+
+def filled(page: str) -> str:
+    """The page with its tables as they are now."""
+    for name, text in tables().items():
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        page, count = re.subn(pattern, lambda m, t=text: f"{m[1]}\n{t}\n\n{m[2]}", page, flags=re.S)  # type: ignore[misc]
+        assert count == 1, name
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

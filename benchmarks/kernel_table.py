@@ -1,0 +1,143 @@
+"""Which Triton kernels a model of real size runs, and what they become on sm_90. Needs no GPU.
+
+The model itself is asked: its forward, its sampler and its backward run on PyTorch's meta device, where nothing is
+computed, and every launch is recorded (`record_launches`). So no kernel can be forgotten, and an operator that waited
+for the GPU, to read a number on the host, would raise. The distinct launches are then compiled.
+
+`python -m benchmarks.kernel_table --out DIR` writes kernel_table.json and prints the table; must not run where
+TRITON_INTERPRET is set.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.cross_compile import Compiled, compile_launch
+from benchmarks.gpu.shapes import SHAPES
+from isobit.kernels import KVStore, Layout
+from isobit.kernels.triton.launch import Launch, record_launches
+from isobit.kernels.triton.ops import TritonOps
+from isobit.model import ModelConfig
+from isobit.model.transformer import Transformer, parameter_shapes
+from isobit.precision import PRESETS
+
+META = torch.device("meta")
+MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B")
+_PRESETS = ("fp8", "fp8-unified", "bf16")
+
+
+def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, Launch]]:
+    """(phase, launch) of one layer and what is outside the layers: sync, decoding, prefill, learner."""
+    config = replace(config, num_layers=1)
+    ops = TritonOps("bitwise", "recorded", META)
+    masters = {name: torch.empty(shape, device=META) for name, shape in parameter_shapes(config).items()}
+    with record_launches() as found:
+        transformer = Transformer(config, PRESETS[precision], ops, masters)
+    yield from (("sync", launch) for launch in found)
+    for batch in (1, 64, 512):
+        yield from (("decode", launch) for launch in _decode(transformer, batch))
+    with record_launches() as found, torch.no_grad():
+        layout = Layout.packed([2048] * 4)
+        transformer.hidden(torch.empty(8192, dtype=torch.int64), layout, [_store(transformer, layout)], "rollout")
+    yield from (("prefill", launch) for launch in found)
+    with record_launches() as found:
+        hidden = transformer.hidden(torch.empty(8192, dtype=torch.int64, device=META), Layout.packed([2048] * 4))
+        targets = torch.empty(8192, dtype=torch.int64, device=META)
+        transformer.head_logprobs(hidden, targets)[0].sum().backward()
+    yield from (("learn", launch) for launch in found)
+
+
+def _decode(transformer: Transformer, batch: int) -> Sequence[Launch]:
+    ops, pages = transformer.ops["rollout"], 256
+    table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    layout = Layout.build([1] * batch, [4000] * batch, table, 16)
+    keys = torch.empty(batch, 4, dtype=torch.int64, device=META)
+    with record_launches() as found, torch.no_grad():
+        tokens = torch.empty(batch, dtype=torch.int64)
+        hidden = transformer.hidden(tokens, layout, [_store(transformer, layout)], "rollout")
+        ops.head_sample(hidden, transformer.head_weight("rollout"), keys, 1.0)
+    return found
+
+
+def _store(transformer: Transformer, layout: Layout) -> KVStore:
+    config, flow = transformer.config, transformer.precision.rollout
+    shape = (layout.num_slots, config.num_kv_heads, config.head_dim)
+    return KVStore.allocate(*shape, flow.kv, flow.compute, None, META)
+
+
+def signature(launch: Launch) -> tuple[object, ...]:
+    """What makes Triton compile a kernel anew: types, constants, and which integers are 1 or multiples of 16."""
+    parts: list[object] = [launch.kernel.__name__, launch.num_warps, launch.num_stages]
+    parts += sorted((name, str(value)) for name, value in launch.constants.items())
+    for parameter, value in zip(launch.kernel.params, launch.arguments):
+        if isinstance(value, torch.Tensor):
+            parts.append(value.dtype)
+        elif isinstance(value, int) and not parameter.do_not_specialize:
+            parts.append(("int", value == 1, value % 16 == 0, value >= 2**31))
+        else:
+            parts.append(type(value))
+    return tuple(parts)
+
+
+def compiled(models: Sequence[str] = MODELS, presets: Sequence[str] = _PRESETS) -> list[dict[str, object]]:
+    """A row for every distinct kernel of these models, with the models and phases that run it."""
+    uses: dict[tuple[object, ...], set[str]] = {}
+    first: dict[tuple[object, ...], Launch] = {}
+    for name in models:
+        for preset in presets:
+            for phase, launch in launches(SHAPES[name], preset):
+                key = signature(launch)
+                first.setdefault(key, launch)
+                uses.setdefault(key, set()).add(f"{name} {preset} {phase}")
+    rows = [(_row(compile_launch(launch)) | {"uses": sorted(uses[key])}) for key, launch in first.items()]
+    return sorted(rows, key=lambda row: (str(row["kernel"]), str(row["constants"])))
+
+
+def _row(made: Compiled) -> dict[str, object]:
+    return asdict(made) | {
+        "instruction_class": made.instruction_class,
+        "constants": {name: str(value) for name, value in made.constants.items()},
+    }
+
+
+def table(rows: Sequence[dict[str, object]]) -> str:
+    """A line for each kernel in Markdown: over its variants, the most registers, spills and shared memory."""
+    lines = [
+        "| kernel | variants | phases | warps | registers | spilled bytes | shared KiB | matrix instructions |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kernel in sorted({str(row["kernel"]) for row in rows}):
+        own = [row for row in rows if row["kernel"] == kernel]
+        phases = sorted({str(use).rsplit(" ", 1)[1] for row in own for use in row["uses"]})  # type: ignore[attr-defined]
+        warps = "/".join(str(count) for count in sorted({int(str(row["num_warps"])) for row in own}))
+        most = {key: max(int(str(row[key])) for row in own) for key in ("registers", "spilled_bytes", "shared_bytes")}
+        classes = ", ".join(sorted({str(row["instruction_class"]) for row in own}))
+        lines.append(
+            f"| `{kernel.strip('_')}` | {len(own)} | {', '.join(phases)} | {warps} | {most['registers']} | "
+            f"{most['spilled_bytes']} | {most['shared_bytes'] / 1024:.0f} | {classes} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_table", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write kernel_table.json there")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET is set: interpreted kernels cannot be compiled")
+    rows = compiled(arguments.models)
+    print(table(rows))
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"target": "sm_90", "kernels": rows}, indent=1)
+        (arguments.out / "kernel_table.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

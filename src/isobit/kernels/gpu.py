@@ -1,0 +1,65 @@
+"""Which GPU is here, and what the Triton backend can promise on it.
+
+`sm_90` (H100, H200) is what the kernels are written for: their FP8 products run on warpgroup matrix instructions, one
+class for every batch. `sm_89` (Ada) and `sm_100` and later (Blackwell) have other matrix instructions, for which nobody
+has shown that a row's bits do not depend on its batch: there the backend runs under `consistency: fast`, where the
+mismatch is measured, and refuses `bitwise`. Before `sm_89` there is no FP8. Left out: several GPUs, and other vendors.
+"""
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
+"""Versions whose language and compiler the kernels are written for; both ends belong to it."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: its name, compute capability, memory in bytes, and number of multiprocessors."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    multiprocessors: int
+
+    @property
+    def architecture(self) -> str:
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.architecture})"
+
+
+def find_gpu() -> Gpu | None:
+    """The GPU that PyTorch would use, or None."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(found.name, (found.major, found.minor), found.total_memory, found.multi_processor_count)
+
+
+def refusal(gpu: Gpu, consistency: str) -> str | None:
+    """Why the backend does not run on this GPU under this consistency, or None if it does."""
+    if gpu.capability < (8, 9):
+        return f"{gpu} has no FP8, which begins with sm_89"
+    if gpu.capability[0] != 9 and consistency == "bitwise":
+        return (
+            f"{gpu}: only sm_90 (H100, H200) has kernels whose rows do not depend on the batch; use consistency: fast"
+        )
+    return None
+
+
+def triton_refusal() -> str | None:
+    """Why the installed Triton cannot be used, or None if it can."""
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return "Triton is not installed; it comes with PyTorch's CUDA builds"
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or not OLDEST_TRITON <= (int(numbers[1]), int(numbers[2])) <= NEWEST_TRITON:
+        known = " to ".join(".".join(map(str, end)) for end in (OLDEST_TRITON, NEWEST_TRITON))
+        return f"Triton {found} is installed, and the kernels are written for {known}"
+    return None

@@ -1,0 +1,161 @@
+"""The Triton backend: `isobit.kernels.types.Ops` on an NVIDIA GPU, or in Triton's interpreter.
+
+The definitions are the reference operators'. Quantization, cache writes and what is elementwise return their bits; sums
+are float32 in a fixed order where the reference has float64, so products, norms, attention and log-probabilities
+differ from the CPU's in the last places, and agree among themselves: a row's bits depend on the row, the weights and the
+position (`tests/kernels/triton`). Under `consistency: fast` products are cuBLAS's.
+
+An operator here never waits for the GPU. So NaN and infinity cannot be raised where they are met: a flag is set,
+results become NaN, and `raise_faults` raises where results are read.
+
+Left out: E5M2, MXFP8, NVFP4 and scales by tensor, which `check_precision` refuses.
+"""
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.kernels.triton import attention, attention_backward, gate, grouped, head, heads, norm, product, quantize
+from isobit.kernels.triton.cublas import cublas_product
+from isobit.kernels.triton.launch import Faults
+from isobit.kernels.types import KVStore, Layout, Operand, Ops, Stacked
+from isobit.precision import E4M3, Precision, QTensor, QuantSpec
+
+_ALLOWED = {
+    "weights": ("128x128",),
+    "activations": ("1x128",),
+    "output gradients": ("1x128",),
+    "keys and values": ("row", "tensor"),
+    "queries": ("row",),
+}
+
+
+class TritonOps(Ops):
+    """The operators on one device."""
+
+    backend = "triton"
+
+    def __init__(self, consistency: str, why: str, device: torch.device) -> None:
+        self.consistency, self.why, self.device = consistency, why, device
+        self._fast = consistency == "fast"
+        self._faults = Faults(device)
+
+    def check_precision(self, precision: Precision) -> None:
+        specs = [("output gradients", precision.gradient)]
+        for flow in (precision.rollout, precision.learner):
+            roles = (("weights", flow.weight), ("activations", flow.activation))
+            specs += [*roles, ("keys and values", flow.kv), ("queries", flow.query)]
+        for role, spec in specs:
+            if spec is None:
+                continue
+            if spec.format is not E4M3 or spec.granularity not in _ALLOWED[role] or spec.scale not in ("fp32", "ue8m0"):
+                allowed = " or ".join(_ALLOWED[role])
+                raise IsobitError(
+                    f"backend: triton has no kernel for {role} in {spec} (preset {precision.name}): it takes e4m3 "
+                    f"{allowed} with fp32 or ue8m0 scales; use backend: native"
+                )
+
+    def raise_faults(self) -> None:
+        self._faults.raise_first()
+
+    def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
+        return quantize.quantize(x, spec, self._faults.of(name))
+
+    def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
+        return quantize.quantize_along_tokens(x, spec, self._faults.of(name))
+
+    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+        if self._fast:
+            return cublas_product(a, b, bias, out)
+        return product.product(a, b, bias, out)
+
+    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
+        return product.gradient_product(a, b, out)
+
+    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+        return grouped.grouped_product(a, weights, offsets, out)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return norm.rms_norm(x, weight, eps, residual)
+
+    def rms_norm_quantized(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+    ) -> tuple[QTensor, Tensor, Tensor]:
+        return norm.rms_norm_quantized(x, weight, eps, residual, spec, self._faults.of(name))
+
+    def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.rms_norm_backward(dy, summed, weight, rstd)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+        return heads.rotary(x, cos, sin, positions, inverse)
+
+    def attention_inputs(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        tables: tuple[Tensor, Tensor],
+        store: KVStore,
+        layout: Layout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return heads.attention_inputs(qkv, norms, eps, tables, store, layout, self._faults.of("keys and values"))
+
+    def attention_inputs_backward(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        tables: tuple[Tensor, Tensor],
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return heads.attention_inputs_backward(gradients, qkv, norms, eps, tables, positions)
+
+    def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
+        heads.kv_write(store, k, v, layout, self._faults.of("keys and values"))
+
+    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+        return attention.attention(q, store, layout, scale)
+
+    def attention_backward(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return attention_backward.attention_backward(dout, q, out, lse, store, layout, scale)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return gate.silu_mul(gate_up)
+
+    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+        return gate.silu_mul_quantized(gate_up, spec, self._faults.of(name))
+
+    def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
+        return gate.silu_mul_backward(dh, gate_up)
+
+    def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
+        gradient = torch.zeros(count, dy.shape[1], device=dy.device)
+        # on a GPU index_add_ adds in any order; index_put_ sorts first, and so repeats
+        return gradient.index_put_((tokens,), dy.float(), accumulate=True)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return head.token_logprobs(logits, tokens, temperature)
+
+    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+        return head.sample(logits, keys, temperature)
+
+    def head_logprobs(
+        self, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return head.head_logprobs(hidden, weight, tokens, temperature)
+
+    def head_backward(
+        self, dlogprobs: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        given = (dlogprobs, hidden, weight, tokens, temperature)
+        return head.head_backward(*given, self.product, self.gradient_product)
+
+    def head_sample(
+        self, hidden: Tensor, weight: Tensor, keys: Tensor, temperature: float, source: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return head.head_sample(hidden, weight, keys, temperature, source)
