@@ -73,6 +73,7 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
             signature[name] = "fp32"
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
+    options |= {"maxnreg": launch.constants["maxnreg"]} if "maxnreg" in launch.constants else {}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, spills = _resources(made.asm["ptx"], capability)
     instructions = Counter(".".join(match) for match in _MATRIX.findall(made.asm["sass"]))
