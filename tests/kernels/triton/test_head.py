@@ -103,16 +103,17 @@ def test_draws_depend_on_the_row_and_the_key_alone() -> None:
     order = torch.randperm(T, generator=torch.Generator().manual_seed(1))[:37]
     for ours, theirs in zip(head.head_sample(rows[order], weight, device_keys[order], 0.9), base):
         assert same(ours, theirs[order])
+    rows, device_keys = rows[:32], device_keys[:32]
+    tokens = head.head_sample(rows, weight, device_keys, 4.0)[0]
     for column, step in ((0, 1), (0, 1 << 40), (1, 1), (2, 1), (3, 1), (3, 1 << 31)):
         changed = device_keys.clone()
         changed[:, column] += step
-        tokens = head.head_sample(rows, weight, changed, 4.0)[0]
-        assert float((tokens == head.head_sample(rows, weight, device_keys, 4.0)[0]).double().mean()) < 0.2
+        assert float((tokens == head.head_sample(rows, weight, changed, 4.0)[0]).double().mean()) < 0.2
 
 
 def test_frequencies_are_the_probabilities() -> None:
     """Chi-squared with 19 degrees of freedom: above 50 once in 10,000; it must notice a temperature of 1.5."""
-    count, vocabulary = 1500, 20
+    count, vocabulary = 1024, 20
     hidden, weight = draw(3, 1, 16, dtype=torch.float32), draw(4, vocabulary, 16, dtype=torch.float32) * 0.25
     rows, table, keys, source = on_device(hidden, weight, keys_of(count), torch.zeros(count, dtype=torch.int64))
     tokens = head.head_sample(rows, table, keys, 1.0, source)[0].cpu()

@@ -21,8 +21,14 @@ from ..helpers import draw, same
 from .helpers import DEVICE
 
 UNIT = 2.0**-24
-LOGITS = draw(1, 6, 5000, dtype=torch.float32) * 3  # two chunks, the second ragged
-TOKENS = torch.tensor([0, 4095, 4096, 4999, 17, 2500])
+LOGITS = draw(1, 6, 600, dtype=torch.float32) * 3
+TOKENS = torch.tensor([0, 255, 256, 599, 17, 300])
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then 600 logits are three chunks, the last ragged."""
+    monkeypatch.setattr(sampling, "CHUNK", 256)
 
 
 def keys_of(count: int, seed: int = 7) -> Tensor:
@@ -118,15 +124,24 @@ def test_logprobs_and_entropies_are_the_references(temperature: float) -> None:
     assert float((other[0].cpu() - wanted[0]).abs().max()) > logprob_bound(z)
 
 
+def test_a_long_row_in_whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "CHUNK", 4096)
+    logits, tokens = draw(1, 2, 9000, dtype=torch.float32) * 3, torch.tensor([4096, 8999])
+    found = sampling.token_logprobs(logits.to(DEVICE), tokens.to(DEVICE), 1.0)
+    wanted = reference.token_logprobs(logits, tokens, 1.0)
+    assert float((found[0].cpu() - wanted[0]).abs().max()) < logprob_bound(logits)
+    assert float((found[1].cpu() - wanted[1]).abs().max()) < entropy_bound(logits)
+
+
 def test_truncated_tokens_have_no_probability_and_never_win() -> None:
-    logits = torch.full((40, 4100), -math.inf)
-    logits[:, [2, 4097]] = torch.tensor([0.0, -1.0])
-    logits[20:, 4097] = -math.inf
+    logits = torch.full((40, 300), -math.inf)
+    logits[:, [2, 297]] = torch.tensor([0.0, -1.0])
+    logits[20:, 297] = -math.inf
     tokens = sampling.sample(logits.to(DEVICE), keys_of(40).to(DEVICE), 1.0).cpu()
-    assert set(tokens[:20].tolist()) == {2, 4097}
+    assert set(tokens[:20].tolist()) == {2, 297}
     assert set(tokens[20:].tolist()) == {2}
     assert check_draws(tokens, logits, keys_of(40), 1.0) == 0
-    chosen = torch.tensor([2, 4097, 3, 2])
+    chosen = torch.tensor([2, 297, 3, 2])
     logprob, entropy = sampling.token_logprobs(logits[18:22].to(DEVICE), chosen.to(DEVICE), 1.0)
     p = 1 / (1 + math.exp(-1))
     mixed = -p * math.log(p) - (1 - p) * math.log(1 - p)
@@ -156,7 +171,7 @@ def test_rows_are_the_same_in_every_batch() -> None:
 def test_other_chunks_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the size of the chunks is in the bits, so it must not depend on the batch."""
     before = sampling.token_logprobs(LOGITS.to(DEVICE), TOKENS.to(DEVICE), 1.0)[0]
-    monkeypatch.setattr(sampling, "CHUNK", 512)
+    monkeypatch.setattr(sampling, "CHUNK", 64)
     assert not same(sampling.token_logprobs(LOGITS.to(DEVICE), TOKENS.to(DEVICE), 1.0)[0], before)
 
 

@@ -92,7 +92,8 @@ def _summarize_head(
     launch(
         _head_tiles, (triton.cdiv(rows, block_t), parts.count),
         hidden, weight, source, given, given, parts.partial, parts.scores,
-        rows, weight.stride(0), float(temperature), int(race), num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
+        rows, weight.stride(0), float(temperature), int(race),
+        num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
         VOCABULARY=vocabulary, C=channels, STEPS=triton.cdiv(channels, block_k), STRIDE=parts.stride,
         UNIT=float(temperature) == 1.0, BLOCK_V=block_v, BLOCK_T=block_t, BLOCK_K=block_k,
     )  # fmt: skip

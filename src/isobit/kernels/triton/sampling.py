@@ -18,11 +18,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from isobit.kernels.triton.launch import launch
 
 CHUNK = 4096
 """Logits of a row that one program reads where they are in memory."""
+
+ROWS = 16 if knobs.runtime.interpret else 1
+"""Rows that one program takes: one on a GPU; Triton's interpreter is paid by the program."""
 
 KINDS = 4
 """Numbers that stage one leaves of a part: largest, total, energy, and the chosen token's z."""
@@ -117,57 +121,61 @@ def summarize(
     tl.store(to + 3 * STRIDE, value, mask=inside & (chosen >= 0) & (chosen < SIZE))
 
 
-@triton.jit(do_not_specialize=["race"], do_not_specialize_on_alignment=["tokens_ptr"])
+@triton.jit(do_not_specialize=["num_rows", "race"], do_not_specialize_on_alignment=["tokens_ptr"])
 def _merge(
-    partial_ptr, race_ptr, tokens_ptr, logprob_ptr, entropy_ptr, norm_ptr, race,
-    COUNT: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    partial_ptr, race_ptr, tokens_ptr, logprob_ptr, entropy_ptr, norm_ptr, num_rows, race,
+    COUNT: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stage two of one row: COUNT parts of SIZE tokens. norm [rows, 2]: largest z, and log of the sum of exp(z -
+    """Stage two of ROWS rows: COUNT parts of SIZE tokens. norm [rows, 2]: largest z, and log of the sum of exp(z -
     largest)."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK)
-    inside = part < COUNT
-    at = partial_ptr + row * (4 * STRIDE) + part
-    largest = tl.load(at, mask=inside, other=-float("inf"))
-    total = tl.load(at + STRIDE, mask=inside, other=0.0)
-    energy = tl.load(at + 2 * STRIDE, mask=inside, other=0.0)
-    most = tl.max(largest, 0)
-    base = tl.where(most == -float("inf"), 0.0, most)
-    gap = largest - base
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    part = tl.arange(0, BLOCK)[None, :]
+    filled = inside[:, None] & (part < COUNT)
+    at = partial_ptr + (rows * (4 * STRIDE))[:, None] + part
+    largest = tl.load(at, mask=filled, other=-float("inf"))
+    total = tl.load(at + STRIDE, mask=filled, other=0.0)
+    energy = tl.load(at + 2 * STRIDE, mask=filled, other=0.0)
+    most = tl.max(largest, 1)
+    most = tl.where(most == -float("inf"), 0.0, most)
+    gap = largest - most[:, None]
     weight = tl.exp(gap)
-    all_total = tl.sum(weight * total, 0)
-    all_energy = tl.sum(tl.where(weight > 0, weight * (energy + total * gap), 0.0), 0)
+    all_total = tl.sum(weight * total, 1)
+    all_energy = tl.sum(tl.where(weight > 0, weight * (energy + total * gap), 0.0), 1)
     if race != 0:
-        from_race = race_ptr + row * (2 * STRIDE)
-        score = tl.load(from_race + part, mask=inside, other=-float("inf"))
-        winner = tl.min(tl.where(inside & (score == tl.max(score, 0)), part, COUNT - 1), 0)
-        place = tl.load(from_race + STRIDE + winner).to(tl.int64)
-        tl.store(tokens_ptr + row, winner.to(tl.int64) * SIZE + place)
+        scores = race_ptr + rows * (2 * STRIDE)
+        score = tl.load(scores[:, None] + part, mask=filled, other=-float("inf"))
+        winner = tl.min(tl.where(filled & (score == tl.max(score, 1)[:, None]), part, COUNT - 1), 1)
+        place = tl.load(scores + STRIDE + winner, mask=inside, other=0.0).to(tl.int64)
+        tl.store(tokens_ptr + rows, winner.to(tl.int64) * SIZE + place, mask=inside)
     else:
-        winner = (tl.load(tokens_ptr + row) // SIZE).to(tl.int32)
-    known = (winner >= 0) & (winner < COUNT)
-    chosen = tl.load(partial_ptr + row * (4 * STRIDE) + 3 * STRIDE + winner, mask=known, other=float("nan"))
+        winner = (tl.load(tokens_ptr + rows, mask=inside, other=0) // SIZE).to(tl.int32)
+    known = inside & (winner >= 0) & (winner < COUNT)
+    chosen = tl.load(partial_ptr + rows * (4 * STRIDE) + 3 * STRIDE + winner, mask=known, other=float("nan"))
     log_total = tl.log(all_total)
-    tl.store(logprob_ptr + row, (chosen - base) - log_total)
-    tl.store(entropy_ptr + row, log_total - tl.div_rn(all_energy, all_total))
-    tl.store(norm_ptr + row * 2, base)
-    tl.store(norm_ptr + row * 2 + 1, log_total)
+    tl.store(logprob_ptr + rows, (chosen - most) - log_total, mask=inside)
+    tl.store(entropy_ptr + rows, log_total - tl.div_rn(all_energy, all_total), mask=inside)
+    tl.store(norm_ptr + rows * 2, most, mask=inside)
+    tl.store(norm_ptr + rows * 2 + 1, log_total, mask=inside)
 
 
 @triton.jit(
-    do_not_specialize=["race"], do_not_specialize_on_alignment=["logits_ptr", "tokens_ptr", "keys_ptr", "race_ptr"]
+    do_not_specialize=["num_rows", "race"],
+    do_not_specialize_on_alignment=["logits_ptr", "tokens_ptr", "keys_ptr", "race_ptr"],
 )
 def _logit_chunks(
-    logits_ptr, tokens_ptr, keys_ptr, partial_ptr, race_ptr, temperature, race,
-    VOCABULARY: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    logits_ptr, tokens_ptr, keys_ptr, partial_ptr, race_ptr, num_rows, temperature, race,
+    VOCABULARY: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Stage one of logits [rows, VOCABULARY] in memory: a row's chunk a program."""
-    rows = tl.program_id(0).to(tl.int64) + tl.zeros((1,), tl.int64)
+    """Stage one of logits [rows, VOCABULARY] in memory: a chunk of ROWS rows a program."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
     part = tl.program_id(1)
     token = part * SIZE + tl.arange(0, SIZE)[:, None]
-    logits = tl.load(logits_ptr + rows[None, :] * VOCABULARY + token, mask=token < VOCABULARY, other=-float("inf"))
+    filled = inside[None, :] & (token < VOCABULARY)
+    logits = tl.load(logits_ptr + (rows * VOCABULARY)[None, :] + token, mask=filled, other=-float("inf"))
     z = scaled(logits, temperature)
-    summarize(z, part, rows, rows >= 0, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, SIZE, STRIDE)
+    summarize(z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, SIZE, STRIDE)
 
 
 @triton.jit
@@ -193,8 +201,9 @@ class Parts:
         norm = torch.empty((rows, 2), device=self.partial.device)
         block = triton.next_power_of_2(self.count)
         launch(
-            _merge, (rows,), self.partial, self.scores, tokens, logprob, entropy, norm, int(self.race),
-            num_warps=4 if block <= 1024 else 8, COUNT=self.count, SIZE=self.size, STRIDE=self.stride, BLOCK=block,
+            _merge, (triton.cdiv(rows, ROWS),), self.partial, self.scores, tokens, logprob, entropy, norm, rows,
+            int(self.race), num_warps=4 if block <= 1024 else 8,
+            COUNT=self.count, SIZE=self.size, STRIDE=self.stride, ROWS=ROWS, BLOCK=block,
         )  # fmt: skip
         return logprob, entropy, norm
 
@@ -204,10 +213,12 @@ def summarize_logits(logits: Tensor, given: Tensor, temperature: float, race: bo
     logits = logits.contiguous()
     assert logits.dtype == torch.float32
     size = min(CHUNK, max(16, triton.next_power_of_2(logits.shape[1])))
-    parts = Parts(logits.shape[0], logits.shape[1], size, race, logits.device)
+    rows, vocabulary = logits.shape
+    parts = Parts(rows, vocabulary, size, race, logits.device)
     launch(
-        _logit_chunks, (logits.shape[0], parts.count), logits, given, given, parts.partial, parts.scores,
-        float(temperature), int(race), num_warps=8, VOCABULARY=logits.shape[1], SIZE=size, STRIDE=parts.stride,
+        _logit_chunks, (triton.cdiv(rows, ROWS), parts.count), logits, given, given, parts.partial, parts.scores,
+        rows, float(temperature), int(race), num_warps=8,
+        VOCABULARY=vocabulary, SIZE=size, STRIDE=parts.stride, ROWS=ROWS,
     )  # fmt: skip
     return parts
 
