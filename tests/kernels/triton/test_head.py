@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit.kernels import get_ops
 from isobit.kernels.triton import head
+from isobit.kernels.triton.launch import record_launches
 
 from ..helpers import draw, same
 from .helpers import DEVICE
@@ -93,6 +94,28 @@ def test_draws_are_the_references_and_have_the_learners_bits(dtype: torch.dtype,
     assert same(logprobs, learned)
     other = head.head_logprobs(rows[index].clone(), head_on_device(weight), tokens, temperature * (1 + 2.0**-20))[0]
     assert not same(logprobs, other)
+
+
+def test_rollout_and_learner_run_the_same_instructions() -> None:
+    """One binary for both: the same kernels with the same constants, told by a runtime argument what to do."""
+    weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")
+    rows = [torch.empty(count, 1024, dtype=torch.bfloat16, device="meta") for count in (1, 3000)]
+    given = torch.empty(1, 4, dtype=torch.int64, device="meta"), torch.empty(3000, dtype=torch.int64, device="meta")
+    with record_launches() as found:
+        head.head_sample(rows[0], weight, given[0], 0.7)
+        head.head_logprobs(rows[1], weight, given[1], 0.7)
+    assert len(found) == 4
+    for rollout, learner in zip(found[:2], found[2:]):
+        assert rollout.kernel is learner.kernel
+        assert rollout.constants == learner.constants
+        assert (rollout.num_warps, rollout.num_stages) == (learner.num_warps, learner.num_stages)
+        names, free = rollout.kernel.arg_names, {"num_rows", "race"}
+        for name, ours, theirs in zip(names, rollout.arguments, learner.arguments):
+            if isinstance(ours, Tensor):
+                assert isinstance(theirs, Tensor)
+                assert ours.dtype == theirs.dtype
+            else:
+                assert name in free or ours == theirs, name
 
 
 def test_draws_depend_on_the_row_and_the_key_alone() -> None:

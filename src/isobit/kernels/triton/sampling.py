@@ -48,8 +48,8 @@ def exponential(word):
     """E = -log(u), u = (word + 1/2) / 2^32, float32 to a relative error of 2^-20, whatever the word.
 
     x, the distance of u from the nearer end of (0, 1), is a float32 after two roundings. Below 1/2, E = -log(x). Above,
-    E = -log1p(-x) = -log(y) - log1p((y - 1 + x) / y) in terms of y = 1 - x rounded. The last term is half a unit of y
-    at most: without its division it is right to 2^-25 of x, and E is not less than x.
+    E = -log1p(-x) = -log(y) - log1p(-d / y) with y = 1 - x rounded and d = y - (1 - x), exact and half a unit at most.
+    So d stands for the last term, right to 2^-24 of x, and E is not less than x.
     """
     below = word < 0x80000000
     distance = tl.where(below, word, word ^ 0xFFFFFFFF).to(tl.int32, bitcast=True).to(tl.float32)
