@@ -58,10 +58,13 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
     for index, name in enumerate(launch.kernel.arg_names):
         value = given[name]
         parameter = launch.kernel.params[index]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[name], attributes[(index,)] = _POINTERS[value.dtype], [["tt.divisibility", 16]]
+            signature[name] = _POINTERS[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, bool):
             signature[name] = "i1"
         elif isinstance(value, int):
@@ -73,6 +76,7 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
             signature[name] = "fp32"
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
+    options |= {"maxnreg": launch.constants["maxnreg"]} if "maxnreg" in launch.constants else {}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, spills = _resources(made.asm["ptx"], capability)
     instructions = Counter(".".join(match) for match in _MATRIX.findall(made.asm["sass"]))
