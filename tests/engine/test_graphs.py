@@ -8,6 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.engine.graphs import DecodeGraphs, EagerGraph, graph_kind, ladder
@@ -17,7 +19,7 @@ from isobit.model.tokenizer import Tokenizer
 from tests.conftest import tiny_model
 
 from .helpers import ALPHABET, CONFIG, rollout, tiny
-from .test_invariance import FLOWS, PROMPT_IDS, PROMPTS, check
+from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS, SAMPLING, check
 
 MakeEngine = Callable[..., Engine]
 
@@ -47,7 +49,7 @@ def test_captured_steps_give_the_bits_of_plain_ones(preset: str, backend: str, m
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "sizes",
     [
         {"kv_pages": 200},
         {"kv_pages": 1600, "page_size": 1, "max_sequences": 5},
@@ -55,8 +57,8 @@ def test_captured_steps_give_the_bits_of_plain_ones(preset: str, backend: str, m
         {"kv_pages": 60, "max_sequences": 1},
     ],
 )
-def test_under_other_settings_too(settings: dict[str, int], make_captured: MakeEngine) -> None:
-    check("fp8", "native", make_captured(tiny("fp8", "native"), **settings))
+def test_under_other_settings_too(sizes: dict[str, int], make_captured: MakeEngine) -> None:
+    check("fp8", "native", make_captured(tiny("fp8", "native"), **sizes))
 
 
 @pytest.mark.parametrize("rungs", [[24], [3, 24], list(range(1, 25))])
@@ -66,6 +68,22 @@ def test_any_ladder_gives_the_same_bits(rungs: list[int], make_captured: MakeEng
     assert graphs is not None
     graphs.ladder = rungs
     check("fp8", "native", engine)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    page_size=st.sampled_from([1, 2, 3, 16]),
+    spare=st.integers(0, 40),
+    budget=st.integers(1, 60),
+    max_sequences=st.integers(1, 24),
+)
+def test_any_setting(page_size: int, spare: int, budget: int, max_sequences: int) -> None:
+    needed = -(-(max(LENGTHS) + SAMPLING.max_new_tokens - 1) // page_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isobit.engine.engine.graph_kind", lambda model, wanted: EagerGraph)
+        engine = Engine(tiny("bf16", "native"), needed + spare, page_size, budget, max_sequences)
+    check("bf16", "native", engine)
+    engine.integrity()
 
 
 def test_negative_control_padding_in_a_page_of_a_sequence(make_captured: MakeEngine) -> None:
@@ -101,17 +119,17 @@ STOPPING = {
 }
 
 
-@pytest.mark.parametrize("settings", [{"kv_pages": 200}, {"kv_pages": 24, "page_size": 4, "max_sequences": 6}])
+@pytest.mark.parametrize("sizes", [{"kv_pages": 200}, {"kv_pages": 24, "page_size": 4, "max_sequences": 6}])
 @pytest.mark.parametrize("sampling", STOPPING.values(), ids=STOPPING)
 def test_steps_launched_ahead_end_where_simple_ones_do(
     sampling: Sampling,
-    settings: dict[str, int],
+    sizes: dict[str, int],
     make_engine: MakeEngine,
     make_captured: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens, log-probabilities, texts and reasons of the simple step, and pages in order after every step."""
-    simple = rollout(make_engine(tiny("bf16", "native"), **settings), PROMPTS, sampling, PROMPT_IDS)
+    simple = rollout(make_engine(tiny("bf16", "native"), **sizes), PROMPTS, sampling, PROMPT_IDS)
     ahead: list[bool] = []
     launch = DecodeGraphs.launch
 
@@ -120,19 +138,24 @@ def test_steps_launched_ahead_end_where_simple_ones_do(
         return launch(self, rows, which, sampling, source)
 
     monkeypatch.setattr(DecodeGraphs, "launch", count)
-    assert rollout(make_captured(tiny("bf16", "native"), **settings), PROMPTS, sampling, PROMPT_IDS) == simple
+    assert rollout(make_captured(tiny("bf16", "native"), **sizes), PROMPTS, sampling, PROMPT_IDS) == simple
     if sampling.max_new_tokens > 2:
         assert sum(ahead) > len(ahead) / 2, "most steps were launched ahead"
 
 
 def test_a_step_that_nothing_goes_on_from_is_dropped(make_captured: MakeEngine, make_engine: MakeEngine) -> None:
     """Sequences that end together, when the next step is under way, and prompts that wait for their pages."""
-    sampling = Sampling(max_new_tokens=40, temperature=0, stop=tuple(ALPHABET))  # greedy: all alike
-    prompts = [[5, 6, 7]] * 6
-    sizes = {"kv_pages": 12, "page_size": 4, "max_sequences": 3}
-    whole = rollout(make_engine(tiny("float32"), **sizes), prompts, sampling)
-    assert rollout(make_captured(tiny("float32"), **sizes), prompts, sampling) == whole
-    assert len({len(tokens) for tokens, *_ in whole.values()}) == 1
+    prompts, sizes = [[5, 6, 7]] * 6, {"kv_pages": 12, "page_size": 4, "max_sequences": 3}
+    simple, engine = make_engine(tiny(), **sizes), make_captured(tiny(), **sizes)
+    text = simple.generate(prompts[:1], Sampling(max_new_tokens=9, temperature=0, ignore_eos=True))[0][0].text
+    sampling = Sampling(max_new_tokens=20, temperature=0, stop=(text[:6],), ignore_eos=True)  # greedy: all alike
+    whole = rollout(simple, prompts, sampling)
+    assert rollout(engine, prompts, sampling) == whole
+    lengths = {len(tokens) for tokens, *_ in whole.values()}
+    assert len(lengths) == 1
+    assert 3 < max(lengths) < 20
+    # what was under way when they stopped was computed, and is not counted
+    assert (engine.stats.steps, engine.stats.decode_tokens) == (simple.stats.steps, simple.stats.decode_tokens)
 
 
 def test_the_ladder_reaches_every_number_of_rows_with_little_padding() -> None:
