@@ -1,9 +1,10 @@
 """Captured decode steps, over their stand-in on a CPU: padding, fixed buffers and steps launched ahead change no bit.
 
-The stand-in calls what a GPU would replay. What it cannot show is whether a GPU captures everything.
+The stand-in calls what a GPU would replay. Whether a GPU captures everything, the last test shows, where there is one.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.engine.graphs import DecodeGraphs, EagerGraph, graph_kind, ladder
 from isobit.errors import IsobitError
+from isobit.kernels import BACKENDS
 from isobit.model import Model
 from isobit.model.tokenizer import Tokenizer
 from tests.conftest import tiny_model
@@ -264,3 +266,31 @@ def test_logits_that_are_not_finite_stop_a_captured_step(
     )
     with pytest.raises(IsobitError, match="prompt 0: the model's logits hold NaN or infinity"):
         make_captured(model).generate([[5, 6]], Sampling(max_new_tokens=4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or "triton" not in BACKENDS, reason="needs a GPU")
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8[kv_cache=e4m3-calibrated]"])
+@pytest.mark.parametrize("sampling", [SAMPLING, *STOPPING.values()], ids=["plain", *STOPPING])
+def test_on_a_gpu_captured_steps_give_the_bits_of_eager_ones(
+    preset: str, sampling: Sampling, make_engine: MakeEngine
+) -> None:
+    """Real graphs: kept while the weights are synchronized, captured again after sleep."""
+    model = Model.init(replace(CONFIG, head_dim=32), Tokenizer.characters(ALPHABET), preset, 3, "triton")
+    sizes = {"kv_pages": 40, "page_size": 4, "max_batch_tokens": 64}
+    eager, captured = make_engine(model, **sizes, cuda_graphs=False), make_engine(model, **sizes)
+    assert (eager.captures, captured.captures) == (False, True)
+    for change in (1.0, 1.3, 0.9):
+        with torch.no_grad():
+            for parameter in model.named_parameters().values():
+                parameter.mul_(change)
+        model.sync()
+        eager.calibrate(PROMPTS)
+        expected = rollout(eager, PROMPTS, sampling, PROMPT_IDS)
+        graphs = None if captured.graphs is None else dict(captured.graphs._graphs)
+        assert rollout(captured, PROMPTS, sampling, PROMPT_IDS) == expected
+        if change == 1.3:
+            assert captured.graphs is not None
+            assert graphs
+            assert graphs.items() <= captured.graphs._graphs.items(), "captured once"
+            captured.sleep()

@@ -63,14 +63,17 @@ class CudaGraph:
     def __init__(self, peer: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = None if peer is None else peer._graph.pool()
+        # one for all: PyTorch keeps the memory that was used on a stream for that stream
+        self._stream = torch.cuda.Stream() if peer is None else peer._stream
 
     def capture(self, function: Callable[[], None]) -> None:
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):  # compiles, and allocates what lives on
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):  # kernels are compiled, and workspaces allocated
             function()
-        current.wait_stream(stream)
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+        current.wait_stream(self._stream)
+        # other threads may allocate meanwhile
+        with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local"):
             function()
 
     def replay(self) -> None:
