@@ -128,6 +128,20 @@ def test_results_do_not_depend_on_the_engine_settings(tmp_path: Path, base_model
     assert sum(row["rollout/preemptions"] for row in other.metrics) > 0
 
 
+def test_engines_may_sleep_while_the_learner_works(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[Engine] = []
+    sleep = Engine.sleep
+    monkeypatch.setattr(Engine, "sleep", lambda engine: slept.append(engine) or sleep(engine))
+    awake = run(tmp_path, base_model, "evaluation={every: 2, samples: 4}")
+    assert slept == [], "auto, on a CPU"
+    directory = f"run.dir={tmp_path / 'sleeps'}"
+    sleeps = run(tmp_path, base_model, "evaluation={every: 2, samples: 4}", "engine.sleep=always", directory)
+    assert (len(slept), len(set(slept))) == (8, 2), "the rollout's and that of the held-out prompts, at every step"
+    assert fingerprint(sleeps.run_dir) == fingerprint(awake.run_dir)
+
+
 def test_evaluation_is_logged_before_between_and_after(tmp_path: Path, base_model: Path) -> None:
     result = run(tmp_path, base_model, "evaluation={every: 3, samples: 4}")
     evaluated = [row["step"] for row in result.metrics if "accuracy/held_out" in row]

@@ -175,6 +175,7 @@ class Session:
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[float]) -> dict[str, float]:
         """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
+        self.parts.sleep()
         with self._timed("learn"):
             learned = self.parts.learner.learn(samples, advantages, self.state.step)
         self.parts.calibrator.learner_amax = self.parts.learner.kv_amax

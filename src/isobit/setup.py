@@ -61,6 +61,14 @@ class Parts:
         """Allocated for keys and values."""
         return self.engine.kv_bytes + (self.held_out.engine.kv_bytes if self.held_out is not None else 0)
 
+    def sleep(self) -> None:
+        """Before learning: free the memory of the caches, where `engine.sleep` says so."""
+        wanted = self.config.engine.sleep
+        for engine in (self.engine, *(() if self.held_out is None else (self.held_out.engine,))):
+            idle = self.model.ops.device.type == "cuda" and not engine.captures
+            if wanted == "always" or (wanted == "auto" and idle):
+                engine.sleep()
+
     def memory_metrics(self) -> dict[str, float]:
         """Allocated for keys and values, and for weights, in MiB."""
         found = {
@@ -227,6 +235,7 @@ def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequen
         page_size=section.page_size,
         max_batch_tokens=section.max_batch_tokens,
         max_sequences=section.max_sequences,
+        cuda_graphs=section.cuda_graphs,
     )
 
 

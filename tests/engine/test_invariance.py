@@ -141,7 +141,7 @@ def test_negative_control_seed_and_ids_matter(make_engine: MakeEngine) -> None:
 
 
 def test_many_logits_are_sampled_in_parts(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.engine.generation.LOGITS_AT_ONCE", 3 * tiny().config.vocab_size + 1)
+    monkeypatch.setattr("isobit.engine.sampler.LOGITS_AT_ONCE", 3 * tiny().config.vocab_size + 1)
     check("float32", "reference", make_engine(tiny("float32"), kv_pages=200))
 
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from isobit.engine import Sampling
 from isobit.engine.sampler import draw, truncate
-from isobit.kernels import get_ops
+from isobit.kernels import Ops, get_ops
+from isobit.kernels.reference import ReferenceOps
 
 from .helpers import require
 
@@ -15,6 +16,11 @@ OPS = get_ops("reference")
 
 def some_logits(rows: int, size: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def drawn(logits: Tensor, keys: Tensor, sampling: Sampling, ops: Ops = OPS) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities from logits of ours: those of hidden states under a head that is the identity."""
+    return draw(logits, torch.eye(logits.shape[1]), keys, sampling, ops)
 
 
 def some_keys(rows: int) -> Tensor:
@@ -63,7 +69,7 @@ def test_truncated_distributions_are_the_ones_defined(sampling: Sampling) -> Non
     kept = [kept_by_definition(row, sampling) for row in logits.double().tolist()]
     masked = truncate(logits, sampling)
     assert [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in masked] == [set(row) for row in kept]
-    tokens, logprobs = draw(logits, some_keys(40), sampling, OPS)
+    tokens, logprobs = drawn(logits, some_keys(40), sampling)
     for token, logprob, row in zip(tokens.tolist(), logprobs.tolist(), kept):
         assert logprob == pytest.approx(math.log(row[token]), abs=1e-5)
 
@@ -84,7 +90,7 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_frequencies_follow_the_distribution(temperature: float) -> None:
     logits, rows = some_logits(1, 12), 20_000
-    tokens, _ = draw(logits.expand(rows, -1), some_keys(rows), Sampling(temperature=temperature), OPS)
+    tokens, _ = drawn(logits.expand(rows, -1), some_keys(rows), Sampling(temperature=temperature))
     # 11 degrees of freedom: above 35 in 2 of 10,000 cases, if the frequencies are right
     assert chi_square(tokens, torch.softmax(logits[0].double() / temperature, -1)) < 35
     # negative control: a temperature that is 10 % off shows
@@ -94,7 +100,7 @@ def test_frequencies_follow_the_distribution(temperature: float) -> None:
 def test_truncated_frequencies_follow_the_renormalized_distribution() -> None:
     sampling = Sampling(top_k=4, temperature=2.0)
     logits, rows = some_logits(1, 12, seed=1), 20_000
-    tokens, _ = draw(logits.expand(rows, -1), some_keys(rows), sampling, OPS)
+    tokens, _ = drawn(logits.expand(rows, -1), some_keys(rows), sampling)
     kept = kept_by_definition(logits[0].double().tolist(), sampling)
     assert set(tokens.unique().tolist()) == set(kept)
     order = sorted(kept)
@@ -105,7 +111,7 @@ def test_truncated_frequencies_follow_the_renormalized_distribution() -> None:
 def test_greedy_takes_the_largest_and_reports_the_models_own_logprob() -> None:
     logits = some_logits(9, 33)
     logits[0, 4] = logits[0, 9] = 20.0
-    tokens, logprobs = draw(logits, some_keys(9), Sampling(temperature=0, top_k=3), OPS)
+    tokens, logprobs = drawn(logits, some_keys(9), Sampling(temperature=0, top_k=3))
     assert tokens.tolist() == logits.argmax(-1).tolist()
     assert tokens[0] == 4  # the first of two equal ones
     expected = torch.log_softmax(logits.double(), -1).gather(1, tokens[:, None])[:, 0]
@@ -118,23 +124,64 @@ def test_greedy_takes_the_largest_and_reports_the_models_own_logprob() -> None:
 def test_a_row_alone_and_in_a_batch_gives_the_same_bits(sampling: Sampling, size: int, backend: str) -> None:
     require(backend)
     ops = get_ops(backend)
-    logits, keys = some_logits(37, size), some_keys(37)
-    tokens, logprobs = draw(logits, keys, sampling, ops)
+    hidden, weight, keys = some_logits(37, 24), some_logits(size, 24, seed=1) / 4, some_keys(37)
+    tokens, logprobs = draw(hidden, weight, keys, sampling, ops)
     for start, stop in ((0, 1), (5, 6), (3, 11), (36, 37)):
-        part = draw(logits[start:stop].clone(), keys[start:stop].clone(), sampling, ops)
+        part = draw(hidden[start:stop].clone(), weight, keys[start:stop].clone(), sampling, ops)
         assert torch.equal(part[0], tokens[start:stop])
         assert torch.equal(part[1], logprobs[start:stop])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(temperature=0), TRUNCATED[-1]], ids=name)
+def test_several_keys_may_draw_from_one_row(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of a prompt, at its first token; whether or not all logits are held at once."""
+    hidden, weight, keys = some_logits(5, 24), some_logits(50, 24, seed=1) / 4, some_keys(12)
+    source = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 3, 4])
+    expected = draw(hidden[source], weight, keys, sampling, OPS)
+    for most in (2**26, 3 * 50):
+        monkeypatch.setattr("isobit.engine.sampler.LOGITS_AT_ONCE", most)
+        found = draw(hidden, weight, keys, sampling, OPS, source)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+class Fused(ReferenceOps):
+    """A backend whose operators on the output head are its own, as on a GPU; `calls` says which ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def head_sample(self, *arguments: object) -> tuple[Tensor, Tensor]:
+        self.calls.append("head_sample")
+        return super().head_sample(*arguments)  # type: ignore[arg-type]
+
+    def head_logprobs(self, *arguments: object) -> tuple[Tensor, Tensor]:
+        self.calls.append("head_logprobs")
+        return super().head_logprobs(*arguments)  # type: ignore[arg-type]
+
+
+def test_operators_of_the_head_are_used_where_a_backend_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their log-probabilities are the learner's; and a fused one holds no logits, so it takes all rows at once."""
+    hidden, weight, keys = some_logits(6, 24), some_logits(50, 24, seed=1) / 4, some_keys(6)
+    monkeypatch.setattr("isobit.engine.sampler.LOGITS_AT_ONCE", 2 * 50)
+    for sampling, calls in ((Sampling(), ["head_sample"]), (Sampling(temperature=0), 3 * ["head_logprobs"])):
+        ops = Fused()
+        found, expected = draw(hidden, weight, keys, sampling, ops), draw(hidden, weight, keys, sampling, OPS)
+        assert ops.calls == calls
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
 
 
 def test_every_part_of_the_key_matters() -> None:
     logits = torch.zeros(64, 1000)
     base = torch.tensor([[5, 6, 7, 8]]).repeat(64, 1)
-    tokens = draw(logits, base, Sampling(), OPS)[0]
+    tokens = drawn(logits, base, Sampling())[0]
     assert tokens.unique().numel() == 1
     for column in range(4):
         keys = base.clone()
         keys[:, column] += torch.arange(64)
-        assert draw(logits, keys, Sampling(), OPS)[0].unique().numel() > 50
+        assert drawn(logits, keys, Sampling())[0].unique().numel() > 50
     high_word = base.clone()
     high_word[:, 0] += torch.arange(64) << 40
-    assert draw(logits, high_word, Sampling(), OPS)[0].unique().numel() > 50
+    assert drawn(logits, high_word, Sampling())[0].unique().numel() > 50

@@ -28,7 +28,7 @@ def spell(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[
         script = [*model.tokenizer.encode(text), *ending]
         prompt = model.tokenizer.encode("ask:".replace(":", "?"))
 
-        def draw(logits, keys, sampling, ops):  # type: ignore[no-untyped-def]
+        def draw(hidden, weight, keys, sampling, ops, source):  # type: ignore[no-untyped-def]
             return torch.tensor([script[int(keys[0, 3]) - len(prompt)]]), torch.zeros(1)
 
         monkeypatch.setattr("isobit.engine.generation.draw", draw)

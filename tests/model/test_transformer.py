@@ -184,6 +184,35 @@ def test_memory_of_working_weights() -> None:
     assert tied["rollout"] == 2 * (linear + 61 * 144 + norms)
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("family", ["llama-tied", "llama-biases", "qwen3_moe"])
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "nvfp4", "fp8-rollout"])
+def test_a_sync_may_write_where_the_last_one_was(preset: str, family: str, backend: str) -> None:
+    """As on a GPU, where captured steps read from there: the addresses stay, and the bits are those of new storage;
+    what was made of the old weights, such as packs of the native backend, is not used again."""
+    model, other = random_model(preset, backend, family), random_model(preset, backend, family)
+    model.transformer.keeps_storage = True
+    model.sync()  # from now on
+    addresses, before = model.transformer.rollout_storage(), _packed(model, _SEQUENCES, "rollout")
+    assert _differing(before, _packed(other, _SEQUENCES, "rollout")) == 0
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *other.parameters()):
+            parameter.mul_(1.3)
+    model.sync()
+    other.sync()
+    assert model.transformer.rollout_storage() == addresses
+    for use in ("rollout", "learner"):
+        assert _differing(_packed(model, _SEQUENCES, use), _packed(other, _SEQUENCES, use)) == 0
+    assert _differing(_packed(model, _SEQUENCES, "rollout"), before) > 0
+    assert model.memory() == other.memory()
+    if preset != "fp8-rollout":  # there the rollout's own copy stays in any case
+        held = [tensor for _, tensor, _ in other.transformer._working["rollout"].tensors()]
+        moved = other.transformer.rollout_storage()
+        other.sync()
+        assert held
+        assert other.transformer.rollout_storage() != moved, "or this does not test what it says"
+
+
 def test_excepted_layers_stay_in_bf16() -> None:
     model = random_model({"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 1})
     kinds = [isinstance(weight.working, QTensor) for weight in model.transformer.rollout_weights()]

@@ -127,6 +127,14 @@ class EngineConfig(Section):
     page_size: int = Field(16, ge=1, le=1024, description="tokens per page")
     max_batch_tokens: int = Field(2048, ge=1, description="tokens of one forward (chunked prefill under this budget)")
     max_sequences: int = Field(512, ge=1, description="sequences that decode at the same time")
+    cuda_graphs: bool = Field(
+        True, description="capture decode steps of a dense model on a GPU; a CPU has no such graphs, and ignores it"
+    )
+    sleep: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="free the KV cache's memory while learning; auto: on a GPU without cuda_graphs, which would have "
+        "to be captured again",
+    )
 
 
 class OptimizerConfig(Section):

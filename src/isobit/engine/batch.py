@@ -1,11 +1,12 @@
 """The tensors of a step: tokens, layout, and which rows of the result are sampled.
 
 A step that only decodes is made of views of the table's arrays and one gather for the slots. A step with chunks of
-prompts appends theirs. Left out: decisions (`scheduler.py`).
+prompts appends theirs. Batches are made on the host; `Batch.to` takes one to a GPU. Left out: decisions
+(`scheduler.py`), and the buffers of captured steps (`graphs.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +27,27 @@ class Batch:
     take: Tensor | None
     source: Tensor | None
     keys: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on `device`; itself on the host. What it was built from may change at once."""
+        if device.type == "cpu":
+            return self
+        layout = replace(
+            self.layout,
+            row_start=stage(self.layout.row_start, device),
+            context=stage(self.layout.context, device),
+            page_table=stage(self.layout.page_table, device),
+            positions=stage(self.layout.positions, device),
+            slots=stage(self.layout.slots, device),
+        )
+        take, source = (None if x is None else stage(x, device) for x in (self.take, self.source))
+        tokens, keys = stage(self.tokens, device), stage(self.keys, device)
+        return Batch(tokens, layout, take, source, keys)
+
+
+def stage(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`: itself there, else a copy through pinned memory that nothing waits for."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def build(plan: Plan, scheduler: Scheduler, tokens_of: Callable[[int, int, int], NDArray[np.int64]]) -> Batch:

@@ -26,8 +26,9 @@ def prompt_amax(model: Model, prompts: Sequence[Prompt]) -> Tensor:
     try:
         token_ids = encode(prompts, model.tokenizer, config.vocab_size)
         layout = Layout.packed([len(ids) for ids in token_ids])
+        device = transformer.ops["rollout"].device
         shape = (layout.num_slots, config.num_kv_heads, config.head_dim)
-        stores = [KVStore.allocate(*shape, None, compute) for _ in range(config.num_layers)]
+        stores = [KVStore.allocate(*shape, None, compute, device=device) for _ in range(config.num_layers)]
         tokens = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.int64)
         transformer.hidden(tokens, layout, stores, use="rollout")
     finally:

@@ -2,7 +2,8 @@
 
 It shares the model's working weights, and its results do not depend on the order of the work: not on the batch, the
 order of admission, chunks, preemption, shared pages or the page size. tests/engine/test_invariance.py compares the
-bits, and test_consistency.py compares them with the learner's.
+bits, and test_consistency.py compares them with the learner's. Between calls it can sleep, which gives the memory of
+its cache to whoever learns.
 
 Left out: serving (requests that arrive while others run) and streaming.
 """
@@ -13,6 +14,7 @@ import torch
 
 from isobit.engine.calibration import Calibrator
 from isobit.engine.generation import Generation
+from isobit.engine.graphs import DecodeGraphs, graph_kind
 from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.prompts import Prompt, check_context, check_ids, encode, new_token_limits
 from isobit.engine.scheduler import Stats
@@ -22,14 +24,16 @@ from isobit.kernels import KVStore
 from isobit.model import Model
 
 _CACHE_BYTES = 2 << 30
+_GPU_FRACTION = 4  # of the memory that is free
 Progress = Callable[[int, int], None]
 OnGroup = Callable[[int, list[Completion]], None]
 
 
 class Engine:
-    """A rollout engine over `kv_pages` pages of `page_size` tokens, allocated once.
+    """A rollout engine over `kv_pages` pages of `page_size` tokens, on the device of the model's operators.
 
-    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences.
+    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a GPU, steps of decoding
+    sequences only are captured as `cuda_graphs`.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Engine:
         page_size: int = 16,
         max_batch_tokens: int = 2048,
         max_sequences: int = 512,
+        cuda_graphs: bool = True,
     ) -> None:
         for name, value in (
             ("kv_pages", kv_pages),
@@ -53,7 +58,12 @@ class Engine:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.pages = PagePool(kv_pages)
-        self.stores = [self._allocate(layer) for layer in range(model.config.num_layers)]
+        self._graph_kind = graph_kind(model, cuda_graphs)
+        self.graphs: DecodeGraphs | None = None  # made at the first call
+        self.stores: list[KVStore] = []
+        self.wake()
+        self.kv_bytes = sum(store.nbytes for store in self.stores)
+        """Bytes of keys and values, scales included, while it is awake."""
         self.stats = Stats()
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
         self.record_routes = False  # of a mixture of experts, for router replay
@@ -70,9 +80,11 @@ class Engine:
         page_size: int = 16,
         max_batch_tokens: int = 2048,
         max_sequences: int = 512,
+        cuda_graphs: bool = True,
     ) -> "Engine":
         """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
-        preemption, as far as `max_sequences` at a time and 2 GiB allow; or has `kv_pages`.
+        preemption, as far as `max_sequences` at a time and 2 GiB, or a quarter of a GPU's free memory, allow; or has
+        `kv_pages`.
 
         Raises IsobitError for a prompt that leaves no room for an answer.
         """
@@ -82,23 +94,37 @@ class Engine:
         limit = min(max_new_tokens, model.config.max_positions - longest)
         each = pages_needed(longest, limit, page_size)
         if kv_pages is None:
-            page_bytes = Engine(model, 1, page_size).kv_bytes
+            page_bytes = Engine(model, 1, page_size, cuda_graphs=False).kv_bytes
+            limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device)
             # a prompt is held beside the sequences that share its pages
-            kv_pages = max(each, min((min(sequences, max_sequences) + 1) * each, _CACHE_BYTES // page_bytes))
-        engine = Engine(model, kv_pages, page_size, max_batch_tokens, max_sequences)
+            kv_pages = max(each, min((min(sequences, max_sequences) + 1) * each, limit_bytes // page_bytes))
+        engine = Engine(model, kv_pages, page_size, max_batch_tokens, max_sequences, cuda_graphs)
         new_token_limits(lengths, Sampling(1, max_new_tokens), model.config.max_positions, kv_pages, page_size)
         engine.longest_prompt = longest
         return engine
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes allocated for keys and values, scales included."""
-        return sum(store.nbytes for store in self.stores)
+    def captures(self) -> bool:
+        """Whether decode steps are captured."""
+        return self._graph_kind is not None
 
     @property
     def kv_bytes_per_token(self) -> float:
         """Bytes of cache, scales included, for one token in all layers: what is allocated over what it holds."""
-        return self.kv_bytes / (self.pages.num_pages * self.page_size)
+        return self.kv_bytes / (self._num_pages * self.page_size)
+
+    def sleep(self) -> None:
+        """Free the memory of keys and values, and of captured steps, until the next call; between two calls they hold
+        nothing that is read again. Captured steps are then captured anew."""
+        assert self._generation is None, "an engine cannot sleep while it is at work"
+        if self.graphs is not None:
+            self.graphs.clear()
+        self.stores = []
+
+    def wake(self) -> None:
+        """Allocate what `sleep` has freed; `generate` does so by itself."""
+        if not self.stores:
+            self.stores = [self._allocate(layer) for layer in range(self.model.config.num_layers)]
 
     @torch.no_grad()
     def generate(
@@ -122,6 +148,7 @@ class Engine:
         assert self._generation is None, "generate was called while it was at work"
         config = self.model.config
         token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
+        self.wake()
         self._generation = generation = Generation(
             self.model,
             self.stores,
@@ -133,6 +160,7 @@ class Engine:
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,
             record_routes=self.record_routes,
+            graphs=self._ready_graphs(),
         )
         self.stats = generation.scheduler.stats
         try:
@@ -143,6 +171,9 @@ class Engine:
                 if on_group is not None:
                     for index in generation.take_finished():
                         on_group(index, generation.group(index))
+            self.model.transformer.ops["rollout"].raise_faults()
+            if self.graphs is not None:
+                self.graphs.settle()
             return generation.completions()
         finally:
             generation.scheduler.release()
@@ -156,7 +187,8 @@ class Engine:
         Calibrator(self.model).calibrate(prompts)
 
     def cache_metrics(self) -> dict[str, float]:
-        """Which part of the keys and values of the last call a calibrated scale clamped; empty without one."""
+        """Which part of the keys and values of the last call a calibrated scale clamped; empty without one, and while
+        it sleeps."""
         counts = [store.counts for store in self.stores if store.counts is not None]
         if not counts:
             return {}
@@ -170,8 +202,34 @@ class Engine:
         else:
             self.pages.integrity([])
 
+    @property
+    def _num_pages(self) -> int:
+        """Of the stores: captured steps need a spare one beside the pool's, which padded rows write to."""
+        return self.pages.num_pages + self.captures
+
+    def _ready_graphs(self) -> DecodeGraphs | None:
+        if self._graph_kind is None:
+            return None
+        if self.graphs is None:
+            self.graphs = DecodeGraphs(
+                self.model,
+                self._graph_kind,
+                page_size=self.page_size,
+                max_rows=min(self.max_sequences, self.max_batch_tokens),
+                longest=min(self.model.config.max_positions, self.pages.num_pages * self.page_size),
+                spare_page=self.pages.num_pages,
+            )
+        self.graphs.begin(self.stores)
+        return self.graphs
+
     def _allocate(self, layer: int) -> KVStore:
         config = self.model.config
         flow = self.model.precision.flow("rollout", layer, config.num_layers)
-        slots = self.pages.num_pages * self.page_size
-        return KVStore.allocate(slots, config.num_kv_heads, config.head_dim, flow.kv, flow.compute)
+        shape = (self._num_pages * self.page_size, config.num_kv_heads, config.head_dim)
+        device = self.model.transformer.ops["rollout"].device
+        return KVStore.allocate(*shape, flow.kv, flow.compute, device=device)
+
+
+def _most_cache_bytes(device: torch.device) -> int:
+    """Bytes of keys and values that an engine takes without being told to."""
+    return torch.cuda.mem_get_info(device)[0] // _GPU_FRACTION if device.type == "cuda" else _CACHE_BYTES

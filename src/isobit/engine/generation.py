@@ -1,18 +1,25 @@
-"""One `generate` call: its scheduler, its record, and the step that joins them with the model."""
+"""One `generate` call: its scheduler, its record, and the step that joins them with the model.
+
+A step is planned, computed, recorded and committed. Where decode steps are captured (`graphs.py`), the next one is
+launched before the tokens of this one are read, so the GPU does not wait for the host: a sequence that turns out to
+have ended is then computed once more, in pages that are still its own, and that token is dropped. Prompts are never
+launched ahead, and neither is what would need a page taken back. tests/engine/test_graphs.py compares with the simple
+step, which is the definition.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from isobit.engine.batch import Batch, build
+from isobit.engine.batch import build, stage
+from isobit.engine.graphs import DecodeGraphs, Launch
 from isobit.engine.pages import PagePool
 from isobit.engine.prompts import new_token_limits
 from isobit.engine.record import LENGTH, REASONS, STOP, Record
 from isobit.engine.routes import RouteRecord
-from isobit.engine.sampler import LOGITS_AT_ONCE, draw
+from isobit.engine.sampler import draw
 from isobit.engine.scheduler import Plan, Scheduler
 from isobit.engine.stopping import StopStrings, cut
 from isobit.engine.types import Completion, Sampling
@@ -38,7 +45,10 @@ class Generation:
         max_batch_tokens: int,
         max_sequences: int,
         record_routes: bool = False,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
+        self.graphs = graphs
+        self._ahead: Launch | None = None
         self.model, self.stores, self.sampling = model, stores, sampling
         self.prompts, self.prompt_ids = prompts, prompt_ids
         self.page_size = page_size
@@ -84,16 +94,18 @@ class Generation:
     def step(self) -> None:
         """Compute one batch, draw the tokens it gives, and account for them."""
         assert self.model.weights_version == self.weights_version, "the weights changed while completions were sampled"
-        plan = self.scheduler.plan()
-        batch = build(plan, self.scheduler, self._tokens)
-        tape = RouteTape() if self.routes is not None else None
-        hidden = self.model.transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout", tape=tape)
-        if self.routes is not None and tape is not None:
-            self.routes.write(plan, batch.layout.positions.numpy(), tape.routes().numpy())
-        if plan.sampled.size:
-            tokens, logprobs = self._draw(hidden, batch)
+        launch, self._ahead = self._ahead, None
+        if launch is not None and self.scheduler.rows.count:
+            plan = self.scheduler.launched(launch.sequences.size)
+        else:  # nothing of a step that was launched ahead, if there was one, goes on
+            plan = self.scheduler.plan()
+            launch = self._launch(plan)
+        if launch is None:
+            tokens, logprobs = self._compute(plan)
         else:
-            tokens, logprobs = np.zeros(0, np.int64), np.zeros(0, np.float32)
+            places = launch.places(plan.sampled)
+            self._ahead = self._launch_ahead(plan, places)
+            tokens, logprobs = launch.read(places)
         done = self._record(plan, tokens, logprobs)
         self.scheduler.commit(plan, tokens, done)
         self._copy_pages(self.scheduler.take_copies())
@@ -125,29 +137,42 @@ class Generation:
         sampled = self.record.tokens[sequence, max(start - prompt.size, 0) : max(stop - prompt.size, 0)]
         return np.concatenate([prompt[start:stop], sampled])
 
-    def _draw(self, hidden: Tensor, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and log-probabilities of the step's sampled rows, holding a bounded number of logits at a time."""
+    def _compute(self, plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens and log-probabilities of the step's sampled rows."""
         transformer = self.model.transformer
         ops = transformer.ops["rollout"]
+        on_host = build(plan, self.scheduler, self._tokens)
+        batch = on_host.to(ops.device)
+        tape = RouteTape() if self.routes is not None else None
+        hidden = transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout", tape=tape)
+        if self.routes is not None and tape is not None:
+            self.routes.write(plan, on_host.layout.positions.numpy(), tape.routes().cpu().numpy())
+        if not plan.sampled.size:
+            return np.zeros(0, np.int64), np.zeros(0, np.float32)
         if batch.take is not None:
             hidden = hidden.index_select(0, batch.take)
-        rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
-        if batch.keys.shape[0] <= rows:
-            logits = transformer.logits(hidden, use="rollout")
-            logits = logits if batch.source is None else logits.index_select(0, batch.source)
-            tokens, logprobs = draw(logits, batch.keys, self.sampling, ops)
-            return tokens.numpy(), logprobs.numpy()
-        hidden = hidden if batch.source is None else hidden.index_select(0, batch.source)
-        parts = [
-            draw(transformer.logits(part, use="rollout"), keys, self.sampling, ops)
-            for part, keys in zip(hidden.split(rows), batch.keys.split(rows))
-        ]
-        return torch.cat([part[0] for part in parts]).numpy(), torch.cat([part[1] for part in parts]).numpy()
+        weight = transformer.head_weight("rollout")
+        tokens, logprobs = draw(hidden, weight, batch.keys, self.sampling, ops, batch.source)
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _launch(self, plan: Plan) -> Launch | None:
+        """The step as a captured one, where it can be."""
+        if self.graphs is None or plan.chunks or self.routes is not None:
+            return None
+        return self.graphs.launch(self.scheduler.rows, np.arange(plan.decode), self.sampling)
+
+    def _launch_ahead(self, plan: Plan, places: NDArray[np.int64]) -> Launch | None:
+        """The step after this one, whose rows stand at `places` of what is under way, unless it takes a decision."""
+        going = np.flatnonzero(self.scheduler.generated[plan.sampled] + 1 < self.limits[plan.sampled])
+        if self.graphs is None or not self.scheduler.look_ahead(going):
+            return None
+        return self.graphs.launch(self.scheduler.rows, going, self.sampling, places[going])
 
     def _record(self, plan: Plan, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Write the sampled tokens down; which of the sequences end with them?"""
         sequences = plan.sampled
         if not np.isfinite(logprobs).all():
+            self.model.transformer.ops["rollout"].raise_faults()  # names the tensor, if it was one
             index = int(sequences[np.flatnonzero(~np.isfinite(logprobs))[0]]) // self.sampling.n
             raise NonFiniteError(f"prompt {index}: the model's logits hold NaN or infinity, so nothing can be sampled")
         column = self.scheduler.generated[sequences]
@@ -166,7 +191,7 @@ class Generation:
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         if not copies:
             return
-        source, target = torch.tensor(copies).unbind(1)
+        source, target = stage(torch.tensor(copies), self.stores[0].k.device).unbind(1)
         for store in self.stores:
             scales = () if store.calibrated else (store.k_scale, store.v_scale)
             for tensor in (store.k, store.v, *scales):

@@ -54,15 +54,22 @@ class DecodeRows:
     def row_of(self, sequence: int) -> int:
         return int(np.flatnonzero(self.sequence[: self.count] == sequence)[0])
 
+    def next_full(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of `rows`, those whose position after the next one has no slot yet."""
+        return rows[self.position[rows] + 1 >= self.num_slots[rows]]
+
     def full(self) -> NDArray[np.int64]:
         """Rows whose next position has no slot yet."""
         return np.flatnonzero(self.position[: self.count] >= self.num_slots[: self.count])
 
     def slots(self) -> NDArray[np.int64]:
         """The slot of every row's next key and value, [count]."""
-        position = self.position[: self.count]
-        page = self.table[self.row_start[: self.count], position // self.page_size]
-        return page * np.int64(self.page_size) + position % self.page_size
+        return self.slots_at(self.row_start[: self.count], self.position[: self.count])
+
+    def slots_at(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slots of these positions of these rows."""
+        page = self.table[rows, positions // self.page_size]
+        return page * np.int64(self.page_size) + positions % self.page_size
 
     def advance(self, tokens: NDArray[np.int64]) -> None:
         """The rows' next inputs are `tokens` [count], one position further."""

@@ -1,8 +1,8 @@
 """Draw tokens, and their log-probabilities under the distribution that they were drawn from.
 
-A row's token depends on its logits and its key (seed, prompt id, sample index, position), and on nothing else. Order:
-divide by the temperature, keep the top k, of these the smallest set with probability at least p, of these the tokens
-with at least min_p times the largest probability; renormalize. A truncated token has logit -inf from there on.
+A row's token depends on its hidden state and its key (seed, prompt id, sample index, position), and on nothing else.
+Order: divide by the temperature, keep the top k, of these the smallest set with probability at least p, of these the
+tokens with at least min_p times the largest probability; renormalize. A truncated token has logit -inf from there on.
 
 Every reduction is over one contiguous row, in float64 where it sums: tests/engine/test_sampler.py compares rows alone
 and in a batch, bit for bit. Left out: the generator itself (`Ops.sample`).
@@ -12,21 +12,42 @@ import torch
 from torch import Tensor
 
 from isobit.engine.types import Sampling
-from isobit.kernels import Ops
+from isobit.kernels import Composed, Ops
 
 LOGITS_AT_ONCE = 2**26
 """Elements of logits that are held at a time (256 MiB)."""
 
 
-def draw(logits: Tensor, keys: Tensor, sampling: Sampling, ops: Ops) -> tuple[Tensor, Tensor]:
-    """Tokens [R] int64 and log-probabilities [R] float32 from logits [R, V] float32 and keys [R, 4] int64."""
-    if sampling.greedy:
-        tokens = logits.argmax(-1)
-        return tokens, ops.token_logprobs(logits, tokens, 1.0)[0]
+def draw(
+    hidden: Tensor, weight: Tensor, keys: Tensor, sampling: Sampling, ops: Ops, source: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tokens [R] int64 and log-probabilities [R] float32 for keys [R, 4] int64: key r draws from row `source[r]`, by
+    default row r, of hidden [T, C] under the output head's weight [V, C]."""
+    rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
+    fused = type(ops).head_sample is not Composed.head_sample and not (sampling.greedy or sampling.truncated)
+    if keys.shape[0] <= rows or fused:  # a fused operator holds no logits
+        return _draw(hidden, weight, keys, sampling, ops, source)
+    hidden = hidden if source is None else hidden.index_select(0, source)
+    parts = [_draw(h, weight, k, sampling, ops, None) for h, k in zip(hidden.split(rows), keys.split(rows))]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _draw(
+    hidden: Tensor, weight: Tensor, keys: Tensor, sampling: Sampling, ops: Ops, source: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not (sampling.greedy or sampling.truncated):
+        return ops.head_sample(hidden, weight, keys, sampling.temperature, source)
+    logits = ops.product(hidden, weight, None, torch.float32)
+    logits = logits if source is None else logits.index_select(0, source)
     if sampling.truncated:
         logits = truncate(logits, sampling)
-    tokens = ops.sample(logits, keys, sampling.temperature)
-    return tokens, ops.token_logprobs(logits, tokens, sampling.temperature)[0]
+        tokens = ops.sample(logits, keys, sampling.temperature)
+        return tokens, ops.token_logprobs(logits, tokens, sampling.temperature)[0]
+    tokens = logits.argmax(-1)
+    if type(ops).head_logprobs is Composed.head_logprobs:  # then it would compute these logits again
+        return tokens, ops.token_logprobs(logits, tokens, 1.0)[0]
+    hidden = hidden if source is None else hidden.index_select(0, source)
+    return tokens, ops.head_logprobs(hidden, weight, tokens, 1.0)[0]
 
 
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -48,5 +69,8 @@ def nucleus(scaled: Tensor, top_p: float) -> Tensor:
     """Mask [R, V] of the smallest set of most probable tokens whose probability reaches `top_p`; ties: lower index."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     probability = torch.softmax(ordered.double(), -1)
-    before = probability.cumsum(-1) - probability
-    return torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, before < top_p)
+    if scaled.shape[0] == 1:  # on a GPU PyTorch adds up a lone row in another order than one of several
+        reached = probability.expand(2, -1).contiguous().cumsum(-1)[:1]
+    else:
+        reached = probability.cumsum(-1)
+    return torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, reached - probability < top_p)

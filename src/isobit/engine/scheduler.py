@@ -142,6 +142,25 @@ class Scheduler:
         self.stats.peak_pages = self.pages.peak_used
         return Plan(decode, chunks, np.concatenate(sampled) if chunks else sampled[0])
 
+    def look_ahead(self, going: NDArray[np.int64]) -> bool:
+        """May rows `going` of a step that has yet to be accounted for be launched again at once? If so, they have the
+        pages that takes. Not while a prompt could be computed instead, nor where a page would have to be taken back:
+        those are decisions of `plan`."""
+        full = self.rows.next_full(going)
+        if self.prefilling or self.pages.num_free < full.size:
+            return False
+        if self.waiting and self._room(self._pages_to_admit(self.waiting[0])):
+            return False
+        self._add_pages(full)
+        return going.size > 0
+
+    def launched(self, computed: int) -> Plan:
+        """The step that was launched ahead, over `computed` rows: of these, the rows that have not ended since."""
+        self.stats.steps += 1
+        self.stats.decode_tokens += computed
+        self.stats.peak_pages = self.pages.peak_used
+        return Plan(self.rows.count, (), self.rows.sequence[: self.rows.count].copy())
+
     def commit(self, plan: Plan, tokens: NDArray[np.int64], done: NDArray[np.bool_]) -> None:
         """Account for a step: `tokens` were sampled by `plan.sampled`, and where `done` they were the last ones."""
         self.generated[plan.sampled] += 1
@@ -183,10 +202,14 @@ class Scheduler:
         while self.pages.num_free < full.size:
             self._reclaim()
             full = self.rows.full()
-        for row, page in zip(full.tolist(), self.pages.allocate(full.size)):
+        self._add_pages(full)
+
+    def _add_pages(self, rows: NDArray[np.int64]) -> None:
+        """A free page for each of these rows."""
+        for row, page in zip(rows.tolist(), self.pages.allocate(rows.size)):
             self.running[int(self.rows.sequence[row])].pages.append(page)
             self.rows.add_page(row, page)
-        self.may_need -= int(full.size)
+        self.may_need -= int(rows.size)
 
     def _reclaim(self) -> None:
         """Take pages back: a prefix that no running sequence uses, else those of the youngest sequence."""
@@ -243,6 +266,10 @@ class Scheduler:
             budget -= stop - sequence.computed
             yield Chunk(sequence, sequence.computed, stop, self._samples(sequence) if stop == length else range(0))
 
+    def _pages_to_admit(self, index: int) -> int:
+        """Pages for all tokens of a waiting sequence, besides those that its group keeps."""
+        return -(-self.length(index) // self.page_size) - len(self.groups[index // self.n].prefix)
+
     def _samples(self, sequence: Running) -> range:
         """Who draws a token when this sequence is prefilled: the whole group, where the prompt is new."""
         first = self.generated[sequence.index] == 0
@@ -254,7 +281,7 @@ class Scheduler:
             return None
         index = self.waiting[0]
         group = self.groups[index // self.n]
-        needed = -(-self.length(index) // self.page_size) - len(group.prefix)
+        needed = self._pages_to_admit(index)
         if not self._room(needed):
             if self.running:
                 return None

@@ -37,13 +37,14 @@ class AmaxRecorder:
 
     def see(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keys and values [T, KV, D] of a layer, as they go to the cache."""
+        self.batches[-1] = self.batches[-1].to(k.device)
         for side, tensor in enumerate((k, v)):
             if tensor.numel():
                 self.batches[-1][layer, side] = tensor.detach().abs().max().float()
 
     def amax(self, percentile: float) -> Tensor:
-        """[layers, 2]: the percentile over the forwards seen, interpolated linearly."""
-        return torch.quantile(torch.stack(self.batches), percentile / 100.0, dim=0)
+        """[layers, 2], on the host: the percentile over the forwards seen, interpolated linearly."""
+        return torch.quantile(torch.stack(self.batches).cpu(), percentile / 100.0, dim=0)
 
 
 def scales_from(amax: Tensor, calibration: Calibration, version: int) -> KVScales:

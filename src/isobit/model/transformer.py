@@ -22,7 +22,7 @@ from isobit.model.config import ModelConfig
 from isobit.model.kv_scales import AmaxRecorder, KVScales
 from isobit.model.moe import RouteTape, mixture
 from isobit.model.weight_sync import Receiver
-from isobit.model.working import Layer, Made, Mixture, Working, make_working, map_parts, nbytes
+from isobit.model.working import Layer, Made, Mixture, Working, make_working, map_parts, nbytes, tensors_of
 from isobit.precision import Flow, Precision
 
 USES = ("rollout", "learner")
@@ -48,22 +48,26 @@ class Transformer:
         self._tables = config.rope.tables(0, config.head_dim)
         self._receiver = None if precision.shared else Receiver()
         self._working: dict[str, Working] = {}
+        self._made: Made = {}
+        self.keeps_storage = ops.device.type == "cuda"  # captured graphs read the working weights from where they are
         self.sync()
 
     @torch.no_grad()
     def sync(self, rollout: bool = True) -> None:
-        """Make working weights of the masters; both uses change at once, and the version with them.
+        """Make working weights of the masters; both uses change at once, and the version with them. On a GPU they are
+        written where those of the last sync were.
 
         With separate engines the rollout is sent its own copy, unless `rollout` is False. Raises RunFailed, naming the
         tensor, if one arrives broken.
         """
         assert self.parameters, "a frozen model has no masters to sync from"
         made: Made = {}  # so that what has one flow has one storage
-        self._working["learner"] = self._make("learner", made)
+        storage, self._made = self._made, made if self.keeps_storage else {}
+        self._working["learner"] = self._make("learner", made, storage)
         if self._receiver is None:
-            self._working["rollout"] = self._make("rollout", made)
+            self._working["rollout"] = self._make("rollout", made, storage)
         elif rollout:
-            self._working["rollout"] = self._receiver.receive(self._make("rollout", {}))
+            self._working["rollout"] = self._receiver.receive(self._make("rollout", {}, {}))
         self.weights_version += 1
 
     def freeze(self) -> None:
@@ -77,6 +81,7 @@ class Transformer:
 
         frozen = map_parts(self._working["learner"], without_master)
         self._working, self.parameters, self._receiver = dict.fromkeys(USES, frozen), {}, None
+        self._made = {}
 
     @property
     def sync_bytes(self) -> int:
@@ -114,10 +119,6 @@ class Transformer:
                 x = autograd.gated_linear(gate_up, layer.mlp.down, ops)
         return autograd.rms_norm(x, residual, outside.final_norm, eps, ops)[0]
 
-    def logits(self, hidden: Tensor, use: str = "learner") -> Tensor:
-        """Logits [T, vocabulary] float32, without gradient."""
-        return self.ops[use].product(hidden, self._working[use].outside.head.working, None, torch.float32)
-
     def head_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, use: str = "learner", chunk: int | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -125,6 +126,26 @@ class Transformer:
         rows = chunk if chunk is not None else max(16, _HEAD_ELEMENTS // self.config.vocab_size)
         head = self._working[use].outside.head
         return autograd.head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
+
+    def logits(self, hidden: Tensor, use: str = "learner") -> Tensor:
+        """Logits [T, vocabulary] float32, without gradient."""
+        return self.ops[use].product(hidden, self.head_weight(use), None, torch.float32)
+
+    def head_weight(self, use: str = "learner") -> Tensor:
+        """The output head [vocabulary, hidden], as it is multiplied."""
+        head = self._working[use].outside.head.working
+        assert isinstance(head, Tensor)
+        return head
+
+    def rollout_storage(self) -> tuple[int, ...]:
+        """The addresses of the rollout's working weights: what a captured graph reads."""
+        operands = (operand for _, operand, _ in self._working["rollout"].tensors())
+        return tuple(tensor.data_ptr() for operand in operands for tensor in tensors_of(operand))
+
+    @property
+    def rope_tables(self) -> tuple[Tensor, Tensor]:
+        """The rotary tables that forwards read now; a longer context replaces them."""
+        return self._tables
 
     def rollout_weights(self) -> list[Weight]:
         """The linear layers as the rollout multiplies them."""
@@ -135,8 +156,8 @@ class Transformer:
         rollout, learner = ({id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES)
         return sum(rollout.values()), sum(size for key, size in learner.items() if key not in rollout)
 
-    def _make(self, use: str, made: Made) -> Working:
-        return make_working(self.config, self.precision, self.ops["learner"], self.parameters, use, made)
+    def _make(self, use: str, made: Made, storage: Made) -> Working:
+        return make_working(self.config, self.precision, self.ops["learner"], self.parameters, use, made, storage)
 
     def layer_scales(self, layer: int) -> Tensor:
         """Calibrated scales [2] of K and V. Raises IsobitError if there are none."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from isobit.errors import RunFailed
 from isobit.kernels import Operand
 from isobit.model.autograd import Vector, Weight
-from isobit.model.working import Working, map_parts, nbytes
+from isobit.model.working import Working, map_parts, nbytes, tensors_of
 from isobit.precision import QTensor
 
 _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
@@ -45,13 +45,13 @@ class Receiver:
 
     def transfer(self, buffer: Operand, source: Operand) -> None:
         """Copy one tensor."""
-        for target, values in zip(_parts(buffer), _parts(source)):
+        for target, values in zip(tensors_of(buffer), tensors_of(source)):
             target.copy_(values)
 
 
 def poison(buffer: Operand) -> None:
     """Make every element NaN."""
-    for tensor in _parts(buffer):
+    for tensor in tensors_of(buffer):
         if tensor.element_size() == 1:
             tensor.view(torch.uint8).fill_(0x7F)  # NaN in E4M3 and in E5M2
         else:
@@ -103,7 +103,3 @@ def _buffers(sent: Working) -> Working:
     buffers = map_parts(sent, copied)
     assert isinstance(buffers, Working)
     return buffers
-
-
-def _parts(operand: Operand) -> tuple[Tensor, ...]:
-    return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)

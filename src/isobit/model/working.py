@@ -1,6 +1,7 @@
 """Working weights: what is multiplied, made of the FP32 masters once per sync, for each distinct flow.
 
-Where two uses have one flow and one engine, the result is one storage, which cannot be stale. Left out: when they are
+Where two uses have one flow and one engine, the result is one storage, which cannot be stale. It can be made anew in
+the storage of the last sync, so that addresses stay: a captured CUDA graph reads from them. Left out: when they are
 made (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
 """
 
@@ -88,18 +89,27 @@ Made = dict[tuple[int | None, Flow], Layer | Outside]
 
 
 def make_working(
-    config: ModelConfig, precision: Precision, ops: Ops, masters: Mapping[str, Tensor], use: str, made: Made
+    config: ModelConfig,
+    precision: Precision,
+    ops: Ops,
+    masters: Mapping[str, Tensor],
+    use: str,
+    made: Made,
+    storage: Made | None = None,
 ) -> Working:
-    """Working weights of a use; takes from `made` what is there, and adds what is not."""
+    """Working weights of a use; takes from `made` what is there, and adds what is not: written into the parts of
+    `storage` where that has them, one layer at a time, else in storage of its own."""
     parts: list[Layer | Outside] = []
     for index in (None, *range(config.num_layers)):
         flow = precision.flow(use, index, config.num_layers)
         if (index, flow) not in made:
-            made[index, flow] = (
+            part = (
                 _make_outside(config, flow, masters)
                 if index is None
                 else _make_layer(config, precision, ops, masters, index, flow)
             )
+            kept = None if storage is None else storage.get((index, flow))
+            made[index, flow] = part if kept is None else _overwritten(kept, part)
         parts.append(made[index, flow])
     outside, *layers = parts
     assert isinstance(outside, Outside)
@@ -120,6 +130,22 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
 def nbytes(operand: Operand) -> int:
     """Bytes of a working tensor, scales included."""
     return operand.nbytes if isinstance(operand, QTensor) else operand.numel() * operand.element_size()
+
+
+def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
+    """What an operand stores: itself, or codes and scales."""
+    return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
+
+
+def _overwritten(kept: Layer | Outside, made: Layer | Outside) -> Layer | Outside:
+    """`kept`, with the values of `made` in its storage; what two parts share is copied twice, and is the same."""
+    for old, new in zip(_parts(kept), _parts(made), strict=True):
+        for (name, target, _), (source_name, source, _) in zip(_stored(old), _stored(new), strict=True):
+            assert name == source_name
+            for into, values in zip(tensors_of(target), tensors_of(source), strict=True):
+                assert into.shape == values.shape
+                into.copy_(values)
+    return kept
 
 
 def _parts(value: object) -> Iterator[Weight | Vector]:

@@ -1,0 +1,289 @@
+"""Decode steps as CUDA graphs: one replay instead of hundreds of launches from Python.
+
+A graph is captured for a number of rows and a longest context, when a step first needs it, and serves every smaller
+step: what is missing is padded. A padded row decodes token 0 at position 0 into a spare page that no sequence has, so
+it touches nothing that is read; and since a row's bits do not depend on its batch, a padded step gives the bits of the
+plain one. tests/engine/test_graphs.py compares them, over `EagerGraph`, which stands in for a captured graph on a CPU.
+
+A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights. `begin` drops graphs
+whose weights or stores have moved; `Transformer.sync` keeps them in place on a GPU. Tokens stay on the device, so a
+step can be launched before the host has read the one before. Left out: steps with prompts in them, which run as they
+are.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from isobit.engine.rows import DecodeRows
+from isobit.engine.sampler import draw
+from isobit.engine.types import Sampling
+from isobit.kernels import KVStore, Layout
+from isobit.model import Model
+
+SMALLEST_CONTEXT = 1024
+Rows = NDArray[np.int64]
+_INTS = 7  # of a row: token, position, slot, and the four of its sampling key
+
+
+class Graph(Protocol):
+    """Something that runs one function again and again, from where that reads to where it writes."""
+
+    def __init__(self, peer: Any) -> None:
+        """`peer`: another graph, whose memory it may share, since no two run at a time; or None."""
+
+    def capture(self, function: Callable[[], None]) -> None:
+        """Take the function down. It may run meanwhile, so its inputs must be harmless."""
+
+    def replay(self) -> None:
+        """Run the function on what its inputs hold now."""
+
+
+class EagerGraph:
+    """Calls the function: for tests of everything around a captured graph."""
+
+    def __init__(self, peer: Any) -> None:
+        self._function: Callable[[], None] | None = None
+
+    def capture(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def replay(self) -> None:
+        assert self._function is not None
+        self._function()
+
+
+class CudaGraph:
+    """A captured CUDA graph."""
+
+    def __init__(self, peer: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = None if peer is None else peer._graph.pool()
+        # one for all: PyTorch keeps the memory that was used on a stream for that stream
+        self._stream = torch.cuda.Stream() if peer is None else peer._stream
+
+    def capture(self, function: Callable[[], None]) -> None:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):  # kernels are compiled, and workspaces allocated
+            function()
+        current.wait_stream(self._stream)
+        # other threads may allocate meanwhile
+        with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            function()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
+    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait for it; the experts
+    of a mixture take as many rows as choose them, which only the host can launch."""
+    ops = model.transformer.ops["rollout"]
+    captured = ops.backend == "triton" and ops.device.type == "cuda" and model.config.experts is None
+    return CudaGraph if wanted and captured else None
+
+
+def ladder(most: int) -> list[int]:
+    """Numbers of rows that are captured, up to `most`; of more than 16, fewer than a third are padding."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
+    return [*(step for step in steps if step < most), most]
+
+
+class _Host:
+    """What one launch takes from the host and gives back to it; pinned, where there is a GPU."""
+
+    def __init__(self, max_rows: int, pages: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.ints = torch.zeros(_INTS * max_rows, dtype=torch.int64, pin_memory=on_gpu)
+        self.table = torch.zeros(max_rows * pages, dtype=torch.int32, pin_memory=on_gpu)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, pin_memory=on_gpu)
+        self.logprobs = torch.zeros(max_rows, pin_memory=on_gpu)
+        self._event = torch.cuda.Event() if on_gpu else None
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until everything is computed that was launched before `record`."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Launch:
+    """A step that is under way: row r of it continues `sequences[r]`."""
+
+    def __init__(self, sequences: Rows, host: _Host) -> None:
+        self.sequences = sequences
+        self._host = host
+
+    def places(self, sequences: Rows) -> Rows:
+        """The rows of these sequences, which are among its own."""
+        order = np.argsort(self.sequences)
+        return order[np.searchsorted(self.sequences, sequences, sorter=order)]
+
+    def read(self, places: Rows) -> tuple[Rows, NDArray[np.float32]]:
+        """Tokens and log-probabilities of some rows. Waits for the step; to be called before the next but one."""
+        self._host.wait()
+        return self._host.tokens.numpy()[places], self._host.logprobs.numpy()[places]
+
+
+class DecodeGraphs:
+    """The captured decode steps of an engine, of up to `max_rows` rows and `longest` tokens of context."""
+
+    def __init__(
+        self,
+        model: Model,
+        kind: type[Graph],
+        *,
+        page_size: int,
+        max_rows: int,
+        longest: int,
+        spare_page: int,
+    ) -> None:
+        self._transformer, self._kind = model.transformer, kind
+        self._ops = model.transformer.ops["rollout"]
+        self._last_token = model.config.vocab_size - 1
+        self.page_size, self.max_rows, self.longest = page_size, max_rows, longest
+        self.spare_page, self.smallest_context = spare_page, SMALLEST_CONTEXT
+        self.ladder = ladder(max_rows)
+        device, pages = self._ops.device, -(-longest // page_size)
+        self._hosts = [_Host(max_rows, pages, device) for _ in range(2)]
+        self._ints = torch.zeros(_INTS * max_rows, dtype=torch.int64, device=device)
+        self._table = torch.zeros(max_rows * pages, dtype=torch.int32, device=device)
+        self._row_start = torch.arange(max_rows + 1, device=device)
+        self._tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)  # the last is a padded row's: 0
+        self._logprobs = torch.zeros(max_rows, device=device)
+        self._graphs: dict[tuple[object, ...], Graph] = {}
+        self._kept: list[object] = []
+        self._storage: tuple[int, ...] = ()
+        self._stores: list[KVStore] = []
+        self._padded = 0
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Drop all graphs, and the memory that they hold."""
+        self._graphs.clear()
+        self._kept.clear()
+        self._stores = []
+
+    def begin(self, stores: list[KVStore]) -> None:
+        """A `generate` call begins: graphs that read other weights or stores than its own are dropped."""
+        held = [t for s in stores for t in (s.k, s.v, s.k_scale, s.v_scale, s.counts) if t is not None]
+        storage = (*self._transformer.rollout_storage(), *(tensor.data_ptr() for tensor in held))
+        if storage != self._storage:
+            self.clear()
+        self._storage, self._stores, self._padded = storage, stores, 0
+
+    def launch(self, rows: DecodeRows, which: Rows, sampling: Sampling, source: Rows | None = None) -> Launch:
+        """Start a step of the table's rows `which`. With `source` it is the step after the one that is under way, whose
+        row source[r] has the token that row r continues with."""
+        positions = rows.position[which] + (source is not None)
+        count, most = self.ladder[bisect_left(self.ladder, which.size)], int(positions.max()) + 1
+        context = self.smallest_context
+        while context < most:
+            context *= 2
+        context = min(context, self.longest)
+        truncation = (sampling.top_k, sampling.top_p, sampling.min_p)
+        key = (count, context, sampling.temperature, *truncation)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._captured(count, context, sampling)
+        host, self._hosts = self._hosts[0], self._hosts[::-1]
+        self._fill(host, count, context, rows, which, positions, source)
+        if source is not None:
+            tokens = self._ints[:count]
+            # a token drawn from NaN may be any; the host stops there, and what is under way must not read outside
+            tokens.copy_(self._tokens.index_select(0, tokens).clamp_(0, self._last_token))
+        graph.replay()
+        host.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
+        host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
+        host.record()
+        self._padded += count - which.size
+        return Launch(rows.sequence[which], host)
+
+    def settle(self) -> None:
+        """A `generate` call ends: take what padded rows have written out of the counts of calibrated stores."""
+        counts = [store.counts for store in self._stores if store.counts is not None]
+        if not counts or not self._padded:
+            return
+        before = [count.clone() for count in counts]
+        context = min(self.smallest_context, self.longest)
+        self._pad(1, context)
+        self._transformer.hidden(self._ints[:1], self._layout(1, context), self._stores, use="rollout")
+        for count, found in zip(counts, before):
+            count.copy_(found - self._padded * (count - found))
+        self._padded = 0
+
+    def _captured(self, count: int, context: int, sampling: Sampling) -> Graph:
+        layout, weight = self._layout(count, context), self._transformer.head_weight("rollout")
+        tokens, keys = self._ints[:count], self._ints[3 * count : _INTS * count].view(count, 4)
+
+        def step() -> None:
+            hidden = self._transformer.hidden(tokens, layout, self._stores, use="rollout")
+            drawn, logprobs = draw(hidden, weight, keys, sampling, self._ops)
+            self._tokens[:count].copy_(drawn)
+            self._logprobs[:count].copy_(logprobs)
+
+        counts = [(store.counts, store.counts.clone()) for store in self._stores if store.counts is not None]
+        last = self._tokens.clone()  # the step under way may have the inputs of the next
+        self._pad(count, context)
+        graph = self._kind(next(iter(self._graphs.values()), None))
+        graph.capture(step)
+        self._kept.append(self._transformer.rope_tables)  # a longer context would bring others, and free these
+        self._tokens.copy_(last)
+        for now, before in counts:
+            now.copy_(before)
+        return graph
+
+    def _layout(self, count: int, context: int) -> Layout:
+        """Of the first `count` rows of the buffers: one row a sequence, so its context is its position."""
+        positions, slots, pages = self._ints[count : 2 * count], self._ints[2 * count : 3 * count], self._pages(context)
+        table = self._table[: count * pages].view(count, pages)
+        row_start = self._row_start[: count + 1]
+        return Layout(row_start, positions, table, self.page_size, positions, slots, 1, context, 0)
+
+    def _pages(self, context: int) -> int:
+        return -(-context // self.page_size)
+
+    def _pad(self, count: int, context: int) -> None:
+        """Buffers of padded rows only. It goes through the memory that the next launch will use: the other's may be
+        of a step that is under way."""
+        nothing, empty = np.zeros(0, np.int64), DecodeRows(1, 1, self.page_size)
+        self._fill(self._hosts[0], count, context, empty, nothing, nothing, None)
+        self._hosts[0].record()
+
+    def _fill(
+        self,
+        host: _Host,
+        count: int,
+        context: int,
+        rows: DecodeRows,
+        which: Rows,
+        positions: Rows,
+        source: Rows | None,
+    ) -> None:
+        """Write a step's inputs, and send them to the buffers that graphs read from."""
+        host.wait()
+        real, pages = which.size, self._pages(context)
+        ints, table = host.ints[: _INTS * count], host.table[: count * pages]
+        tokens, position, slots = ints.numpy()[: 3 * count].reshape(3, count)
+        keys, page_table = ints.numpy()[3 * count :].reshape(count, 4), table.numpy().reshape(count, pages)
+        tokens[:real] = rows.token[which] if source is None else source
+        tokens[real:] = 0 if source is None else self.max_rows
+        position[:real], position[real:] = positions, 0
+        slots[:real], slots[real:] = rows.slots_at(which, positions), self.spare_page * self.page_size
+        keys[:real], keys[real:] = rows.key[which], 0
+        keys[:real, 3] += source is not None
+        width = min(rows.table.shape[1], pages)
+        page_table[:real, :width], page_table[real:] = rows.table[which, :width], self.spare_page
+        self._ints[: ints.numel()].copy_(ints, non_blocking=True)
+        self._table[: table.numel()].copy_(table, non_blocking=True)
