@@ -150,9 +150,13 @@ def save(pointer, at, first, second, low, high, DIM: tl.constexpr):
 
 
 @triton.jit
-def vector(pointer, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """The two halves [1, WIDTH] of a vector [DIM], float32."""
-    column = tl.arange(0, WIDTH)[None, :]
+def vector(pointer, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """The two halves of a vector [DIM], float32 [TILE, WIDTH].
+
+    Loaded for every head again: a single row would be spread over the threads in another way, and the heads moved
+    through shared memory to meet it.
+    """
+    column = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], (TILE, WIDTH))
     return load(pointer, column, column < DIM // 2, column < DIM // 2, DIM)
 
 
@@ -169,9 +173,9 @@ def rounded_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def turns(cos, sin, positions, token, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Cosines and sines [1, WIDTH] at a token's position."""
-    column = tl.arange(0, WIDTH)[None, :]
+def turns(cos, sin, positions, token, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Cosines and sines [TILE, WIDTH] at a token's position, for every head again as in `vector`."""
+    column = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], (TILE, WIDTH))
     at = tl.load(positions + token) * (DIM // 2) + column
     inside = column < DIM // 2
     return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
@@ -183,12 +187,16 @@ def turned(low, high, c, s):
 
 
 @triton.jit
-def _normed_rotated(x, norm, eps, c, s, at, first, second, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _normed_rotated(
+    x, norm, eps, cos, sin, positions, token, at, first, second, DIM: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """Heads of a token, normed if there is a norm, and rotated: not yet rounded for the second time."""
     low, high = load(x, at, first, second, DIM)
+    c, s = turns(cos, sin, positions, token, DIM, TILE, WIDTH)
     if norm is not None:
         DTYPE: tl.constexpr = x.dtype.element_ty
-        w_low, w_high = vector(norm, DIM, WIDTH)
+        w_low, w_high = vector(norm, DIM, TILE, WIDTH)
         rstd = inverse_norm(low, high, eps, DIM)
         low, high = rounded_to(low * rstd * w_low, DTYPE), rounded_to(high * rstd * w_high, DTYPE)
     return turned(low, high, c, s)
@@ -245,10 +253,10 @@ def _rotary(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at, first, second = places(tl.program_id(1) * TILE, HEADS, DIM, TILE, WIDTH)
-    c, s = turns(cos, sin, positions, token, DIM, WIDTH)
+    low, high = load(x + token * STRIDE, at, first, second, DIM)
+    c, s = turns(cos, sin, positions, token, DIM, TILE, WIDTH)
     if INVERSE:
         s = -s
-    low, high = load(x + token * STRIDE, at, first, second, DIM)
     low, high = turned(low, high, c, s)
     save(out + token * (HEADS * DIM), at, first, second, low, high, DIM)
 
@@ -292,17 +300,19 @@ def _attention_inputs(
     x = qkv + token * ((Q_HEADS + 2 * KV_HEADS) * DIM)
     _count_all(counts, rows, KV_HEADS, DIM, CALIBRATED)
     if group < Q_GROUPS:
-        c, s = turns(cos, sin, positions, token, DIM, WIDTH)
         at, first, second = places(group * TILE, Q_HEADS, DIM, TILE, WIDTH)
-        low, high = _normed_rotated(x, q_norm, eps, c, s, at, first, second, DIM, WIDTH)
+        low, high = _normed_rotated(
+            x, q_norm, eps, cos, sin, positions, token, at, first, second, DIM, TILE, WIDTH
+        )  # fmt: skip
         save(q + token * (Q_HEADS * DIM), at, first, second, low, high, DIM)
     else:
         slot = tl.load(slots + token)
         head = ((group - Q_GROUPS) % KV_GROUPS) * TILE
         at, first, second = places(head, KV_HEADS, DIM, TILE, WIDTH)
         if group < Q_GROUPS + KV_GROUPS:
-            c, s = turns(cos, sin, positions, token, DIM, WIDTH)
-            low, high = _normed_rotated(x + Q_HEADS * DIM, k_norm, eps, c, s, at, first, second, DIM, WIDTH)
+            low, high = _normed_rotated(
+                x + Q_HEADS * DIM, k_norm, eps, cos, sin, positions, token, at, first, second, DIM, TILE, WIDTH
+            )  # fmt: skip
             low, high = rounded_to(low, DTYPE), rounded_to(high, DTYPE)
             save(k + token * (KV_HEADS * DIM), at, first, second, low, high, DIM)
             _put(

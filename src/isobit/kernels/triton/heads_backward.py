@@ -87,13 +87,13 @@ def _heads_backward(
     at, first, second = places(head, HEADS, DIM, TILE, WIDTH)
     DTYPE: tl.constexpr = gradient.dtype.element_ty
     if norm is not None:
-        w_low, w_high = vector(norm, DIM, WIDTH)
+        w_low, w_high = vector(norm, DIM, TILE, WIDTH)
         dw_low, dw_high = tl.zeros((TILE, WIDTH), tl.float32), tl.zeros((TILE, WIDTH), tl.float32)
     for step in range(numbers.steps(steps)):
         token = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
         there = token < rows
-        c, s = turns(cos, sin, positions, tl.where(there, token, 0), DIM, WIDTH)
         low, high = load(gradient + token * STRIDE, at, first & there, second & there, DIM)
+        c, s = turns(cos, sin, positions, tl.where(there, token, 0), DIM, TILE, WIDTH)
         low, high = turned(low, high, c, -s)
         if norm is not None:
             low, high = rounded_to(low, DTYPE), rounded_to(high, DTYPE)
