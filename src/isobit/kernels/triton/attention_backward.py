@@ -8,10 +8,11 @@ apart. Two compute: dq for a block of queries and a head, over its keys in ascen
 keys and a key head, over its query heads and their queries in ascending order. Every sum has one order, so the gradient
 repeats; a row's bits depend on its sequence alone. It goes straight through the quantization of keys and values.
 
-Reading the store once costs 2 + 4 bytes an element of keys and values and makes the products plain: at 4,096 tokens a
-sequence about one part in a hundred of the time expected of them. P and dS are rounded to the type of the queries for
-the tensor cores; float32 is multiplied in float32. Left out: the forward, and rows that follow stored ones (`context`
-is 0).
+Keys and values are read from the store once, 1 byte an element and 2 written, so that the products, which read them
+once for every block of queries, neither look up pages nor decode. There are seven products, the scores and dP being
+computed twice; they, not memory, bound it from some hundred tokens a sequence on. P and dS are rounded to the type of
+the queries for the tensor cores; float32 is multiplied in float32. Left out: the forward, and rows that follow stored
+ones (`context` is 0).
 """
 
 import torch
@@ -61,17 +62,19 @@ def attention_backward(
 
 
 def _query_blocks(width: int, dtype: torch.dtype) -> _Blocks:
-    """(queries, keys of a block, warps, stages) of the kernel for dq."""
+    """(queries, keys of a block, warps, stages) of the kernel for dq: what compiles without spilling a register."""
     if dtype == torch.float32:
-        return 32, 32, 4, 1
-    return (128, 64, 8, 2) if width <= 128 else (64, 32, 4, 2)
+        return 16, 16, 4, 1
+    return (128, 64, 8, 2) if width <= 128 else (64, 32, 8, 2)
 
 
 def _key_blocks(width: int, dtype: torch.dtype) -> _Blocks:
-    """(queries, keys of a block, warps, stages) of the kernel for dk and dv."""
+    """(queries, keys of a block, warps, stages) of the kernel for dk and dv, likewise."""
     if dtype == torch.float32:
-        return 32, 32, 4, 1
-    return (64, 128, 8, 2) if width <= 128 else (32, 64, 8, 2)
+        return 16, 16, 4, 1
+    if width <= 64:
+        return 64, 128, 8, 2
+    return (32, 128, 8, 3) if width == 128 else (16, 64, 8, 2)
 
 
 def _read(store: KVStore, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -215,7 +218,7 @@ def _dq(
 @triton.jit
 def _dkv_step(
     dk, dv, keys, values, q, dout, exponent, inner, first, step, count, scale, STRIDE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """dk (not yet scaled) and dv [N, WIDTH] plus what a block of queries of one head gives."""
     queries = _block(q, step * M, count, STRIDE, M, DIM, WIDTH)
@@ -225,8 +228,7 @@ def _dkv_step(
     delta = tl.load(inner + row, mask=row < count, other=0.0)
     scores = numbers.dot(keys, tl.trans(queries), tl.zeros((N, M), tl.float32))
     p = tl.exp2(scores * (scale * _LOG2E) - high[None, :])
-    if MASKED:
-        p = tl.where(first + tl.arange(0, N)[:, None] <= row[None, :], p, 0.0)
+    p = tl.where(first + tl.arange(0, N)[:, None] <= row[None, :], p, 0.0)
     dv = numbers.dot(numbers.cast(p, q.dtype.element_ty), gradient, dv)
     dp = numbers.dot(values, tl.trans(gradient), tl.zeros((N, M), tl.float32))
     ds = numbers.cast(p * (dp - delta[None, :]), q.dtype.element_ty)
@@ -251,21 +253,19 @@ def _dkv(
     keys = _block(k + here, first, count, KV_STRIDE, N, DIM, WIDTH)
     values = _block(v + here, first, count, KV_STRIDE, N, DIM, WIDTH)
     key_sum, value_sum = tl.zeros((N, WIDTH), tl.float32), tl.zeros((N, WIDTH), tl.float32)
-    last = (count + M - 1) // M
-    whole = tl.minimum((first + N) // M, last)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        at = start * STRIDE + head * DIM
-        row = head.to(tl.int64) * rows + start
-        for step in range(numbers.steps(first // M), numbers.steps(whole)):
-            key_sum, value_sum = _dkv_step(
-                key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first, step, count,
-                scale, STRIDE, M, N, DIM, WIDTH, True,
-            )  # fmt: skip
-        for step in range(numbers.steps(whole), numbers.steps(last)):
-            key_sum, value_sum = _dkv_step(
-                key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first, step, count,
-                scale, STRIDE, M, N, DIM, WIDTH, False,
-            )  # fmt: skip
+    q += start * STRIDE + kv_head * (GROUP * DIM)
+    dout += start * STRIDE + kv_head * (GROUP * DIM)
+    exponent += start + kv_head * (GROUP * rows)
+    inner += start + kv_head * (GROUP * rows)
+    # one loop over the blocks of queries of one head after the other
+    lowest = first // M
+    blocks_of_head = (count + M - 1) // M - lowest
+    for index in range(numbers.steps(GROUP * blocks_of_head)):
+        member, step = index // blocks_of_head, lowest + index % blocks_of_head
+        at, row = member * DIM, member * rows
+        key_sum, value_sum = _dkv_step(
+            key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first, step, count,
+            scale, STRIDE, M, N, DIM, WIDTH,
+        )  # fmt: skip
     _keep(dk + here, key_sum * scale, first, count, KV_STRIDE, N, DIM, WIDTH)
     _keep(dv + here, value_sum, first, count, KV_STRIDE, N, DIM, WIDTH)
