@@ -105,3 +105,15 @@ def dot(a, b, acc):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def steps(count):
+    """`count`, a number that only the kernel knows, as the bound of a `range`.
+
+    Triton 3.6's interpreter asks NumPy for it in a way that NumPy 2.4 refuses.
+    """
+    if INTERPRETED:
+        return int(count.handle.data.item())
+    else:
+        return count
