@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels.triton import attention, attention_backward, gate, grouped, head, heads, norm, product, quantize
+from isobit.kernels.triton import (
+    attention,
+    attention_backward,
+    gate,
+    grouped,
+    head,
+    heads,
+    heads_backward,
+    norm,
+    product,
+    quantize,
+)
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults
 from isobit.kernels.types import KVStore, Layout, Operand, Ops, Stacked
@@ -111,7 +122,7 @@ class TritonOps(Ops):
         tables: tuple[Tensor, Tensor],
         positions: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return heads.attention_inputs_backward(gradients, qkv, norms, eps, tables, positions)
+        return heads_backward.attention_inputs_backward(gradients, qkv, norms, eps, tables, positions)
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         heads.kv_write(store, k, v, layout, self._faults.of("keys and values"))
