@@ -1,0 +1,33 @@
+"""What products on a GPU ask of quantized operands: known blocks, codes contiguous along K, strides of scales."""
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.precision import BLOCK, E4M3, QTensor
+
+
+def check_blocks(a: QTensor, b: QTensor) -> None:
+    """Raise IsobitError unless a has a scale for each row, b for each row or 128 rows, and both for 128 columns.
+
+    One scale for all rows or all columns will do too.
+    """
+    for operand, heights in ((a, (1,)), (b, (1, BLOCK))):
+        high, wide = operand.block
+        known = high in heights or operand.scale.shape[0] == 1
+        if operand.spec.format is not E4M3 or not known or wide not in (BLOCK, operand.shape[1]):
+            raise IsobitError(
+                f"backend: triton multiplies e4m3 in blocks of 1x128, and weights also in 128x128, not {operand.spec}: "
+                "choose backend: native or reference"
+            )
+
+
+def codes_along_inner(operand: QTensor) -> Tensor:
+    """Codes [R, K] as uint8, contiguous along K, as the matrix unit wants FP8; of a transposed view, a copy."""
+    codes = operand.data.view(torch.uint8)
+    return codes if codes.stride(1) == 1 else codes.contiguous()
+
+
+def scale_strides(scale: Tensor) -> tuple[int, int]:
+    """Distance of the scales of neighbouring rows (of blocks) and of neighbouring blocks along K; 0 where shared."""
+    return scale.stride(0) if scale.shape[0] > 1 else 0, scale.stride(1) if scale.shape[1] > 1 else 0
