@@ -28,6 +28,13 @@ def codes_along_inner(operand: QTensor) -> Tensor:
     return codes if codes.stride(1) == 1 else codes.contiguous()
 
 
-def scale_strides(scale: Tensor) -> tuple[int, int]:
+def row_stride(x: Tensor) -> int:
+    """Distance of neighbouring rows of x [R, C]; of a single row C, since its stride may be anything: kernels are
+    compiled for the divisibility of strides, and one row shall not need another kernel than two."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+def scale_strides(scale: Tensor, rows: int) -> tuple[int, int]:
     """Distance of the scales of neighbouring rows (of blocks) and of neighbouring blocks along K; 0 where shared."""
-    return scale.stride(0) if scale.shape[0] > 1 else 0, scale.stride(1) if scale.shape[1] > 1 else 0
+    shared = scale.shape[0] == 1 and rows > 1
+    return 0 if shared else row_stride(scale), scale.stride(1) if scale.shape[1] > 1 else 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isobit.kernels.triton import cublas
 from isobit.kernels.triton.launch import launch
-from isobit.kernels.triton.operands import check_blocks, codes_along_inner, scale_strides
+from isobit.kernels.triton.operands import check_blocks, codes_along_inner, row_stride, scale_strides
 from isobit.kernels.triton.product_kernels import block_product, ordered_sum, plain_product
 from isobit.kernels.triton.product_plan import FEW_ROWS, Plan, plan
 from isobit.kernels.types import Operand
@@ -61,7 +61,7 @@ def _blocks(a: QTensor, b: QTensor, bias: Tensor | None, out: torch.dtype) -> Te
     sizes = (a.shape[0], b.shape[0], a.shape[1])
     # many rows: scales of neighbouring rows side by side, so that a tile's are loaded from one address
     scale = a.scale if sizes[0] <= FEW_ROWS else a.scale.t().contiguous().t()
-    strides = (left.stride(0), *scale_strides(scale), right.stride(0), *scale_strides(b.scale))
+    strides = (row_stride(left), *scale_strides(scale, sizes[0]), row_stride(right), *scale_strides(b.scale, sizes[1]))
     chosen = plan(*sizes, torch.uint8)
     constants = {"EVEN_K": sizes[2] % chosen.step == 0, "B_ROW_SCALES": b.block[0] == 1}
     return _run(block_product, chosen, (left, scale, right, b.scale), bias, out, sizes, strides, constants)
@@ -72,7 +72,16 @@ def _plain(a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype) -> Tenso
     sizes = (a.shape[0], b.shape[0], a.shape[1])
     chosen = plan(*sizes, a.dtype)
     constants = {"EVEN_K": sizes[2] % chosen.step == 0, "BLOCK_K": chosen.step}
-    return _run(plain_product, chosen, (a, b), bias, out, sizes, (*a.stride(), *b.stride()), constants)
+    return _run(
+        plain_product,
+        chosen,
+        (a, b),
+        bias,
+        out,
+        sizes,
+        (row_stride(a), a.stride(1), row_stride(b), b.stride(1)),
+        constants,
+    )
 
 
 def _run(

@@ -51,7 +51,7 @@ def _store(
     tl.store(y_ptr + at, numbers.cast(y, y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < columns)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "a_scale_block"])
 def block_product(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, y_ptr,
     rows, columns, inner, a_row, a_scale_row, a_scale_block, b_row, b_scale_row, b_scale_block, steps, chunk_steps,

@@ -71,7 +71,7 @@ def _lowest(dtype: torch.dtype) -> int:
 def _tile(rows: int, columns: int, splits: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(tile_n, tile_m, warps, stages): warps grow with tile_n, so that each holds whole rows of the instruction."""
     if dtype == torch.float32:
-        return (16, 16, 4, 4) if rows <= FEW_ROWS else (64, 64, 8, 3)
+        return (16, 16, 4, 4) if rows <= FEW_ROWS else (64, 32, 4, 3)
     if rows <= FEW_ROWS:
         tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         alone = -(-columns // 64) * splits <= PROCESSORS
