@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isobit.kernels.triton.operands import codes_along_inner
+from isobit.kernels.triton.operands import codes_along_inner, padded
 from isobit.kernels.types import Operand
 from isobit.precision import BLOCK, E4M3, QTensor
 
@@ -69,8 +69,8 @@ def block_operands(a: QTensor, b: QTensor) -> BlockOperands:
     """Codes padded with zeros to multiples of 4 rows (a) and 16 columns, scales laid out for cuBLAS."""
     rows, inner = a.shape
     rows_padded, inner_padded = _up(rows, 4), _up(inner, 16)
-    left = _padded(codes_along_inner(a), rows_padded, inner_padded)
-    right = _padded(codes_along_inner(b), b.shape[0], inner_padded)
+    left = padded(codes_along_inner(a), rows_padded, inner_padded)
+    right = padded(codes_along_inner(b), b.shape[0], inner_padded)
     by_blocks = b.block[0] != 1
     right_scale = _block_scales(b.scale) if by_blocks else _row_scales(b.scale, b.shape[0])
     return BlockOperands(
@@ -96,13 +96,6 @@ def _blocks(operands: BlockOperands, rows: int, bias: Tensor | None, out: torch.
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Codes with zeros to `rows` and `columns`, contiguous; themselves if they are that."""
-    if codes.shape != (rows, columns):
-        return functional.pad(codes, (0, columns - codes.shape[1], 0, rows - codes.shape[0]))
-    return codes.contiguous()
 
 
 def _row_scales(scale: Tensor, rows: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from isobit.errors import IsobitError
 from isobit.precision import BLOCK, E4M3, QTensor
@@ -26,6 +27,13 @@ def codes_along_inner(operand: QTensor) -> Tensor:
     """Codes [R, K] as uint8, contiguous along K, as the matrix unit wants FP8; of a transposed view, a copy."""
     codes = operand.data.view(torch.uint8)
     return codes if codes.stride(1) == 1 else codes.contiguous()
+
+
+def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """Codes with zeros to `rows` and `columns`, contiguous; themselves if they are that."""
+    if codes.shape != (rows, columns):
+        return functional.pad(codes, (0, columns - codes.shape[1], 0, rows - codes.shape[0]))
+    return codes.contiguous()
 
 
 def row_stride(x: Tensor) -> int:

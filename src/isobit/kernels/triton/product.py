@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isobit.kernels.triton import cublas
 from isobit.kernels.triton.launch import launch
-from isobit.kernels.triton.operands import check_blocks, codes_along_inner, row_stride, scale_strides
+from isobit.kernels.triton.operands import check_blocks, codes_along_inner, padded, row_stride, scale_strides
 from isobit.kernels.triton.product_kernels import block_product, ordered_sum, plain_product
 from isobit.kernels.triton.product_plan import FEW_ROWS, Plan, plan
 from isobit.kernels.types import Operand
@@ -58,7 +58,10 @@ def values(operand: Operand) -> Tensor:
 def _blocks(a: QTensor, b: QTensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
     check_blocks(a, b)
     left, right = codes_along_inner(a), codes_along_inner(b)
-    sizes = (a.shape[0], b.shape[0], a.shape[1])
+    inner = -(-a.shape[1] // 16) * 16
+    if inner != a.shape[1]:  # zero codes, so that rows start at multiples of 16 bytes and are loaded so
+        left, right = padded(left, a.shape[0], inner), padded(right, b.shape[0], inner)
+    sizes = (a.shape[0], b.shape[0], inner)
     # many rows: scales of neighbouring rows side by side, so that a tile's are loaded from one address
     scale = a.scale if sizes[0] <= FEW_ROWS else a.scale.t().contiguous().t()
     strides = (row_stride(left), *scale_strides(scale, sizes[0]), row_stride(right), *scale_strides(b.scale, sizes[1]))
