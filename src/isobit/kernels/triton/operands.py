@@ -1,0 +1,48 @@
+"""What products on a GPU ask of quantized operands: known blocks, codes contiguous along K, strides of scales."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from isobit.errors import IsobitError
+from isobit.precision import BLOCK, E4M3, QTensor
+
+
+def check_blocks(a: QTensor, b: QTensor) -> None:
+    """Raise IsobitError unless a has a scale for each row, b for each row or 128 rows, and both for 128 columns.
+
+    One scale for all rows or all columns will do too.
+    """
+    for operand, heights in ((a, (1,)), (b, (1, BLOCK))):
+        high, wide = operand.block
+        known = high in heights or operand.scale.shape[0] == 1
+        if operand.spec.format is not E4M3 or not known or wide not in (BLOCK, operand.shape[1]):
+            raise IsobitError(
+                f"backend: triton multiplies e4m3 in blocks of 1x128, and weights also in 128x128, not {operand.spec}: "
+                "choose backend: native or reference"
+            )
+
+
+def codes_along_inner(operand: QTensor) -> Tensor:
+    """Codes [R, K] as uint8, contiguous along K, as the matrix unit wants FP8; of a transposed view, a copy."""
+    codes = operand.data.view(torch.uint8)
+    return codes if codes.stride(1) == 1 else codes.contiguous()
+
+
+def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """Codes with zeros to `rows` and `columns`, contiguous; themselves if they are that."""
+    if codes.shape != (rows, columns):
+        return functional.pad(codes, (0, columns - codes.shape[1], 0, rows - codes.shape[0]))
+    return codes.contiguous()
+
+
+def row_stride(x: Tensor) -> int:
+    """Distance of neighbouring rows of x [R, C]; of a single row C, since its stride may be anything: kernels are
+    compiled for the divisibility of strides, and one row shall not need another kernel than two."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+def scale_strides(scale: Tensor, rows: int) -> tuple[int, int]:
+    """Distance of the scales of neighbouring rows (of blocks) and of neighbouring blocks along K; 0 where shared."""
+    shared = scale.shape[0] == 1 and rows > 1
+    return 0 if shared else row_stride(scale), scale.stride(1) if scale.shape[1] > 1 else 0

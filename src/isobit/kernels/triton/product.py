@@ -1,0 +1,118 @@
+"""Matrix products on a GPU: FP8 blocks, BF16, FP32; the bits of a row do not depend on its batch.
+
+FP8 (`block_product`): a block of 128 along K is summed by the matrix unit from zero, times (scale_a · scale_b), and
+added in ascending order in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3). Hopper's FP8 unit aligns the products
+of an instruction and keeps 13 to 14 bits of them (same section), so a block sum is not exact on a GPU. Plain operands
+(`plain_product`): float32 sums over ascending K. Long K over few columns is summed in chunks, as `product_plan.py`
+says. One operand quantized and one plain: as the reference, the product of the float32 values.
+
+What is tested where: tests/kernels/triton/test_product.py. Left out: cuBLAS (`cublas.py`), experts (grouped products).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.triton import cublas
+from isobit.kernels.triton.launch import launch
+from isobit.kernels.triton.operands import check_blocks, codes_along_inner, padded, row_stride, scale_strides
+from isobit.kernels.triton.product_kernels import block_product, ordered_sum, plain_product
+from isobit.kernels.triton.product_plan import FEW_ROWS, Plan, plan
+from isobit.kernels.types import Operand
+from isobit.precision import QTensor
+
+_OUTPUTS = (torch.bfloat16, torch.float32)
+_SUM_BLOCK = 1024
+
+
+def product(a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    """a [M, K] · b [N, K]ᵀ + bias [N], float32 sums, rounded once to `out` (bfloat16 or float32): [M, N].
+
+    Both quantized: E4M3, a with a scale per row (1x128), b the same or 128x128. Raises IsobitError for other blocks.
+    """
+    assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
+    assert out in _OUTPUTS, f"a product has no result in {out}"
+    if isinstance(a, QTensor) and isinstance(b, QTensor):
+        return _blocks(a, b, bias, out)
+    left, right = values(a), values(b)
+    if left.dtype != right.dtype:
+        left, right = left.float(), right.float()
+    return _plain(left, right, bias, out)
+
+
+def gradient_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
+    """`product` for a backward, which has to repeat but may depend on the batch: by cuBLAS where that takes it."""
+    device = a.device if isinstance(a, Tensor) else a.data.device
+    if device.type == "cuda" and cublas.takes(a, b, out):
+        return cublas.cublas_product(a, b, None, out)
+    return product(a, b, None, out)
+
+
+def values(operand: Operand) -> Tensor:
+    """A plain tensor itself, or the dequantized float32 matrix."""
+    return operand.dequantize() if isinstance(operand, QTensor) else operand
+
+
+def _blocks(a: QTensor, b: QTensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    check_blocks(a, b)
+    left, right = codes_along_inner(a), codes_along_inner(b)
+    inner = -(-a.shape[1] // 16) * 16
+    if inner != a.shape[1]:  # zero codes, so that rows start at multiples of 16 bytes and are loaded so
+        left, right = padded(left, a.shape[0], inner), padded(right, b.shape[0], inner)
+    sizes = (a.shape[0], b.shape[0], inner)
+    # many rows: scales of neighbouring rows side by side, so that a tile's are loaded from one address
+    scale = a.scale if sizes[0] <= FEW_ROWS else a.scale.t().contiguous().t()
+    strides = (row_stride(left), *scale_strides(scale, sizes[0]), row_stride(right), *scale_strides(b.scale, sizes[1]))
+    chosen = plan(*sizes, torch.uint8)
+    constants = {"EVEN_K": sizes[2] % chosen.step == 0, "B_ROW_SCALES": b.block[0] == 1}
+    return _run(block_product, chosen, (left, scale, right, b.scale), bias, out, sizes, strides, constants)
+
+
+def _plain(a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    assert a.dtype in _OUTPUTS, f"a product of {a.dtype}"
+    sizes = (a.shape[0], b.shape[0], a.shape[1])
+    chosen = plan(*sizes, a.dtype)
+    constants = {"EVEN_K": sizes[2] % chosen.step == 0, "BLOCK_K": chosen.step}
+    return _run(
+        plain_product,
+        chosen,
+        (a, b),
+        bias,
+        out,
+        sizes,
+        (row_stride(a), a.stride(1), row_stride(b), b.stride(1)),
+        constants,
+    )
+
+
+def _run(
+    kernel: Any,
+    chosen: Plan,
+    operands: tuple[Tensor, ...],
+    bias: Tensor | None,
+    out: torch.dtype,
+    sizes: tuple[int, int, int],
+    strides: tuple[int, ...],
+    constants: Mapping[str, object],
+) -> Tensor:
+    """Launch a product, and the sum of its chunks where they are apart."""
+    rows, columns, inner = sizes
+    device = operands[0].device
+    bias = None if bias is None else bias.contiguous()
+    y = torch.empty((rows, columns), dtype=out, device=device)
+    parts = torch.empty((chosen.splits, rows, columns), dtype=torch.float32, device=device) if chosen.apart else y
+    tiles = -(-rows // chosen.tile_m) * -(-columns // chosen.tile_n)
+    launch(
+        kernel, (tiles, chosen.splits if chosen.apart else 1), *operands, bias, parts, rows, columns, inner, *strides,
+        -(-inner // chosen.step), chosen.chunk, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        BLOCK_N=chosen.tile_n, BLOCK_M=chosen.tile_m, IN_CHUNKS=chosen.splits > 1 and not chosen.apart,
+        HAS_BIAS=bias is not None, PARTIAL=chosen.apart, **constants,
+    )  # fmt: skip
+    if chosen.apart:
+        launch(
+            ordered_sum, (-(-columns // _SUM_BLOCK), rows), parts, bias, y, rows, columns, num_warps=4,
+            SPLITS=chosen.splits, HAS_BIAS=bias is not None, BLOCK=_SUM_BLOCK,
+        )  # fmt: skip
+    return y
