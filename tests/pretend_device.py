@@ -18,7 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
-_WAITS = ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default", "aten.equal.default")
+_WAITS = (
+    "aten._local_scalar_dense.default",
+    "aten.nonzero.default",
+    "aten.masked_select.default",
+    "aten.equal.default",
+)
 _WITHOUT_EXCEPTION = ("aten._fused", "aten._foreach", "aten.index", "aten.embedding", "aten.cat", "aten.stack")
 
 
@@ -30,7 +35,7 @@ class Elsewhere(Tensor):
     """A tensor of the device; `held` are its values."""
 
     held: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
 
     @staticmethod
@@ -44,7 +49,7 @@ class Elsewhere(Tensor):
         return f"Elsewhere({self.held!r})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _run(func, args, kwargs or {}, Counter())
@@ -99,11 +104,11 @@ class PretendDevice(TorchFunctionMode):
         return func(*args, **named)
 
     def _backward(
-        self, outputs: Any, inputs: Sequence[Tensor] | None = None, gradients: Any = None, **_: Any
+        self, outputs: Any, inputs: Sequence[Tensor] | None = None, grad_outputs: Any = None, **_: Any
     ) -> tuple[Tensor | None, ...]:
         """Through the engine itself, with the mode on again, which is off in here."""
         found = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        given = tuple(torch.ones_like(t) for t in found) if gradients is None else tuple(gradients)
+        given = tuple(torch.ones_like(t) for t in found) if grad_outputs is None else tuple(grad_outputs)
         engine, outer = torch.autograd.Variable._execution_engine, self._operators.in_engine
         self._operators.in_engine = True
         super().__enter__()
