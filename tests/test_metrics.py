@@ -32,12 +32,16 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
     logged = {name for row in run.metrics for name in row}
     metrics.check(dict.fromkeys(logged, 0.0))
     unused = {name for name in metrics.METRICS if name not in logged and not name.endswith("*")}
+    # tests/test_device.py: peaks of a GPU's memory
     # tests/test_train.py: mixtures of experts, replay and rollouts ahead; tests/test_scoring.py: reward models;
     # tests/rl/test_shadow.py
     elsewhere = {
         name
         for name in metrics.METRICS
-        if name.startswith(("router/", "replay/", "staleness/", "memory/reward", "shadow/")) and name[-1] != "*"
+        if name.startswith(
+            ("router/", "replay/", "staleness/", "memory/reward", "shadow/", "memory/peak_rollout", "memory/peak_learn")
+        )
+        and name[-1] != "*"
     }
     assert unused == elsewhere | {"reward/reference_kl"}  # the same: with KL in the reward there is none in the loss
     assert "reward/function/digits" in logged

@@ -90,6 +90,8 @@ METRICS: dict[str, str] = {
     "throughput/rollout_tokens_per_s": "sampled tokens per second of sampling",
     "throughput/learn_tokens_per_s": "prompt and completion tokens per second of learning",
     "memory/peak_rss_mib": "largest resident memory of the process so far",
+    "memory/peak_rollout_mib": "most memory of the GPU that tensors took during the step's rollout; on a GPU only",
+    "memory/peak_learn_mib": "the same during forward, backward and optimizer",
     "memory/kv_cache_mib": "allocated for keys and values, scales included",
     "memory/optimizer_mib": "AdamW's moments, in the format that they are kept in",
     "memory/reference_mib": "working weights of the frozen reference; it keeps no masters",
@@ -98,7 +100,7 @@ METRICS: dict[str, str] = {
 }
 """Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities in nats."""
 
-TIMINGS = ("time/*", "throughput/*", "memory/peak_rss_mib")
+TIMINGS = ("time/*", "throughput/*", "memory/peak_*")
 """What differs between a run and its exact repetition."""
 
 

@@ -25,7 +25,7 @@ from isobit.rl.collect import StepBatch
 from isobit.run import Interruption, Run
 from isobit.scoring import RolloutScoring
 from isobit.setup import Parts, load_state, open_parts, save_checkpoint
-from isobit.statistics import WeightTotals, batch_metrics, staleness_metrics
+from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, staleness_metrics
 from isobit.trackers.process import Trackers
 from isobit.view import Display, Shown
 
@@ -63,6 +63,7 @@ class Session:
         )
         self._recorded = _recorded_groups(recorded) if recorded is not None else None
         self._scoring: RolloutScoring | None = None
+        self._peaks = PeakMemory(self.model.ops.device)
         self._metrics: dict[str, float] = {}
         self._weights: WeightTotals
         self._began = 0.0
@@ -142,7 +143,7 @@ class Session:
         ids = list(range(first, first + count))
         examples = [self.parts.task.train.at(cursor) for cursor in ids]
         scoring = self._scoring = self.parts.scorer.begin(examples, self.parts.sampling.n)
-        with self._timed("rollout"), self._broken_weights_end_the_run():
+        with self._timed("rollout"), self._peaks.of("rollout"), self._broken_weights_end_the_run():
             prompts = [e.prompt for e in examples]
             groups = self.parts.engine.generate(prompts, self.parts.sampling, ids, on_group=scoring.add)
         self._count("rollout/preemptions", self.parts.engine.stats.preemptions)
@@ -176,7 +177,7 @@ class Session:
     def learn(self, samples: Sequence[Sample], advantages: Sequence[float]) -> dict[str, float]:
         """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
         self.parts.sleep()
-        with self._timed("learn"):
+        with self._timed("learn"), self._peaks.of("learn"):
             learned = self.parts.learner.learn(samples, advantages, self.state.step)
         self.parts.calibrator.learner_amax = self.parts.learner.kv_amax
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
@@ -201,6 +202,7 @@ class Session:
             "weights_version": float(self.model.weights_version),
             "time/step": time.perf_counter() - self._began,
             **self.parts.memory_metrics(),
+            **self._peaks.metrics(),
             "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
         self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)

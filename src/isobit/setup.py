@@ -128,6 +128,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
         reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
+    model.transformer.recompute = config.optimizer.activation_checkpointing
     learner = Learner(
         model,
         optimizer,
@@ -297,7 +298,22 @@ def memory_plan(parts: Parts) -> str:
 
 
 def saved_bytes_per_token(model: Model, tokens: int = 64) -> float:
-    """Bytes that the learner's forward keeps for backward, per token; keys and values excluded."""
+    """Bytes that the learner's forward keeps for backward, per token; keys and values excluded.
+
+    With activation checkpointing the inputs of all layers, and in the backward all of one layer at a time.
+    """
+    transformer = model.transformer
+    if not transformer.recompute:
+        return _saved_bytes(model, tokens)
+    inputs = _saved_bytes(model, tokens)
+    transformer.recompute = False
+    try:
+        return inputs + _saved_bytes(model, tokens) / model.config.num_layers
+    finally:
+        transformer.recompute = True
+
+
+def _saved_bytes(model: Model, tokens: int) -> float:
     from isobit.kernels import Layout
 
     seen: dict[int, int] = {}

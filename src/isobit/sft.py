@@ -143,6 +143,7 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
 def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
     settings = optimizer_settings(config.optimizer, config.steps)
     optimizer = Optimizer(model.named_parameters(), settings)
+    model.transformer.recompute = config.optimizer.activation_checkpointing
     batches, bad_steps = _batches(model, config, task), 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
         for step in range(config.steps):

@@ -150,6 +150,9 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     state: Literal["fp32", "8bit"] = Field("fp32", description="AdamW's moments; 8bit needs torchao (isobit[optim])")
     micro_batch_tokens: int = Field(16384, ge=1, description="tokens of one forward and backward")
+    activation_checkpointing: bool = Field(
+        False, description="keep only the inputs of each layer for the backward, which computes the rest again"
+    )
     max_bad_steps: int = Field(3, ge=1, description="skipped (non-finite) steps in a row that end the run")
 
     @field_validator("betas")

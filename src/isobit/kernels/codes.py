@@ -16,9 +16,9 @@ def decode(codes: Tensor, form: torch.dtype, dtype: torch.dtype) -> Tensor:
     if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), form, dtype).t()
     index = codes.view(torch.uint8).flatten().int()
-    return _values(form, dtype).index_select(0, index).view(codes.shape)
+    return _values(form, dtype, codes.device).index_select(0, index).view(codes.shape)
 
 
 @lru_cache(maxsize=8)
-def _values(form: torch.dtype, dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(form).to(dtype)
+def _values(form: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(form).to(dtype).to(device)

@@ -16,7 +16,7 @@ Norms = tuple[Tensor, Tensor] | None
 
 
 class Composed(Ops):
-    """The part of `isobit.kernels.types.Ops` that follows from the rest; for backends on the CPU."""
+    """The part of `isobit.kernels.types.Ops` that follows from the rest; for backends that raise at once."""
 
     device = torch.device("cpu")
 
@@ -40,7 +40,7 @@ class Composed(Ops):
             for weight, (start, stop) in zip(weights, spans)
             if stop > start
         ]
-        return torch.cat(parts) if parts else torch.empty((0, weights[0].shape[0]), dtype=out)
+        return torch.cat(parts) if parts else torch.empty((0, weights[0].shape[0]), dtype=out, device=offsets.device)
 
     def rms_norm_quantized(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
@@ -85,7 +85,7 @@ class Composed(Ops):
         return torch.cat((dq, dk, dv), dim=1), dq_norm, dk_norm
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
-        return torch.zeros(count, dy.shape[1]).index_add_(0, tokens, dy.float())
+        return torch.zeros(count, dy.shape[1], device=dy.device).index_add_(0, tokens, dy.float())
 
     def head_logprobs(
         self, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
@@ -98,7 +98,7 @@ class Composed(Ops):
         logits = self.product(hidden, weight, None, torch.float32)
         # d log p(token) / d logits = (onehot - softmax) / temperature
         dlogits = torch.softmax(logits / temperature, -1).neg_()
-        dlogits[torch.arange(dlogits.shape[0]), tokens] += 1.0
+        dlogits[torch.arange(dlogits.shape[0], device=tokens.device), tokens] += 1.0
         dlogits = (dlogits * (dlogprobs / temperature).unsqueeze(-1)).to(hidden.dtype)
         dhidden = self.gradient_product(dlogits, weight.t(), hidden.dtype)
         return dhidden, self.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)

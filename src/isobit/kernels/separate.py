@@ -28,7 +28,11 @@ class SeparateOps(ReferenceOps):
 
     def __init__(self, alike: Ops) -> None:
         super().__init__("fast", "separate engine: float32 sums, BF16 between them")
+        self.device = alike.device
         self._alike = alike
+
+    def raise_faults(self) -> None:
+        self._alike.raise_faults()
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         return self._alike.quantize(x, spec, name)
@@ -80,7 +84,7 @@ def _scaled_blocks(a: QTensor, b: QTensor) -> Tensor:
     """Block sums of codes in float32, times their scales, added in ascending order in float32."""
     size = min(a.block[1], b.block[1])
     left, right = (decode(x.data, x.spec.format.dtype, torch.float32) for x in (a, b))
-    total = torch.zeros(a.shape[0], b.shape[0])
+    total = torch.zeros(a.shape[0], b.shape[0], device=left.device)
     for start in range(0, a.shape[1], size):
         columns = slice(start, start + size)
         dot = left[:, columns] @ right[:, columns].t()

@@ -100,7 +100,7 @@ def _as_float(tensor: Tensor, name: str, path: Path) -> Tensor:
 
 
 def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `tensors` as one safetensors file, or as shards of at most `shard_bytes` with an index.
+    """Write `tensors`, of any device, as one safetensors file, or as shards of at most `shard_bytes` with an index.
 
     Weights that the directory already holds are replaced, whichever of the two forms they have.
     """
@@ -119,19 +119,23 @@ def _write_files(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: in
         if shards[-1] and size + nbytes > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.contiguous()
+        shards[-1][name] = tensor
         size += nbytes
     if len(shards) == 1:
-        save_file(shards[0], directory / WEIGHTS, metadata={"format": "pt"})
+        _save(shards[0], directory / WEIGHTS)
         return {WEIGHTS}
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / name, metadata={"format": "pt"})
+        _save(shard, directory / name)
         weight_map |= dict.fromkeys(shard, name)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return {INDEX, *weight_map.values()}
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from isobit.precision import E4M3, Calibration
 
 @dataclass(frozen=True, eq=False)
 class KVScales:
-    """`values` [layers, 2] float32: scales of K and of V; `version`: of the weights that they are for."""
+    """`values` [layers, 2] float32, on the CPU: scales of K and of V; `version`: of the weights that they are for."""
 
     values: Tensor
     version: int
@@ -25,26 +25,33 @@ class KVScales:
 
 
 class AmaxRecorder:
-    """Largest magnitudes of K and V, per forward and layer, while it is attached to a transformer."""
+    """Largest magnitudes of K and V, per forward and layer, while it is attached to a transformer.
+
+    Each stays where it was computed until `amax` asks, so that a forward waits for none of them.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
-        self.batches: list[Tensor] = []
+        self.batches: list[dict[tuple[int, int], Tensor]] = []
 
     def begin(self) -> None:
         """A forward begins."""
-        self.batches.append(torch.zeros(self.num_layers, 2))
+        self.batches.append({})
 
     def see(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keys and values [T, KV, D] of a layer, as they go to the cache."""
-        self.batches[-1] = self.batches[-1].to(k.device)
         for side, tensor in enumerate((k, v)):
             if tensor.numel():
                 self.batches[-1][layer, side] = tensor.detach().abs().max().float()
 
     def amax(self, percentile: float) -> Tensor:
-        """[layers, 2], on the host: the percentile over the forwards seen, interpolated linearly."""
-        return torch.quantile(torch.stack(self.batches).cpu(), percentile / 100.0, dim=0)
+        """[layers, 2] on the CPU: the percentile over the forwards seen, interpolated linearly."""
+        seen = torch.zeros(len(self.batches), self.num_layers, 2)
+        places = [(batch, *place) for batch, found in enumerate(self.batches) for place in found]
+        if places:
+            found = torch.stack([peak for batch in self.batches for peak in batch.values()]).cpu()
+            seen[torch.tensor(places).unbind(1)] = found
+        return torch.quantile(seen, percentile / 100.0, dim=0)
 
 
 def scales_from(amax: Tensor, calibration: Calibration, version: int) -> KVScales:

@@ -119,7 +119,7 @@ class Model:
     def logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, use: str = "learner"
     ) -> list[Tensor]:
-        """For each sequence of n tokens, a float32 tensor [n - 1]: entry t is log p(token t+1 | tokens up to t).
+        """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 | tokens up to t).
 
         The probabilities are of softmax(logits / temperature). Raises IsobitError for a token outside the vocabulary
         for a sequence longer than the model's context, for a temperature that is not above 0 and for another `use`.
@@ -184,11 +184,14 @@ class Model:
         inputs = [list(sequence[:-1]) for sequence in batch]
         filled = [row for row in inputs if row]
         tokens = torch.tensor([token for row in filled for token in row], dtype=torch.int64)
-        targets = torch.tensor([token for sequence in batch for token in sequence[1:]], dtype=torch.int64)
+        targets = [token for sequence in batch for token in sequence[1:]]
         if not filled:
             return [torch.empty(0) for _ in batch]
         hidden = self.transformer.hidden(tokens, Layout.packed([len(row) for row in filled]), use=use)
-        logprobs, _ = self.transformer.head_logprobs(hidden, targets, temperature, use)
+        ops = self.transformer.ops[use]
+        wanted = torch.tensor(targets, dtype=torch.int64, device=ops.device)
+        logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()
+        ops.raise_faults()
         return list(logprobs.split([len(row) for row in inputs]))
 
 

@@ -103,7 +103,7 @@ def _through_experts(x: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Ten
     parts = x.index_select(0, order // slots).split(counts)
     results = [mlp(part, expert, ops) for part, expert in zip(parts, layer.experts) if part.shape[0]]
     back = torch.empty_like(order)
-    back[order] = torch.arange(order.shape[0])
+    back[order] = torch.arange(order.shape[0], device=order.device)
     return (
         torch.cat(results).index_select(0, back).view(rows, slots, -1) if results else x.new_empty(0, slots, x.shape[1])
     )

@@ -61,11 +61,11 @@ def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[st
 
 
 def split(masters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Hugging Face tensors, from masters; the inverse of `fuse`."""
+    """Hugging Face tensors, copied to the CPU, from masters; the inverse of `fuse`."""
     tensors: dict[str, Tensor] = {}
     for master, names in parts(config):
         pieces = masters[master].detach().split([shape[0] for _, shape in names])
-        tensors |= {name: piece.clone() for (name, _), piece in zip(names, pieces)}
+        tensors |= {name: piece.to("cpu", copy=True) for (name, _), piece in zip(names, pieces)}
     return tensors
 
 

@@ -28,7 +28,8 @@ class RewardModel:
     """Scores completions, in batches of packed rows without padding."""
 
     def __init__(self, transformer: Transformer, score: Tensor, tokenizer: Tokenizer) -> None:
-        self.transformer, self.score_weight, self.tokenizer = transformer, score, tokenizer
+        self.transformer, self.tokenizer = transformer, tokenizer
+        self.score_weight = score.to(transformer.ops["learner"].device)
         transformer.freeze()
 
     @staticmethod
@@ -95,8 +96,11 @@ class RewardModel:
         lengths = [len(sequence) for sequence in batch]
         tokens = torch.tensor([token for sequence in batch for token in sequence], dtype=torch.int64)
         hidden = self.transformer.hidden(tokens, Layout.packed(lengths), use="learner")
-        last = hidden[torch.tensor(lengths).cumsum(0) - 1].float()
-        return self.transformer.ops["learner"].product(last, self.score_weight, None, torch.float32)[:, 0].tolist()
+        ops = self.transformer.ops["learner"]
+        last = hidden[(torch.tensor(lengths).cumsum(0) - 1).to(ops.device)].float()
+        scores = ops.product(last, self.score_weight, None, torch.float32)[:, 0].tolist()
+        ops.raise_faults()
+        return scores
 
     def nbytes(self) -> int:
         """Bytes of all weights that are kept."""

@@ -21,18 +21,21 @@ from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
 from isobit.model.kv_scales import AmaxRecorder, KVScales
 from isobit.model.moe import RouteTape, mixture
+from isobit.model.recompute import recomputed
 from isobit.model.weight_sync import Receiver
 from isobit.model.working import Layer, Made, Mixture, Working, make_working, map_parts, nbytes, tensors_of
 from isobit.precision import Flow, Precision
 
 USES = ("rollout", "learner")
-_HEAD_ELEMENTS = 1 << 22  # logits held at a time by head_logprobs
+_HEAD_ELEMENTS = 1 << 22  # logits held at a time by head_logprobs on a CPU, where they should stay near its caches
+_HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 
 
 class Transformer:
     """Masters, working weights and the forward.
 
-    `parameters` maps names such as `layers.0.qkv` to FP32 masters, in a fixed order.
+    `parameters` maps names such as `layers.0.qkv` to FP32 masters, in a fixed order. `recompute`: whether the backward
+    computes each layer's activations again, and the forward keeps none (`recompute.py`).
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, ops: Ops, masters: dict[str, Tensor]) -> None:
@@ -45,7 +48,8 @@ class Transformer:
         self.weights_version = -1
         self.kv_scales: KVScales | None = None
         self.recorder: AmaxRecorder | None = None
-        self._tables = config.rope.tables(0, config.head_dim)
+        self.recompute = False
+        self._tables = _on(config.rope.tables(0, config.head_dim), ops.device)
         self._receiver = None if precision.shared else Receiver()
         self._working: dict[str, Working] = {}
         self._made: Made = {}
@@ -68,6 +72,7 @@ class Transformer:
             self._working["rollout"] = self._make("rollout", made, storage)
         elif rollout:
             self._working["rollout"] = self._receiver.receive(self._make("rollout", {}, {}))
+        self.ops["learner"].raise_faults()
         self.weights_version += 1
 
     def freeze(self) -> None:
@@ -107,23 +112,20 @@ class Transformer:
         x, residual = autograd.embedding(tokens, outside.embed, ops), None
         if self.recorder is not None:
             self.recorder.begin()
+        recompute = self.recompute and stores is None and torch.is_grad_enabled()
         for index, layer in enumerate(working.layers):
+            if recompute:
+                x, residual = self._recomputed_layer(x, residual, index, layer, tables, layout, ops, tape)
+                continue
             store = stores[index] if stores is not None else self._temporary_store(layout, index, layer.flow)
-            qkv, residual = autograd.norm_linear(x, residual, layer.input_norm, eps, layer.qkv, ops)
-            x = self._attend(qkv, index, layer, tables, store, layout, ops)
-            if isinstance(layer.mlp, Mixture):
-                normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-                x = mixture(normed, layer.mlp, ops, tape)
-            else:
-                gate_up, residual = autograd.norm_linear(x, residual, layer.post_norm, eps, layer.mlp.gate_up, ops)
-                x = autograd.gated_linear(gate_up, layer.mlp.down, ops)
+            x, residual = self._layer(x, residual, index, layer, tables, store, layout, ops, tape, self.recorder)
         return autograd.rms_norm(x, residual, outside.final_norm, eps, ops)[0]
 
     def head_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, use: str = "learner", chunk: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
-        rows = chunk if chunk is not None else max(16, _HEAD_ELEMENTS // self.config.vocab_size)
+        rows = chunk if chunk is not None else self._head_rows(self.ops[use].device)
         head = self._working[use].outside.head
         return autograd.head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
 
@@ -146,6 +148,10 @@ class Transformer:
     def rope_tables(self) -> tuple[Tensor, Tensor]:
         """The rotary tables that forwards read now; a longer context replaces them."""
         return self._tables
+
+    def _head_rows(self, device: torch.device) -> int:
+        elements = _HEAD_ELEMENTS if device.type == "cpu" else _HEAD_ELEMENTS_DEVICE
+        return max(16, elements // self.config.vocab_size)
 
     def rollout_weights(self) -> list[Weight]:
         """The linear layers as the rollout multiplies them."""
@@ -177,6 +183,64 @@ class Transformer:
                 "call Engine.calibrate(prompts) after every sync"
             )
 
+    def _layer(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        index: int,
+        layer: Layer,
+        tables: tuple[Tensor, Tensor],
+        store: KVStore,
+        layout: Layout,
+        ops: Ops,
+        tape: RouteTape | None,
+        recorder: AmaxRecorder | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
+        eps = self.config.rms_eps
+        qkv, residual = autograd.norm_linear(x, residual, layer.input_norm, eps, layer.qkv, ops)
+        x = self._attend(qkv, index, layer, tables, store, layout, ops, recorder)
+        if isinstance(layer.mlp, Mixture):
+            normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
+            return mixture(normed, layer.mlp, ops, tape), residual
+        gate_up, residual = autograd.norm_linear(x, residual, layer.post_norm, eps, layer.mlp.gate_up, ops)
+        return autograd.gated_linear(gate_up, layer.mlp.down, ops), residual
+
+    def _recomputed_layer(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        index: int,
+        layer: Layer,
+        tables: tuple[Tensor, Tensor],
+        layout: Layout,
+        ops: Ops,
+        tape: RouteTape | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`_layer`, of which the backward makes its own. The second forward tells tape and recorder nothing; a router's
+        auxiliary loss has a gradient, and so is one of the results."""
+        recorder, routed = self.recorder, tape is not None and isinstance(layer.mlp, Mixture)
+        given = tape.given[:, len(tape.chosen)] if tape is not None and routed and tape.given is not None else None
+        chosen: list[Tensor] = []
+
+        def run(x: Tensor, residual: Tensor | None, again: bool) -> tuple[Tensor | None, ...]:
+            store = self._temporary_store(layout, index, layer.flow)
+            own = RouteTape(None if given is None else given.unsqueeze(1)) if routed else None
+            seen = None if again else recorder
+            x, residual = self._layer(x, residual, index, layer, tables, store, layout, ops, own, seen)
+            if own is None:
+                return x, residual, None
+            chosen[:] = own.chosen
+            return x, residual, own.auxiliary[0]
+
+        prefix = f"layers.{index}."
+        masters = [parameter for name, parameter in self.parameters.items() if name.startswith(prefix)]
+        x, residual, auxiliary = recomputed(run, x, residual, masters)
+        if tape is not None and routed:
+            tape.chosen += chosen
+            tape.auxiliary.append(auxiliary)
+        return x, residual
+
     def _attend(
         self,
         qkv: Tensor,
@@ -186,14 +250,15 @@ class Transformer:
         store: KVStore,
         layout: Layout,
         ops: Ops,
+        recorder: AmaxRecorder | None,
     ) -> Tensor:
         rows, dim, eps = qkv.shape[0], self.config.head_dim, self.config.rms_eps
         qkv = qkv.view(rows, qkv.shape[1] // dim, dim)
         q, k, v = autograd.attention_inputs(qkv, layer.head_norms, eps, tables, store, layout, ops)
         if layer.flow.query is not None:
             q = autograd.rounded(q, layer.flow.query, ops)
-        if self.recorder is not None:
-            self.recorder.see(index, k, v)
+        if recorder is not None:
+            recorder.see(index, k, v)
         out = autograd.attention(q, k, v, store, layout, dim**-0.5, ops)
         return autograd.linear(out.flatten(1), layer.o, ops)
 
@@ -202,7 +267,7 @@ class Transformer:
         if needed > self._tables[0].shape[0]:
             size = min(max(needed, 2 * self._tables[0].shape[0], 64), max(needed, self.config.max_positions))
             cos, sin = self.config.rope.tables(size, self.config.head_dim)
-            self._tables = cos.to(layout.positions.device), sin.to(layout.positions.device)
+            self._tables = _on((cos, sin), layout.positions.device)
         return self._tables
 
     def _temporary_store(self, layout: Layout, index: int, flow: Flow) -> KVStore:
@@ -210,6 +275,10 @@ class Transformer:
         scales = self.layer_scales(index) if flow.calibrated else None
         shape, device = (slots, config.num_kv_heads, config.head_dim), layout.positions.device
         return KVStore.allocate(*shape, flow.kv, flow.compute, scales, device)
+
+
+def _on(tables: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    return tables[0].to(device), tables[1].to(device)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

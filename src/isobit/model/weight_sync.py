@@ -39,8 +39,10 @@ class Receiver:
         for name, buffer, _ in self.working.tensors():
             self.transfer(buffer, sources[name])
             self.bytes += nbytes(buffer)
-        for name, buffer, master in self.working.tensors():
-            check_received(name, buffer, master)
+        tensors = list(self.working.tensors())
+        distances = [_distance(buffer, master) for _, buffer, master in tensors]
+        for (name, buffer, _), (norm, error) in zip(tensors, torch.stack(distances).tolist()):  # one wait for all
+            _judge(name, buffer, norm, error)
         return self.working
 
     def transfer(self, buffer: Operand, source: Operand) -> None:
@@ -60,13 +62,21 @@ def poison(buffer: Operand) -> None:
 
 def check_received(name: str, buffer: Operand, master: Tensor) -> None:
     """Raise RunFailed unless a received tensor is its master, up to the rounding of its format."""
-    quantized = isinstance(buffer, QTensor)
+    norm, error = _distance(buffer, master).tolist()
+    _judge(name, buffer, norm, error)
+
+
+def _distance(buffer: Operand, master: Tensor) -> Tensor:
+    """Norms of the master and of the difference [2]."""
     values = buffer.dequantize() if isinstance(buffer, QTensor) else buffer.float()
+    expected = master.detach()
+    return torch.stack((torch.linalg.vector_norm(expected), torch.linalg.vector_norm(values - expected)))
+
+
+def _judge(name: str, buffer: Operand, norm: float, error: float) -> None:
+    quantized = isinstance(buffer, QTensor)
     form = buffer.spec.format.name if isinstance(buffer, QTensor) else _FORM[buffer.dtype]
     limit = _LARGEST_ERROR.get(form, 0.25)
-    expected = master.detach()
-    norm = float(torch.linalg.vector_norm(expected))
-    error = float(torch.linalg.vector_norm(values - expected))
     relative = error / norm if norm > 0 else error
     if not relative <= limit:  # NaN is broken too
         kind = "quantized " if quantized else ""

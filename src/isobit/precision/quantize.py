@@ -108,48 +108,54 @@ class QuantStats:
 
 
 class QuantTotals:
-    """The statistics of several tensors together, each element with the same weight."""
+    """The statistics of several tensors together, each element with the same weight.
+
+    The figures of each stay where it is until `stats` asks for them, so that nothing waits for a GPU before.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self._saturated = self._flushed = self._noise = self._signal = 0.0
+        self._figures: list[Tensor] = []  # per tensor [4] float64: clamped, flushed, norms of values and of noise
 
     def add(self, x: Tensor, quantized: QTensor) -> None:
         """Take a matrix and its quantization into account."""
         values, restored = x.detach().float(), quantized.dequantize()
-        # a block's own maximum may exceed the limit by the rounding of its scale: that is not saturation
-        limit = quantized.spec.format.max * (1 + 2**-20) * quantized.scale
-        if bool((block_amax(values, quantized.block) > limit).any()):
-            expanded = expand_scale(limit, quantized.block, quantized.shape)
-            self._saturated += int((values.abs() > expanded).sum())
-        self._flushed += int(values.count_nonzero() - restored.count_nonzero())  # of a zero no code is made but zero
-        self._signal += _squares(values)
-        self._noise += _squares(restored.sub_(values))
+        # of a zero no code is made but zero
+        flushed = values.count_nonzero() - restored.count_nonzero()
+        clamped = _clamped(values, quantized)
+        norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (values, restored.sub_(values)))
+        self._figures.append(torch.stack((clamped.double(), flushed.double(), *norms)))
         self.count += values.numel()
 
     def merge(self, other: "QuantTotals") -> None:
         """Take in what another has seen."""
         self.count += other.count
-        self._saturated += other._saturated
-        self._flushed += other._flushed
-        self._noise += other._noise
-        self._signal += other._signal
+        self._figures += other._figures
 
     def stats(self) -> QuantStats:
         """Of all that was added; zeros if nothing was."""
+        clamped = flushed = signal = noise = 0.0
+        for figures in torch.stack(self._figures).tolist() if self._figures else []:
+            clamped, flushed = clamped + figures[0], flushed + figures[1]
+            signal, noise = signal + figures[2] ** 2, noise + figures[3] ** 2
         count = max(self.count, 1)
-        error = math.sqrt(self._noise / self._signal) if self._signal > 0 else 0.0
-        return QuantStats(self._saturated / count, self._flushed / count, error)
+        error = math.sqrt(noise / signal) if signal > 0 else 0.0
+        return QuantStats(clamped / count, flushed / count, error)
+
+
+def _clamped(values: Tensor, quantized: QTensor) -> Tensor:
+    """How many elements exceed what their scale can represent. A block's own maximum may do so by the rounding of its
+    scale: that does not count."""
+    limit = quantized.spec.format.max * (1 + 2**-20) * quantized.scale
+    # where asking costs no wait it saves the expansion
+    if values.device.type == "cpu" and not bool((block_amax(values, quantized.block) > limit).any()):
+        return torch.zeros(())
+    return (values.abs() > expand_scale(limit, quantized.block, quantized.shape)).sum()
 
 
 def along_rows(spec: QuantSpec) -> QuantSpec:
     """The spec of a matrix that is reduced along its rows, not its columns, as WGrad's operands are."""
     return replace(spec, granularity=_ALONG_ROWS.get(spec.granularity, spec.granularity))
-
-
-def _squares(x: Tensor) -> float:
-    """Sum of squares, accumulated in float64."""
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def expand_scale(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:

@@ -224,7 +224,8 @@ class Learner:
             compare &= all(s.weights_version == model.weights_version for s in samples)
             recorded = torch.cat([decode_routes(s.routes or "", layers, experts.per_token) for s in samples])
         assert recorded is not None or not self.objective.router_replay, "the rollout did not record its routes"
-        tape = RouteTape(recorded if self.objective.router_replay else None)
+        given = recorded.to(model.ops.device) if recorded is not None and self.objective.router_replay else None
+        tape = RouteTape(given)
         found = forward(model, packed, self.objective.temperature, tape)
         self._routing.see(tape, experts.count, recorded if compare else None)
         return *found, tape
@@ -247,6 +248,7 @@ class Learner:
                 chosen = [part[i] for i in span]
                 self._accumulate(batch, chosen, [weights[i] for i in span], sum(lengths), own, first)
             norm = self.optimizer.gradient_norm()
+            self.model.ops.raise_faults()  # of the backwards
         except NonFiniteError:
             norm = float("inf")
         if math.isfinite(own.loss) and math.isfinite(own.kl) and math.isfinite(norm):
@@ -290,7 +292,7 @@ class Learner:
         share = packed.num_targets / max(batch_tokens, 1)
         total = loss
         if tape is not None and objective.router_aux_coefficient > 0:
-            total = total + objective.router_aux_coefficient * torch.stack(tape.auxiliary).mean() * share
+            total = total + objective.router_aux_coefficient * torch.stack(tape.auxiliary).mean().cpu() * share
         if batch.reference is not None:
             kl = kl_penalty(logprobs, torch.cat([batch.reference[i] for i in chosen]), objective.kl_estimator)
             total = total + objective.kl_coefficient * (kl * token_weight).sum()
@@ -307,10 +309,18 @@ class Learner:
 def forward(
     model: Model, packed: PackedBatch, temperature: float, tape: RouteTape | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of every completion token of a packed batch, [C] float32, by the learner's flow."""
-    transformer = model.transformer
+    """(log-probability, entropy) of every completion token of a packed batch, [C] float32, by the learner's flow.
+
+    Both are on the CPU, wherever the model is: what an algorithm does with single tokens happens there. Here a learner
+    waits for a GPU, once per micro-batch. Raises NonFiniteError for what an operator met there.
+    """
+    transformer, device = model.transformer, model.ops.device
     hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
-    return transformer.head_logprobs(hidden[packed.rows], packed.targets, temperature, "learner")
+    rows, targets = packed.rows.to(device), packed.targets.to(device)
+    logprobs, entropy = transformer.head_logprobs(hidden[rows], targets, temperature, "learner")
+    found = logprobs.cpu(), entropy.cpu()
+    model.ops.raise_faults()
+    return found
 
 
 def supervised_update(
@@ -333,6 +343,7 @@ def supervised_update(
             part.backward()
             loss += float(part.detach())
         norm = optimizer.gradient_norm()
+        model.ops.raise_faults()  # of the backwards
     except NonFiniteError:
         norm = float("inf")
     finite = math.isfinite(loss) and math.isfinite(norm)

@@ -7,7 +7,7 @@ large parameters are kept in 8 bits (`optim_8bit.py`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from isobit.errors import IsobitError
 from isobit.rl.optim_8bit import EightBitState, quantizable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_NORM_ELEMENTS = 1 << 24  # of a gradient on a GPU, squared in float64 at a time: 128 MiB
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def learning_rate(step: int, settings: OptimizerSettings) -> float:
 
 
 class Optimizer:
-    """AdamW over named FP32 parameters."""
+    """AdamW over named FP32 parameters; moments and step counts are where their parameter is."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings) -> None:
         self.parameters = dict(parameters)
@@ -68,7 +69,7 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """The global L2 norm, before clipping; inf if any gradient is not finite."""
-        squares = [float(p.grad.double().square().sum()) for p in self.parameters.values() if p.grad is not None]
+        squares = _sums_of_squares([p.grad for p in self.parameters.values() if p.grad is not None])
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
 
@@ -95,7 +96,7 @@ class Optimizer:
         for name, parameter in zip(names, parameters):
             if name not in self._state:
                 moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
-                self._state[name] = {"step": torch.tensor(0.0), **moments}
+                self._state[name] = {"step": torch.zeros((), device=parameter.device), **moments}
         states = [self._state[name] for name in names]
         adamw(
             list(parameters),
@@ -122,12 +123,12 @@ class Optimizer:
         return sum(8 * p.numel() for p in plain) + (0 if eight_bit is None else eight_bit.nbytes)
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and step counts: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; of 8-bit moments `.codes` and
-        `.scale`. Empty before the first update."""
+        """Moments and step counts, copied to the CPU: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; of 8-bit moments
+        `.codes` and `.scale`. Empty before the first update."""
         tensors: dict[str, Tensor] = {} if self._eight_bit is None else self._eight_bit.state()
         for name, state in self._state.items():
             for key, value in state.items():
-                tensors[f"{name}.{key}"] = value.clone()
+                tensors[f"{name}.{key}"] = value.to("cpu", copy=True)
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -141,7 +142,15 @@ class Optimizer:
                 continue
             if len(given) != 3 or any(given[key].shape != parameter.shape for key in _MOMENTS):
                 raise IsobitError(f"optimizer state of {name} does not fit the model")
-            self._state[name] = {key: value.clone() for key, value in given.items()}
+            self._state[name] = {key: value.to(parameter.device, copy=True) for key, value in given.items()}
         unknown = {key.rpartition(".")[0] for key in tensors} - set(self.parameters)
         if unknown:
             raise IsobitError(f"optimizer state has {min(unknown)!r}, which the model does not have")
+
+
+def _sums_of_squares(gradients: Sequence[Tensor]) -> list[float]:
+    """Of each gradient, or of parts of it, in float64."""
+    if all(gradient.device.type == "cpu" for gradient in gradients):
+        return [float(gradient.double().square().sum()) for gradient in gradients]
+    parts = [part for gradient in gradients for part in gradient.flatten().split(_NORM_ELEMENTS)]
+    return torch.stack([part.double().square().sum() for part in parts]).tolist()  # one wait for all of them

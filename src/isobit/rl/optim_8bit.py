@@ -62,13 +62,14 @@ class EightBitState:
             parameter.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
 
     def state(self) -> dict[str, Tensor]:
-        """`NAME.exp_avg.codes` uint8, `NAME.exp_avg.scale` float32, the same of exp_avg_sq, and `NAME.step`."""
+        """`NAME.exp_avg.codes` uint8, `NAME.exp_avg.scale` float32, the same of exp_avg_sq, and `NAME.step`; copied to
+        the CPU."""
         tensors: dict[str, Tensor] = {}
         for name, moments in self._moments.items():
             tensors[f"{name}.step"] = torch.tensor(float(self._steps[name]))
             for key, moment in moments.items():
-                tensors[f"{name}.{key}.codes"] = moment.codes.clone()
-                tensors[f"{name}.{key}.scale"] = moment.scale.clone()
+                tensors[f"{name}.{key}.codes"] = moment.codes.to("cpu", copy=True)
+                tensors[f"{name}.{key}.scale"] = moment.scale.to("cpu", copy=True)
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +91,7 @@ class EightBitState:
         return rest
 
     def _fresh(self, parameter: Tensor) -> dict[str, Any]:
-        return {key: self._zeros(parameter.shape, signed, _BLOCK) for key, signed in _MOMENTS.items()}
+        return {key: self._zeros(parameter.shape, signed, _BLOCK, parameter.device) for key, signed in _MOMENTS.items()}
 
 
 def _zeros_of_torchao() -> Any:

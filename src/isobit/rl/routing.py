@@ -17,7 +17,7 @@ class RoutingTotals:
 
     def see(self, tape: RouteTape, num_experts: int, recorded: Tensor | None = None) -> None:
         """Take a forward into account; `recorded` [T, layers, k] are the rollout's choices for the same weights."""
-        chosen = tape.routes()
+        chosen = tape.routes().cpu()
         counts = torch.stack([torch.bincount(layer.flatten(), minlength=num_experts) for layer in chosen.unbind(1)])
         self.load = counts if self.load is None else self.load + counts
         self.auxiliary.append(float(torch.stack(tape.auxiliary).detach().mean()))

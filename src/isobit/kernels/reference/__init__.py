@@ -10,13 +10,15 @@ from isobit.precision import QTensor, QuantSpec, quantize
 
 
 class ReferenceOps(Composed):
-    """`isobit.kernels.types.Ops` in PyTorch."""
+    """`isobit.kernels.types.Ops` in PyTorch, on the device that it is given: an operator computes where its inputs
+    are."""
 
     backend = "reference"
 
-    def __init__(self, consistency: str = "bitwise", why: str = "") -> None:
+    def __init__(self, consistency: str = "bitwise", why: str = "", device: torch.device | str = "cpu") -> None:
         self.consistency = consistency
         self.why = why
+        self.device = torch.device(device)
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         return quantize(x, spec, name)

@@ -68,8 +68,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], lse [T, H]) in `dtype`; with `probabilities` the unnormalized ones are rounded to it before
     P·V, but not in their sum."""
-    out = torch.empty(q.shape, dtype=dtype)
-    lse = torch.empty((*q.shape[:2], 1), dtype=dtype)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype):
         keys, values = batch.read(store)
         scores = batch.scores(batch.gather(q), keys, scale)
@@ -88,8 +88,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from recomputed probabilities (Dao et al. 2022, section 3.1): dS = P·(dP - Σ dO·O)."""
     assert not layout.context.any(), "the backward takes packed layouts: every sequence from its position 0 on"
-    dq = torch.empty(q.shape, dtype=torch.float64)
-    dk = torch.zeros((q.shape[0], *store.k.shape[1:]), dtype=torch.float64)
+    dq = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    dk = torch.zeros((q.shape[0], *store.k.shape[1:]), dtype=torch.float64, device=q.device)
     dv = torch.zeros_like(dk)
     for batch in _batches(layout, q.shape[1], store, torch.float64):
         keys, values = batch.read(store)
@@ -106,12 +106,14 @@ def attention_backward(
 
 
 class _Piece(NamedTuple):
-    """Consecutive `rows` of one sequence, from row `first` of the batch on; the last of them sees `keys` keys."""
+    """Consecutive `rows` of one sequence, from row `first` of the batch on; the last of them sees `keys` keys. The
+    sequence's own rows begin at `start`."""
 
     sequence: int
     first: int
     rows: int
     keys: int
+    start: int
 
 
 def _pieces(layout: Layout) -> Iterator[_Piece]:
@@ -119,7 +121,7 @@ def _pieces(layout: Layout) -> Iterator[_Piece]:
     for sequence, stored in enumerate(context):
         for first in range(start[sequence], start[sequence + 1], _PIECE_ROWS):
             last = min(first + _PIECE_ROWS, start[sequence + 1])
-            yield _Piece(sequence, first, last - first, stored + last - start[sequence])
+            yield _Piece(sequence, first, last - first, stored + last - start[sequence], start[sequence])
 
 
 def _batches(layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype) -> Iterator["_Batch"]:
@@ -149,10 +151,11 @@ class _Batch:
     """
 
     def __init__(self, layout: Layout, pieces: list[_Piece], kv_heads: int, dtype: torch.dtype) -> None:
-        sequence, first, count, keys = (torch.tensor(column).unsqueeze(1) for column in zip(*pieces))
-        row, key = torch.arange(int(count.max())), torch.arange(int(keys.max()))
+        device = layout.positions.device
+        sequence, first, count, keys, _ = (torch.tensor(column, device=device).unsqueeze(1) for column in zip(*pieces))
+        row = torch.arange(max(piece.rows for piece in pieces), device=device)
+        key = torch.arange(max(piece.keys for piece in pieces), device=device)
         self.pieces, self.kv_heads, self.dtype = pieces, kv_heads, dtype
-        self.starts = [int(layout.row_start[piece.sequence]) for piece in pieces]
         self.valid = row < count
         self.rows = torch.where(self.valid, first + row, first)
         present = key < keys
@@ -190,5 +193,5 @@ class _Batch:
 
     def add_to_keys(self, padded: Tensor, out: Tensor) -> None:
         """Add [S, KV, K, D] to the rows of `out` [T, KV, D] that these keys belong to, piece by piece."""
-        for piece, start, gradient in zip(self.pieces, self.starts, padded.transpose(1, 2)):
-            out[start : start + piece.keys] += gradient[: piece.keys]
+        for piece, gradient in zip(self.pieces, padded.transpose(1, 2)):
+            out[piece.start : piece.start + piece.keys] += gradient[: piece.keys]

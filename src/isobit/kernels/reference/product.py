@@ -59,7 +59,7 @@ def values(operand: Operand) -> Tensor:
 def _blocks(a: QTensor, b: QTensor) -> Tensor:
     scale_a, scale_b = _row_scales(a), _row_scales(b)
     parts = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
-    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=scale_a.device)
     step = min(BLOCK, a.block[1], b.block[1])
     for start in range(0, a.shape[1], step):
         block = slice(start, start + step)

@@ -37,7 +37,7 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
     """-log(u) for tokens 0 to count-1 of every row of `keys` [B, 4] (seed, prompt, sample, position): [B, count]
     float64."""
     seed, prompt, index, position = (column.unsqueeze(-1) for column in keys.unbind(-1))
-    token = torch.arange(-(-count // 4)).unsqueeze(0)
+    token = torch.arange(-(-count // 4), device=keys.device).unsqueeze(0)
     counter = tuple(t.expand(keys.shape[0], token.shape[1]) & _MASK for t in (token, position, index, prompt))
     words = philox((counter[0], counter[1], counter[2], counter[3]), (seed & _MASK, (seed >> 32) & _MASK))
     uniform = (torch.stack(words, -1).reshape(keys.shape[0], -1)[:, :count].double() + 0.5) * 2.0**-32

@@ -2,8 +2,8 @@
 
 The definitions are the reference operators'. Quantization, cache writes and what is elementwise return their bits; sums
 are float32 in a fixed order where the reference has float64, so products, norms, attention and log-probabilities
-differ from the CPU's in the last places, and agree among themselves: a row's bits depend on the row, the weights and the
-position (`tests/kernels/triton`). Under `consistency: fast` products are cuBLAS's.
+differ from the CPU's in the last places, and agree among themselves: a row's bits depend on the row, the weights and
+the position (`tests/kernels/triton`). Under `consistency: fast` products are cuBLAS's.
 
 An operator here never waits for the GPU. So NaN and infinity cannot be raised where they are met: a flag is set,
 results become NaN, and `raise_faults` raises where results are read.
@@ -26,6 +26,7 @@ from isobit.kernels.triton import (
     norm,
     product,
     quantize,
+    sampling,
 )
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults
@@ -150,10 +151,10 @@ class TritonOps(Ops):
         return gradient.index_put_((tokens,), dy.float(), accumulate=True)
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return head.token_logprobs(logits, tokens, temperature)
+        return sampling.token_logprobs(logits, tokens, temperature)
 
     def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
-        return head.sample(logits, keys, temperature)
+        return sampling.sample(logits, keys, temperature)
 
     def head_logprobs(
         self, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float

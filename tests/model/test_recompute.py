@@ -1,0 +1,146 @@
+"""Activation checkpointing: the bits of results and gradients without it, less memory, and nothing told twice."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.kernels import KVStore, Layout
+from isobit.model import Model
+from isobit.model.kv_scales import AmaxRecorder, KVScales
+from isobit.model.moe import RouteTape
+from isobit.setup import saved_bytes_per_token
+
+from .helpers import random_model, tokens
+
+LENGTHS = [9, 1, 20]
+CASES = [("bf16", "qwen3"), ("fp8", "llama"), ("fp8", "qwen3_moe"), ("fp8[kv_cache=e4m3-calibrated]", "qwen2")]
+
+
+def scaled(model: Model) -> Model:
+    if model.precision.calibrated:
+        scales = torch.full((model.config.num_layers, 2), 0.02)
+        model.transformer.kv_scales = KVScales(scales, model.weights_version)
+    return model
+
+
+def run(model: Model, recompute: bool, given: Tensor | None = None) -> dict[str, Any]:
+    """Forward and backward, and everything that can be seen of them."""
+    transformer = model.transformer
+    transformer.recompute, transformer.recorder = recompute, AmaxRecorder(model.config.num_layers)
+    for parameter in model.parameters():
+        parameter.grad = None
+    tape = RouteTape(given) if model.config.experts is not None else None
+    ids = torch.tensor(tokens(sum(LENGTHS)))
+    hidden = transformer.hidden(ids, Layout.packed(LENGTHS), tape=tape)
+    logprobs, _ = transformer.head_logprobs(hidden, ids.roll(1))
+    loss = logprobs.sum()
+    if tape is not None:
+        loss = loss + 0.5 * torch.stack(tape.auxiliary).sum()
+    loss.backward()
+    found = {"loss": loss.detach(), "hidden": hidden.detach(), "amax": transformer.recorder.amax(100.0)}
+    found |= {name: p.grad for name, p in model.named_parameters().items() if p.grad is not None}
+    found |= {} if tape is None else {"routes": tape.routes(), "auxiliary": torch.stack(tape.auxiliary).detach()}
+    return found | {"forwards": torch.tensor(len(transformer.recorder.batches))}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    def bits(tensor: Tensor) -> list[int]:
+        return tensor.float().contiguous().view(torch.int32).flatten().tolist()
+
+    return left.keys() == right.keys() and all(bits(left[name]) == bits(right[name]) for name in left)
+
+
+@pytest.mark.parametrize(("precision", "family"), CASES)
+def test_results_and_gradients_have_the_bits_of_a_forward_that_keeps_all(precision: str, family: str) -> None:
+    model = scaled(random_model(precision, family=family))
+    wanted, found = run(model, False), run(model, True)
+    assert "layers.2.o" in wanted
+    assert same(found, wanted)
+    with torch.no_grad():  # the control: another weight
+        model.named_parameters()["layers.1.qkv"][0, 0] += 1
+    model.sync()
+    assert not same(run(scaled(model), True), wanted)
+
+
+def test_routes_that_are_given_are_taken_again() -> None:
+    model = random_model("bf16", family="qwen3_moe")
+    own = run(model, False)["routes"]
+    given = (own + 1) % 6
+    wanted = run(model, False, given)
+    assert same(run(model, True, given), wanted)
+    assert not same(run(model, True), wanted)
+
+
+def test_an_expert_that_no_token_chose_has_no_gradient() -> None:
+    model = random_model("bf16", family="qwen3_moe")
+    given = torch.tensor([0, 1, 2]).expand(sum(LENGTHS), model.config.num_layers, 3)
+    found = run(model, True, given)
+    assert same(found, run(model, False, given))
+    assert "layers.1.experts.2.down" in found
+    assert "layers.1.experts.5.down" not in found
+
+
+def test_nothing_is_recomputed_where_nothing_will_go_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, written = random_model("fp8"), []
+    write = type(model.ops).kv_write
+
+    def counted(*arguments: Any) -> None:
+        written.append(1)
+        write(*arguments)
+
+    monkeypatch.setattr(type(model.ops), "kv_write", counted)
+    layers = model.config.num_layers
+    run(model, True)
+    assert len(written) == 2 * layers  # a forward and one again
+    model.transformer.recorder = None
+    model.logprobs([tokens(9)])
+    assert len(written) == 3 * layers
+
+
+def test_keys_and_values_do_not_outlive_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no tensors that autograd saves, but attention's backward reads them."""
+    import gc
+    import weakref
+
+    alive: list[weakref.ref[Any]] = []
+    allocate = KVStore.allocate
+
+    def counted(*arguments: Any) -> KVStore:
+        store = allocate(*arguments)
+        alive.append(weakref.ref(store))
+        return store
+
+    monkeypatch.setattr(KVStore, "allocate", staticmethod(counted))
+    model = random_model("fp8")
+    for recompute, expected in ((False, model.config.num_layers), (True, 0)):
+        alive.clear()
+        model.transformer.recompute = recompute
+        hidden = model.transformer.hidden(torch.tensor(tokens(20)), Layout.packed([20]))
+        gc.collect()
+        assert sum(store() is not None for store in alive) == expected
+        del hidden
+
+
+def test_what_a_token_keeps_worked_out_by_hand() -> None:
+    """Under fp8 codes with their scales are kept of what is multiplied, and in BF16 the residual stream, qkv, q, the
+    attention's result and gate and up; with checkpointing the layer's inputs, and all of one layer in the backward."""
+    model = random_model("fp8", family="llama")
+    config = model.config
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads
+    wide = heads * config.head_dim
+
+    def codes(columns: int) -> int:
+        return columns + 4 * -(-columns // 128)
+
+    norm = 2 * hidden + 4  # the residual stream and its inverse deviation
+    attention = 2 * config.qkv_size + 2 * wide + 2 * wide + 4 * heads  # qkv; q and the result; log-sum-exp
+    layer = norm + codes(hidden) + attention + codes(wide) + norm + codes(hidden) + 4 * inner + codes(inner)
+    outside = 8 + norm + 2 * hidden / 64  # the token, the last norm, and its weight over 64 tokens
+    layers = config.num_layers
+    assert saved_bytes_per_token(model) == layers * layer + outside
+    model.transformer.recompute = True
+    inputs = 2 * hidden * (1 + 2 * (layers - 1))  # the first layer has no residual stream yet
+    assert saved_bytes_per_token(model) == inputs + outside + (layers * layer + outside) / layers
+    assert model.transformer.recompute

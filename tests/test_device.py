@@ -1,0 +1,276 @@
+"""A model that lives on a GPU, where there is none (`pretend_device.py`): whatever mixes the two devices raises, and on
+the reference operators every result has the bits of the CPU's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.inspection.quantization import activation_health, weight_health
+from isobit.kernels import Ops, separate_ops
+from isobit.kernels.reference import ReferenceOps
+from isobit.model import Model, RewardModel, fp8_blocks
+from isobit.model.checkpoint import read_weights
+from isobit.model.kv_scales import KVScales
+from isobit.model.transformer import Transformer
+from isobit.precision import precision_from
+from isobit.rl import Learner, Objective, Optimizer, OptimizerSettings, Sample, supervised_update
+from isobit.rl.optim import _sums_of_squares
+from isobit.statistics import PeakMemory, WeightTotals
+
+from .conftest import tiny_model
+from .pretend_device import DEVICE, Elsewhere, Mixed, PretendDevice
+
+CASES = [
+    ("bf16", "qwen3", {}),
+    ("fp8", "llama", {"kl_coefficient": 0.1, "updates_per_batch": 2}),
+    ("fp8", "qwen3_moe", {"router_aux_coefficient": 0.01}),
+    ("fp8-rollout", "qwen2", {"shadow_every": 1}),
+    ("fp8[kv_cache=e4m3-calibrated,kv_calibration=learner]", "llama", {}),
+    ("mxfp8", "llama", {}),
+]
+
+
+def on(ops: Ops, precision: str, family: str = "qwen3") -> Model:
+    """The same random model, on the operators' device."""
+    config = tiny_model("float32", family).config
+    given = tiny_model("float32", family)
+    masters = {name: 5 * p.detach() for name, p in given.named_parameters().items()}
+    model = Model(Transformer(config, precision_from(precision), ops, masters), given.tokenizer)
+    if model.precision.calibrated:
+        model.transformer.kv_scales = KVScales(torch.full((config.num_layers, 2), 0.01), model.weights_version)
+    return model
+
+
+def samples_of(model: Model, count: int = 4) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for index in range(count):
+        tokens = torch.randint(3, model.config.vocab_size, (5 + index,), generator=generator).tolist()
+        logprobs = model.logprobs([tokens])[0].tolist()[1:]
+        found.append(Sample(index, 0, tuple(tokens[:2]), tuple(tokens[2:]), tuple(logprobs), "", False, 0))
+    return found
+
+
+def learn(ops: Ops, precision: str, family: str, objective: Objective, samples: list[Sample]) -> tuple[object, ...]:
+    """Two steps; everything that came of them."""
+    model = on(ops, precision, family)
+    reference = on(ops, precision, family) if objective.kl_coefficient else None
+    optimizer = Optimizer(model.named_parameters(), OptimizerSettings(1e-3, weight_decay=0.1, max_grad_norm=0.5))
+    learner = Learner(model, optimizer, objective, reference=reference, micro_batch_tokens=16)
+    metrics = []
+    for step in range(2):
+        metrics.append(learner.learn(samples, [(-1.0) ** i for i in range(len(samples))], step))
+        model.sync()
+    assert all(p.device == ops.device for p in model.parameters())
+    amax = None if learner.kv_amax is None else learner.kv_amax.tolist()
+    state = {name: bits(tensor) for name, tensor in optimizer.state().items()}
+    weights = {name: bits(p.detach().cpu()) for name, p in model.named_parameters().items()}
+    return metrics, amax, state, weights
+
+
+def bits(tensor: Tensor) -> list[int]:
+    assert tensor.device.type == "cpu"
+    return tensor.float().contiguous().view(torch.int32).flatten().tolist()
+
+
+@pytest.mark.parametrize(("precision", "family", "changes"), CASES, ids=lambda value: str(value))
+def test_learning_has_the_bits_of_the_cpu(precision: str, family: str, changes: dict[str, float]) -> None:
+    recompute = precision == "fp8-rollout"
+    objective = Objective(recompute_old=recompute, **changes)  # type: ignore[arg-type]
+    samples = samples_of(on(ReferenceOps(), precision, family))
+    wanted = learn(ReferenceOps(), precision, family, objective, samples)
+    with PretendDevice():
+        found = learn(ReferenceOps(device=DEVICE), precision, family, objective, samples)
+    assert repr(found) == repr(wanted)  # NaN is equal to itself
+
+
+def test_checkpointed_activations_too() -> None:
+    samples = samples_of(on(ReferenceOps(), "fp8"))
+
+    def trained(ops: ReferenceOps, recompute: bool) -> tuple[object, ...]:
+        model = on(ops, "fp8")
+        model.transformer.recompute = recompute
+        optimizer = Optimizer(model.named_parameters(), OptimizerSettings(1e-2))
+        found = supervised_update(model, optimizer, samples, 1e-2, 20)
+        return found, [bits(p.detach().cpu()) for p in model.parameters()]
+
+    wanted = trained(ReferenceOps(), False)
+    with PretendDevice():
+        assert trained(ReferenceOps(device=DEVICE), True) == wanted
+
+
+def test_a_forgotten_move_raises() -> None:
+    """The controls: what the tests above would find."""
+    there, here = torch.ones(3).to("cpu"), torch.ones(3)
+    assert torch.equal(there + here, here + 1)
+    with PretendDevice():
+        there = torch.ones(3, device=DEVICE)
+        for mixed in (
+            lambda: there + here,
+            lambda: there[torch.arange(2)],
+            lambda: torch.cat((there, here)),
+            lambda: torch.where(here > 0, there, 0.0),
+        ):
+            with pytest.raises(Mixed):
+                mixed()
+        model = on(ReferenceOps(device=DEVICE), "bf16")
+        model.transformer._tables = model.config.rope.tables(64, model.config.head_dim)
+        with pytest.raises(Mixed):
+            model.logprobs([[3, 4, 5]])
+
+
+@pytest.mark.parametrize("misplaced", ["step", "exp_avg"])
+def test_a_moment_that_is_elsewhere_raises(misplaced: str) -> None:
+    with PretendDevice():
+        parameter = torch.nn.Parameter(torch.ones(2, 2).to(DEVICE))
+        optimizer = Optimizer({"weight": parameter}, OptimizerSettings())
+        for _ in range(2):
+            parameter.grad = torch.ones(2, 2, device=DEVICE)
+            optimizer.step(1e-3, 1.0)
+        optimizer._state["weight"][misplaced] = optimizer._state["weight"][misplaced].cpu()
+        with pytest.raises(Mixed):
+            optimizer.step(1e-3, 1.0)
+
+
+def test_the_optimizer_waits_once_for_all_gradients() -> None:
+    with PretendDevice() as mode:
+        parameters = {str(i): torch.nn.Parameter(torch.full((3, i + 1), 0.5).to(DEVICE)) for i in range(4)}
+        optimizer = Optimizer(parameters, OptimizerSettings())
+        for parameter in parameters.values():
+            parameter.grad = 3 * parameter.detach()
+        mode.waits.clear()
+        norm = optimizer.gradient_norm()
+        assert dict(mode.waits) == {"tolist": 1}
+        optimizer.step(1e-3, norm)
+        assert dict(mode.waits) == {"tolist": 1}
+        assert norm == (30 * 1.5**2) ** 0.5
+        parameters["2"].grad[0, 0] = torch.inf  # type: ignore[index]
+        assert optimizer.gradient_norm() == torch.inf
+
+
+def test_a_long_gradient_is_squared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isobit.rl.optim._NORM_ELEMENTS", 7)
+    with PretendDevice():
+        parts = _sums_of_squares([torch.full((3, 5), 2.0).to(DEVICE), torch.ones(1).to(DEVICE)])
+    assert parts == [28.0, 28.0, 4.0, 1.0]
+
+
+def test_a_state_goes_to_the_parameters_and_comes_back() -> None:
+    settings = OptimizerSettings(1e-2, weight_decay=0.1)
+
+    def steps(optimizer: Optimizer, count: int) -> None:
+        for step in range(count):
+            for parameter in optimizer.parameters.values():
+                parameter.grad = (parameter.detach() * (step + 2)).clone()
+            optimizer.step(1e-2, 0.5)
+
+    start = torch.linspace(-1, 1, 64 * 128).view(64, 128)
+    here = Optimizer({"w": torch.nn.Parameter(start.clone())}, settings)
+    steps(here, 1)
+    saved = here.state()
+    moved = here.parameters["w"].detach().clone()
+    steps(here, 2)
+    with PretendDevice():
+        there = Optimizer({"w": torch.nn.Parameter(moved.to(DEVICE))}, settings)
+        there.load_state(saved)
+        steps(there, 2)
+        found = there.state()
+        weights = there.parameters["w"].detach().cpu()
+    assert torch.equal(weights, here.parameters["w"])
+    assert all(torch.equal(found[name], value) for name, value in here.state().items())
+    assert not any(isinstance(value, Elsewhere) for value in found.values())
+
+
+def test_moments_in_8_bits_are_where_their_parameter_is() -> None:
+    """On PyTorch's meta device: torchao's tensors are a subclass of their own, which the pretended one cannot hold."""
+    pytest.importorskip("torchao", reason="the optional extra isobit[optim] is not installed")
+    parameter = torch.nn.Parameter(torch.empty(64, 128, device="meta"))
+    optimizer = Optimizer({"w": parameter}, OptimizerSettings(state="8bit"))
+    assert optimizer._eight_bit is not None
+    moments = optimizer._eight_bit._fresh(parameter)
+    assert {part.device for m in moments.values() for part in (m.codes, m.scale, m.qmap)} == {parameter.device}
+
+
+def test_saved_from_there_it_is_the_file_of_the_cpu(tmp_path: Path) -> None:
+    wanted = on(ReferenceOps(), "fp8")
+    wanted.save(tmp_path / "here")
+    with PretendDevice():
+        on(ReferenceOps(device=DEVICE), "fp8").save(tmp_path / "there")
+    names = sorted(path.name for path in (tmp_path / "here").iterdir())
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == names
+    assert all((tmp_path / "here" / n).read_bytes() == (tmp_path / "there" / n).read_bytes() for n in names)
+    assert read_weights(tmp_path / "there")
+
+
+def test_fp8_blocks_of_a_model_there(tmp_path: Path) -> None:
+    def written(ops: ReferenceOps, folder: Path) -> bytes:
+        given = tiny_model("float32", hidden_size=128, intermediate_size=128, num_heads=2, num_kv_heads=2, head_dim=64)
+        masters = {name: p.detach() for name, p in given.named_parameters().items()}
+        model = Model(Transformer(given.config, precision_from("fp8"), ops, masters), given.tokenizer)
+        model.write(folder, fp8_blocks.block_checkpoint(model).tensors, {})
+        return (folder / "model.safetensors").read_bytes()
+
+    here = written(ReferenceOps(), tmp_path / "here")
+    with PretendDevice():
+        there = written(ReferenceOps(device=DEVICE), tmp_path / "there")
+    assert here == there
+
+
+def test_scores_and_log_probabilities_and_what_is_measured_of_a_model() -> None:
+    sequences = [[3, 4, 5, 6], [7], [8, 9, 10]]
+
+    def everything(ops: ReferenceOps) -> tuple[object, ...]:
+        model = on(ops, "fp8")
+        learned = [bits(row) for row in model.logprobs(sequences)]
+        rolled = [bits(row) for row in on(ops, "fp8-e2e").logprobs(sequences, use="rollout")]
+        judge = RewardModel(on(ops, "fp8").transformer, torch.ones(1, model.config.hidden_size), model.tokenizer)
+        totals = WeightTotals(model)
+        health = weight_health(model), activation_health(model, sequences)
+        return learned, rolled, judge.score(sequences), totals.metrics(), totals.by_tensor(), health
+
+    wanted = everything(ReferenceOps())
+    with PretendDevice():
+        assert everything(ReferenceOps(device=DEVICE)) == wanted
+
+
+def test_the_weights_are_measured_without_waiting_for_each() -> None:
+    with PretendDevice() as mode:
+        model = on(ReferenceOps(device=DEVICE), "fp8")
+        mode.waits.clear()
+        totals = WeightTotals(model)
+        assert not mode.waits
+        totals.metrics()
+        assert dict(mode.waits) == {"tolist": 1}
+
+
+def test_a_separate_engine_is_on_the_learners_device() -> None:
+    assert separate_ops(ReferenceOps(device=DEVICE)).device == DEVICE
+
+
+def test_more_logits_at_a_time_on_a_gpu() -> None:
+    transformer = tiny_model("bf16", "llama").transformer
+    rows = [transformer._head_rows(device) for device in (torch.device("cpu"), DEVICE)]
+    assert rows[1] // rows[0] == 64
+
+
+def test_peaks_of_a_phase_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated, peak = [5.0], [0.0]
+
+    def most(device: torch.device) -> float:
+        assert device == DEVICE
+        return peak[0] * 2**20
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated[0]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", most)
+    memory = PeakMemory(DEVICE)
+    for phase, used in (("rollout", 40.0), ("learn", 7.0), ("rollout", 20.0)):
+        with memory.of(phase):
+            peak[0] = max(peak[0], used)
+    assert memory.metrics() == {"memory/peak_rollout_mib": 40.0, "memory/peak_learn_mib": 7.0}
+    assert memory.metrics() == {}
+    nowhere = PeakMemory(torch.device("cpu"))
+    with nowhere.of("learn"):
+        pass
+    assert nowhere.metrics() == {}
