@@ -66,7 +66,9 @@ def from_e4m3(code):
         normal = ((exponent + 120) << 23) | (mantissa << 20)
         value = tl.where(exponent > 0, normal.to(tl.float32, bitcast=True), mantissa.to(tl.float32) * 0.001953125)
         value = tl.where((code & 0x7F) == NAN_CODE, float("nan"), value)
-        return tl.where((code & 0x80) != 0, -value, value)
+        # a negation is 0 - value here, which would lose the sign of zero
+        word = value.to(tl.uint32, bitcast=True) | ((code & 0x80).to(tl.uint32) << 24)
+        return word.to(tl.float32, bitcast=True)
     else:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
@@ -94,8 +96,19 @@ def quantize_block(x, scale):
 
 
 @triton.jit
+def e4m3_pointer(codes_ptr):
+    """A pointer to codes (uint8) as one to E4M3, on a GPU: what it loads for `dot` then goes from shared memory right
+    into the matrix unit. Codes cast after their load take a detour through registers, and back through shared memory.
+    """
+    if INTERPRETED:
+        return codes_ptr
+    else:
+        return codes_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+
+
+@triton.jit
 def dot(a, b, acc):
-    """acc + a · b with float32 sums: BF16 or E4M3 operands (codes as uint8) [M, K] and [K, N]."""
+    """acc + a · b with float32 sums: BF16, float32 or E4M3 operands [M, K] and [K, N]; codes also as uint8."""
     if a.dtype == tl.uint8:
         if INTERPRETED:
             return tl.dot(from_e4m3(a), from_e4m3(b), acc, input_precision="ieee")
