@@ -27,13 +27,14 @@ def layer_of(model: Model, use: str = "learner") -> Mixture:
     return layer
 
 
-def rows(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x [T, H], experts [T, 3] of six, the fifth never, a gradient of the results)."""
+def rows(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x [T, H], gates [T, 3], experts [T, 3] of six, the fifth never, a gradient of the results)."""
     random = torch.Generator().manual_seed(count)
     scores = torch.rand(count, 6, generator=random)
     scores[:, 4] = -1
-    x, dy = torch.randn(count, WIDTH, generator=random), torch.randn(count, 3, WIDTH, generator=random)
-    return x.bfloat16(), scores.argsort(1, descending=True)[:, :3], dy.bfloat16()
+    x, dy = (torch.randn(count, WIDTH, generator=random).bfloat16() for _ in range(2))
+    best = scores.sort(1, descending=True)
+    return x, best.values[:, :3], best.indices[:, :3], dy
 
 
 def gradients(model: Model) -> list[Tensor | None]:
@@ -48,36 +49,40 @@ def gradients(model: Model) -> list[Tensor | None]:
 def test_grouped_is_one_expert_after_the_other_bit_for_bit(preset: str, backend: str) -> None:
     model = random_model(preset, backend, "qwen3_moe")
     layer, ops = layer_of(model), model.transformer.ops["learner"]
-    given, chosen, dy = rows(23)
+    given, weights, chosen, dy = rows(23)
     found = []
     for compute in (through_experts, experts._one_by_one):
-        x = given.clone().requires_grad_()
-        results = compute(x, chosen, layer, ops)
+        x, gates = given.clone().requires_grad_(), weights.clone().requires_grad_()
+        results = compute(x, gates, chosen, layer, ops)
         results.backward(dy)
         assert x.grad is not None
-        found.append((results.detach(), x.grad, gradients(model)))
-    (results, dx, own), (one_by_one, other_dx, others) = found
-    assert torch.equal(results, one_by_one)
-    assert torch.equal(dx, other_dx)
+        assert gates.grad is not None
+        found.append(((results.detach(), x.grad, gates.grad), gradients(model)))
+    (grouped_ones, own), (one_by_one, others) = found
+    assert all(torch.equal(first, second) for first, second in zip(grouped_ones, one_by_one))
+    results = grouped_ones[0]
     assert [g is None for g in own] == [name in (8, 9) for name in range(12)]  # gate_up and down of the fifth
     assert all((g is None and o is None) or torch.equal(g, o) for g, o in zip(own, others))
     with torch.no_grad():
-        assert torch.equal(through_experts(given, chosen, layer, ops), results)
-        assert not torch.equal(through_experts(given, chosen.roll(1, 0), layer, ops), results)  # the control
+        assert torch.equal(through_experts(given, weights, chosen, layer, ops), results)
+        assert not torch.equal(through_experts(given, weights, chosen.roll(1, 0), layer, ops), results)  # the control
 
 
 def test_rows_that_share_scales_go_to_each_expert_alone() -> None:
     model = random_model("fp8", "reference", "qwen3_moe")
     shared = QuantSpec(granularity="tensor", scale="fp32")
     layer = map_parts(layer_of(model), lambda part: _with_activation(part, shared))
-    x, chosen, _ = rows(9)
+    x, _, chosen, _ = rows(9)
+    only = torch.tensor([1.0, 0.0, 0.0]).expand(9, 3)  # the sum is the first expert's result
     with torch.no_grad():
-        found = through_experts(x, chosen, layer, model.transformer.ops["learner"])
+        found = through_experts(x, only, chosen, layer, model.transformer.ops["learner"])
         order, offsets = by_expert(chosen, 6)
         first = order[: int(offsets[1])]  # the rows of the first expert
         alone = experts.mlp(x[first // 3], layer.experts[0], model.transformer.ops["learner"])
         apart = experts.mlp(x[first[:1] // 3], layer.experts[0], model.transformer.ops["learner"])
-    assert torch.equal(found.flatten(0, 1)[first], alone)
+    mine = first % 3 == 0
+    assert int(mine.sum()) > 0
+    assert torch.equal(found[first[mine] // 3], alone[mine])
     assert not torch.equal(apart, alone[:1])  # the control: they do share scales
 
 
@@ -141,12 +146,12 @@ def test_the_forward_asks_for_no_value() -> None:
     layer = layer_of(model)
     bare = [Stacked(s.data.to("meta"), None if s.scale is None else s.scale.to("meta"), s.spec) for s in _stacks(layer)]
     layer = Mixture(layer.router, layer.experts, *bare, layer.per_token, layer.normalize)
-    x, chosen, _ = (t.to("meta") for t in rows(50))
+    x, gates, chosen, _ = (t.to("meta") for t in rows(50))
     with torch.no_grad(), record_launches() as found:
-        results = through_experts(x, chosen, layer, _Nothing())
-        assert results.shape == (50, 3, WIDTH)
+        results = through_experts(x, gates, chosen, layer, _Nothing())
+        assert results.shape == (50, WIDTH)
         with pytest.raises(RuntimeError, match="meta"):  # the control: the loop over experts does ask
-            experts._one_by_one(x, chosen, layer, _Nothing())
+            experts._one_by_one(x, gates, chosen, layer, _Nothing())
     assert [launch.kernel.__name__ for launch in found] == ["schedule", "block_product"] * 2
 
 

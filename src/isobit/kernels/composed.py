@@ -57,6 +57,22 @@ class Composed(Ops):
                 found.append(self.gradient_product(rows.t(), plain.t(), torch.float32))
         return found
 
+    def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
+        total: Tensor | None = None
+        for slot in range(place.shape[1]):
+            row = x.index_select(0, place[:, slot]).float()
+            row = row if gates is None else gates[:, slot : slot + 1] * row
+            total = row if total is None else total + row
+        assert total is not None
+        return total.to(x.dtype)
+
+    def sum_of_rows_backward(self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dgates, wide = torch.empty_like(x), torch.empty_like(gates), dy.float()
+        for slot in range(place.shape[1]):
+            dx.index_copy_(0, place[:, slot], (wide * gates[:, slot : slot + 1]).to(x.dtype))
+            dgates[:, slot] = (wide * x.index_select(0, place[:, slot]).float()).sum(1)
+        return dx, dgates
+
     def rms_norm_quantized(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
     ) -> tuple[QTensor, Tensor, Tensor]:

@@ -254,6 +254,13 @@ class Ops(Protocol):
         `gradient` both are quantized along the tokens, in blocks that begin anew at an expert's first row; x is then
         quantized. For the learner only: it may wait for a GPU, to know which experts have rows."""
 
+    def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
+        """Row t is Σ_j gates[t, j] · x[place[t, j]], each product rounded to float32 and added in the order of j, the
+        sum rounded once to x's dtype: [T, C]. x [R, C], place [T, k] int64, gates [T, k] float32, by default 1."""
+
+    def sum_of_rows_backward(self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """(gradient of x [R, C], of the gates [T, k] float32), where every row of x has one place."""
+
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,15 +23,16 @@ from isobit.model.working import Mixture, Mlp
 from isobit.precision import QTensor, QuantSpec
 
 
-def through_experts(x: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
-    """Results [T, k, H], in x's dtype, of the experts `chosen` [T, k] int64 for the rows of x [T, H]."""
+def through_experts(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
+    """The experts `chosen` [T, k] int64 for the rows of x [T, H], times their gates [T, k] float32, added in float32 in
+    the order of k and rounded once: [T, H] in x's dtype."""
     first = layer.experts[0]
     if any(_shares_scales(spec) for weight in (first.gate_up, first.down) for spec in _specs(weight)):
-        return _one_by_one(x, chosen, layer, ops)
+        return _one_by_one(x, gates, chosen, layer, ops)
     if torch.is_grad_enabled():
         masters = [expert.gate_up.master for expert in layer.experts] + [expert.down.master for expert in layer.experts]
-        return _Experts.apply(x, chosen, layer, ops, *masters)
-    return _forward(x, chosen, layer, ops)[0]
+        return _Experts.apply(x, gates, chosen, layer, ops, *masters)
+    return _forward(x, gates, chosen, layer, ops)[0]
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -51,48 +52,56 @@ def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
 
 class _Experts(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, *masters: Tensor) -> Tensor:
-        results, order, offsets, inputs, gate_up, hidden = _forward(x, chosen, layer, ops)
+    def forward(
+        ctx: Any, x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, *masters: Tensor
+    ) -> Tensor:
+        total, plan, inputs, gate_up, hidden, results = _forward(x, gates, chosen, layer, ops)
         ctx.layer, ctx.ops, ctx.num_inputs = layer, ops, len(_parts(inputs))
-        ctx.save_for_backward(order, offsets, gate_up, *_parts(inputs), *_parts(hidden))
-        return results
+        ctx.save_for_backward(gates, *plan, gate_up, results, *_parts(inputs), *_parts(hidden))
+        return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dresults: Tensor) -> tuple[Tensor | None, ...]:
-        layer, ops = ctx.layer, ctx.ops
-        order, offsets, gate_up, *parts = ctx.saved_tensors
-        slots, expert = dresults.shape[1], layer.experts[0]
-        inputs = _operand(parts[: ctx.num_inputs], expert.gate_up)
-        hidden = _operand(parts[ctx.num_inputs :], expert.down)
-        needed = ctx.needs_input_grad[4:]
-        first, second = needed[: len(layer.experts)], needed[len(layer.experts) :]
-        dy = dresults.flatten(0, 1).index_select(0, order)
-        ddown = _weight_gradients(dy, hidden, expert.down, offsets, second, ops)
-        dgate_up = ops.silu_mul_backward(_input_gradient(dy, layer.down, expert.down, offsets, ops), gate_up)
-        rows = _pick(inputs, order // slots)
-        dfirst = _weight_gradients(dgate_up, rows, expert.gate_up, offsets, first, ops)
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        layer, ops, count = ctx.layer, ctx.ops, len(ctx.layer.experts)
+        gates, rows, place, offsets, gate_up, results, *parts = ctx.saved_tensors
+        up, down = layer.experts[0].gate_up, layer.experts[0].down
+        inputs, hidden = _operand(parts[: ctx.num_inputs], up), _operand(parts[ctx.num_inputs :], down)
+        needed = ctx.needs_input_grad[5:]
+        dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results, place, gates)
+        ddown = _weight_gradients(dy, hidden, down, offsets, needed[count:], ops)
+        dgate_up = ops.silu_mul_backward(_input_gradient(dy, layer.down, down, offsets, ops), gate_up)
+        dup = _weight_gradients(dgate_up, _pick(inputs, rows), up, offsets, needed[:count], ops)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _gathered(_input_gradient(dgate_up, layer.gate_up, expert.gate_up, offsets, ops), order, slots)
-        return dx, None, None, None, *dfirst, *ddown
+            drows = _input_gradient(dgate_up, layer.gate_up, up, offsets, ops)
+            dx = ops.sum_of_rows(drows, place.sort(1).values, None)  # in the order of the experts
+        return dx, dgates, None, None, None, *dup, *ddown
+
+
+Plan = tuple[Tensor, Tensor, Tensor]
+"""Of rows sorted by expert: the token of each [T k], the places of a token's [T, k], where every expert's begin."""
 
 
 def _forward(
-    x: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
-) -> tuple[Tensor, Tensor, Tensor, Operand, Tensor, Operand]:
-    """(results [T, k, H], order, offsets, operand of x [T, H], gate_up [T k, 2I], operand of the gated rows)."""
-    first, slots = layer.experts[0], chosen.shape[1]
+    x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
+) -> tuple[Tensor, Plan, Operand, Tensor, Operand, Tensor]:
+    """(sums [T, H], plan, operand of x [T, H]; of the sorted rows gate_up [T k, 2I], operand, results [T k, H])."""
+    first = layer.experts[0]
     order, offsets = by_expert(chosen, len(layer.experts))
+    rows, place = order // chosen.shape[1], _inverse(order).view(chosen.shape)
     spec, gated = first.gate_up.activation, first.down.activation
     inputs: Operand = x if spec is None else ops.quantize(x, spec, _name(first.gate_up))
-    gate_up = ops.grouped_product(_pick(inputs, order // slots), layer.gate_up, offsets, x.dtype)
+    gate_up = ops.grouped_product(_pick(inputs, rows), layer.gate_up, offsets, x.dtype)
     hidden: Operand = (
         ops.silu_mul(gate_up) if gated is None else ops.silu_mul_quantized(gate_up, gated, _name(first.down))
     )
     results = ops.grouped_product(hidden, layer.down, offsets, x.dtype)
-    unsorted = torch.empty_like(results).index_copy_(0, order, results)
-    return unsorted.view(*chosen.shape, results.shape[1]), order, offsets, inputs, gate_up, hidden
+    return ops.sum_of_rows(results, place, gates), (rows, place, offsets), inputs, gate_up, hidden, results
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tensor, ops: Ops) -> Tensor:
@@ -119,25 +128,18 @@ def _weight_gradients(
     return [dw if wanted else None for dw, wanted in zip(found, needed)]
 
 
-def _gathered(dsorted: Tensor, order: Tensor, slots: int) -> Tensor:
-    """Sums [T, H] of the sorted rows [T k, H] of each token, added in float32 in the order of the experts."""
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    places = place.view(-1, slots).sort(1).values
-    total = dsorted.index_select(0, places[:, 0]).float()
-    for slot in range(1, slots):
-        total += dsorted.index_select(0, places[:, slot])
-    return total.to(dsorted.dtype)
-
-
-def _one_by_one(x: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
+def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
     rows, slots = chosen.shape
     order, offsets = by_expert(chosen, len(layer.experts))
     parts = x.index_select(0, order // slots).split(offsets.diff().tolist())
-    results = [mlp(part, expert, ops) for part, expert in zip(parts, layer.experts) if part.shape[0]]
-    if not results:
-        return x.new_empty(0, slots, x.shape[1])
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    return torch.cat(results).index_select(0, back).view(rows, slots, -1)
+    found = [mlp(part, expert, ops) for part, expert in zip(parts, layer.experts) if part.shape[0]]
+    if not found:
+        return x.new_empty(0, x.shape[1])
+    results = torch.cat(found).index_select(0, _inverse(order)).view(rows, slots, -1).float()
+    total = gates[:, :1] * results[:, 0]
+    for slot in range(1, slots):
+        total = total + gates[:, slot : slot + 1] * results[:, slot]
+    return total.to(x.dtype)
 
 
 def _specs(weight: Weight) -> list[QuantSpec]:

@@ -76,11 +76,7 @@ def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None) 
     gates = probabilities.gather(1, chosen)
     if layer.normalize:
         gates = gates / gates.sum(1, keepdim=True)
-    results = through_experts(x, chosen, layer, ops).float()
-    total = gates[:, :1] * results[:, 0]
-    for slot in range(1, layer.per_token):
-        total = total + gates[:, slot : slot + 1] * results[:, slot]
-    return total.to(x.dtype)
+    return through_experts(x, gates, chosen, layer, ops)
 
 
 def router_probabilities(logits: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def _magnitudes(weights: Stacked) -> Stacked:
     return Stacked(weights.data.float().abs().to(E4M3.dtype), weights.scale, weights.spec)
 
 
-def test_a_surplus_tile_and_a_short_one_write_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_surplus_tile_and_a_short_one_write_nothing_else() -> None:
     """Poison around the result, and more tiles than rows need: all of the result is written, and nothing beside it."""
     guarded = torch.full((ROWS + 160, COLUMNS), torch.nan, device=DEVICE)
     offsets, a = OFFSETS.to(DEVICE), there(codes(1, ROWS, INNER, spec=ROW))
@@ -184,8 +184,6 @@ def test_nan_is_noted_and_spreads() -> None:
     x, offsets = draw(6, ROWS, INNER), OFFSETS.to(DEVICE)
     x[7, 11] = torch.inf
     flag = flags()
-    dy = there(draw(7, ROWS, COLUMNS))
-    assert isinstance(dy, Tensor)
     found, scales = grouped.quantize_tokens(there(x), ROW, Schedule.of(offsets, ROWS, 128), offsets, flag[0])
     assert [bool(f) for f in flag] == [True, False]
     assert scales.isnan().nonzero().tolist() == [[2, 11]]
@@ -206,6 +204,24 @@ def test_weight_gradients_are_the_reference_where_sums_are_exact(flow: str) -> N
     for dw, other in zip(found, wanted):
         assert (dw is None) == (other is None)
         assert dw is None or other is None or torch.equal(dw.cpu(), other)  # but for the sign of a zero
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_rows_and_their_gradients_are_the_reference(dtype: torch.dtype) -> None:
+    x, dy, gates = draw(12, 12, 40, dtype=dtype), draw(13, 4, 40, dtype=dtype), draw(14, 4, 3, dtype=torch.float32)
+    place = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(4, 3)
+    on = [t.to(DEVICE) for t in (x, place, gates, dy)]
+    found = grouped.sum_of_rows(on[0], on[1], on[2]).cpu()
+    assert same(found, reference.sum_of_rows(x, place, gates))
+    assert same(grouped.sum_of_rows(on[0], on[1], None).cpu(), reference.sum_of_rows(x, place, None))
+    assert not same(found, reference.sum_of_rows(x, place.roll(1, 0), gates))  # the control
+    dx, dgates = grouped.sum_of_rows_backward(on[3], on[0], on[1], on[2])
+    wanted_dx, wanted_dgates = reference.sum_of_rows_backward(dy, x, place, gates)
+    assert same(dx.cpu(), wanted_dx)
+    magnitude = reference.sum_of_rows_backward(dy.abs(), x.abs(), place, gates)[1]
+    assert bool(((dgates.cpu() - wanted_dgates).abs() <= 40 * 2.0**-23 * magnitude).all())  # 40 terms in any order
+    first = x[place[2, 1]].double() @ dy[2].double()
+    torch.testing.assert_close(dgates[2, 1].double().cpu(), first, rtol=1e-5, atol=1e-5)
 
 
 @on_a_gpu

@@ -25,6 +25,8 @@ from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
 _SCHEDULED = 64  # tiles that one program of the schedule writes
+_SUMMED = 1024  # columns that one program of a sum of rows has
+_TRANSPOSED = 128  # bytes each way that one program transposes
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,29 @@ def grouped_weight_gradient(
     return [dw if any_rows else None for dw, any_rows in zip(y.unbind(0), served)]
 
 
+def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
+    """Row t is Σ_j gates[t, j] · x[place[t, j]]: `Ops.sum_of_rows`, its bits."""
+    (rows, slots), columns = place.shape, x.shape[1]
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    launch(
+        kernels.sum_of_rows, (rows, -(-columns // _SUMMED)), x.contiguous(), place.contiguous(),
+        None if gates is None else gates.contiguous(), y, num_warps=4, COLUMNS=columns, SLOTS=slots,
+        GATED=gates is not None, BLOCK=_SUMMED,
+    )  # fmt: skip
+    return y
+
+
+def sum_of_rows_backward(dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of x [R, C], of the gates [T, k] float32): `Ops.sum_of_rows_backward`."""
+    (rows, slots), columns = place.shape, x.shape[1]
+    dx, dgates = torch.empty_like(x), torch.empty_like(gates, memory_format=torch.contiguous_format)
+    launch(
+        kernels.sum_of_rows_backward, (rows,), dy.contiguous(), x.contiguous(), place.contiguous(), gates.contiguous(),
+        dx, dgates, num_warps=4, COLUMNS=columns, SLOTS=slots, BLOCK=triton.next_power_of_2(columns),
+    )  # fmt: skip
+    return dx, dgates
+
+
 def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> None:
     _check(a, weights)
     assert weights.scale is not None
@@ -131,7 +156,7 @@ def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> 
     planned = Schedule.of(offsets, rows, tile.t)
     launch(
         kernels.block_product, (planned.count * -(-columns // tile.n),),
-        a.data.view(torch.uint8).contiguous(), a.scale, weights.data.view(torch.uint8).contiguous(), scale, y,
+        a.data.view(torch.uint8).contiguous(), a.scale, _codes(weights.data), scale, y,
         planned.tile, offsets, planned.count, *_strides(a.scale), scale.stride(0), *_strides(scale[0]),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner,
         BLOCK_N=tile.n, BLOCK_T=tile.t, ROW_SCALES=weights.block[0] == 1, STAGES=tile.num_stages,
@@ -189,6 +214,21 @@ def quantize_tokens(
         COLUMNS=columns, CODES=quantized, UE8M0=spec.scale == "ue8m0", BLOCK_C=64,
     )  # fmt: skip
     return codes, scales
+
+
+def _codes(data: Tensor) -> Tensor:
+    """Codes [E, N, K] as uint8, contiguous along K as the matrix unit wants FP8: of a transposed stack, a copy."""
+    codes = data.view(torch.uint8)
+    back = codes.transpose(1, 2)
+    if codes.is_contiguous() or not back.is_contiguous():
+        return codes.contiguous()
+    experts, rows, columns = back.shape
+    out = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device)
+    tiles = -(-rows // _TRANSPOSED) * -(-columns // _TRANSPOSED)
+    launch(
+        kernels.transpose_codes, (tiles, experts), back, out, num_warps=4, ROWS=rows, COLUMNS=columns, BLOCK=_TRANSPOSED
+    )
+    return out
 
 
 def _tiles(sizes: tuple[int, int], tile: Tile) -> int:

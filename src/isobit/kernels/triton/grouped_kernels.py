@@ -1,4 +1,5 @@
-"""The kernels of products grouped by expert: the schedule of tiles, FProp and DGrad, WGrad, and WGrad's quantizer.
+"""The kernels of products grouped by expert: the schedule of tiles, FProp and DGrad, WGrad and its quantizer, and the
+sum over the experts of a token.
 
 Rows sorted by expert are cut into tiles of at most `BLOCK_T` rows that never cross an expert's border. How many tiles
 an expert has is known on the device only; so the grid is an upper bound from the host, `schedule` writes down which
@@ -45,7 +46,7 @@ def _store_rows(total, y_ptr, n, t, stop, COLUMNS: tl.constexpr):
     tl.store(y_ptr + at, y, mask=(t < stop)[:, None] & (n < COLUMNS)[None, :])
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "a_scale_row"])
 def block_product(
     a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, y_ptr, tile_ptr, offsets_ptr,
     tiles, a_scale_row, a_scale_block, w_scale_expert, w_scale_row, w_scale_block,
@@ -127,7 +128,19 @@ def plain_product(
     _store_rows(acc, y_ptr, n, t, stop, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit
+def transpose_codes(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """y [E, C, R] = x [E, R, C], both uint8 and contiguous."""
+    tiles_r: tl.constexpr = (ROWS + BLOCK - 1) // BLOCK
+    first = tl.program_id(1).to(tl.int64) * ROWS * COLUMNS
+    r = tl.program_id(0) % tiles_r * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(0) // tiles_r * BLOCK + tl.arange(0, BLOCK)
+    inside = (r < ROWS)[:, None] & (c < COLUMNS)[None, :]
+    x = tl.load(x_ptr + first + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0)
+    tl.store(y_ptr + first + c[:, None] * ROWS + r[None, :], tl.trans(x), mask=tl.trans(inside))
+
+
+@triton.jit(do_not_specialize=["tiles", "x_scale_row"])
 def quantize_tokens(
     x_ptr, x_scale_ptr, y_ptr, scale_ptr, flag_ptr, tile_ptr, offsets_ptr, tiles, x_scale_row, x_scale_block,
     COLUMNS: tl.constexpr, CODES: tl.constexpr, UE8M0: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -239,3 +252,38 @@ def plain_weight_gradient(
         acc = numbers.dot(g, x, acc)
     at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
     tl.store(y_ptr + at, acc, mask=(n < ROWS)[:, None] & (k < COLUMNS)[None, :])
+
+
+@triton.jit
+def sum_of_rows(
+    x_ptr, place_ptr, gate_ptr, y_ptr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y [T, C]: the rows `place` [T, SLOTS] of x [R, C], times gates if GATED, added in the order of the slots."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        place = tl.load(place_ptr + row * SLOTS + slot)
+        x = tl.load(x_ptr + place * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+        if GATED:
+            x *= tl.load(gate_ptr + row * SLOTS + slot)
+        total = x if slot == 0 else total + x
+    tl.store(y_ptr + row * COLUMNS + c, numbers.cast(total, y_ptr.dtype.element_ty), mask=c < COLUMNS)
+
+
+@triton.jit
+def sum_of_rows_backward(
+    dy_ptr, x_ptr, place_ptr, gate_ptr, dx_ptr, dgate_ptr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx [R, C] and dgate [T, SLOTS] of `sum_of_rows` with gates; BLOCK covers a row."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    dy = tl.load(dy_ptr + row * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+    for slot in tl.static_range(SLOTS):
+        at = tl.load(place_ptr + row * SLOTS + slot) * COLUMNS + c
+        x = tl.load(x_ptr + at, mask=c < COLUMNS, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * SLOTS + slot)
+        tl.store(dx_ptr + at, numbers.cast(dy * gate, dx_ptr.dtype.element_ty), mask=c < COLUMNS)
+        tl.store(dgate_ptr + row * SLOTS + slot, tl.sum(dy * x))
