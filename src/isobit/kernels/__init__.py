@@ -2,6 +2,17 @@
 
 from isobit.kernels.composed import Composed
 from isobit.kernels.table import BACKENDS, CONSISTENCIES, get_ops, separate_ops
-from isobit.kernels.types import KVStore, Layout, Operand, Ops
+from isobit.kernels.types import KVStore, Layout, Operand, Ops, Stacked
 
-__all__ = ["BACKENDS", "CONSISTENCIES", "Composed", "KVStore", "Layout", "Operand", "Ops", "get_ops", "separate_ops"]
+__all__ = [
+    "BACKENDS",
+    "CONSISTENCIES",
+    "Composed",
+    "KVStore",
+    "Layout",
+    "Operand",
+    "Ops",
+    "Stacked",
+    "get_ops",
+    "separate_ops",
+]

@@ -3,13 +3,12 @@
 A backend inherits them and overrides those that it computes in one kernel. Left out: the arithmetic itself.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from isobit.kernels.types import KVStore, Layout, Operand, Ops
+from isobit.kernels.types import KVStore, Layout, Operand, Ops, Stacked
 from isobit.precision import Precision, QTensor, QuantSpec, along_rows
 
 Norms = tuple[Tensor, Tensor] | None
@@ -33,14 +32,46 @@ class Composed(Ops):
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
         return self.product(a, b, None, out)
 
-    def grouped_product(self, a: Operand, weights: Sequence[Operand], offsets: Tensor, out: torch.dtype) -> Tensor:
-        spans = list(pairwise(offsets.tolist()))
+    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
         parts = [
             self.product(rows_of(a, start, stop), weight, None, out)
-            for weight, (start, stop) in zip(weights, spans)
+            for weight, (start, stop) in zip(weights.experts, pairwise(offsets.tolist()))
             if stop > start
         ]
-        return torch.cat(parts) if parts else torch.empty((0, weights[0].shape[0]), dtype=out, device=offsets.device)
+        return torch.cat(parts) if parts else torch.empty((0, weights.shape[1]), dtype=out, device=offsets.device)
+
+    def grouped_weight_gradient(
+        self, dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, name: str
+    ) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for start, stop in pairwise(offsets.tolist()):
+            rows, own = dy[start:stop], rows_of(x, start, stop)
+            if stop == start:
+                found.append(None)
+            elif gradient is not None and isinstance(own, QTensor):
+                left = self.quantize_along_tokens(rows, gradient, f"output gradient of {name}")
+                right = self.quantize_along_tokens(own, own.spec, name)
+                found.append(self.gradient_product(left, right, torch.float32))
+            else:
+                plain = own.dequantize().to(dy.dtype) if isinstance(own, QTensor) else own
+                found.append(self.gradient_product(rows.t(), plain.t(), torch.float32))
+        return found
+
+    def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
+        total: Tensor | None = None
+        for slot in range(place.shape[1]):
+            row = x.index_select(0, place[:, slot]).float()
+            row = row if gates is None else gates[:, slot : slot + 1] * row
+            total = row if total is None else total + row
+        assert total is not None
+        return total.to(x.dtype)
+
+    def sum_of_rows_backward(self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dgates, wide = torch.empty_like(x), torch.empty_like(gates), dy.float()
+        for slot in range(place.shape[1]):
+            dx.index_copy_(0, place[:, slot], (wide * gates[:, slot : slot + 1]).to(x.dtype))
+            dgates[:, slot] = (wide * x.index_select(0, place[:, slot]).float()).sum(1)
+        return dx, dgates
 
     def rms_norm_quantized(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str

@@ -6,8 +6,9 @@ token's key and value: `page * page_size + offset`. Rollout and learner describe
 call the same operators. Left out: who owns the pages (`isobit.engine`) and the arithmetic (`reference`, `native`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -17,6 +18,66 @@ from isobit.kernels.codes import decode
 from isobit.precision import Format, Precision, QTensor, QuantSpec
 
 Operand = Tensor | QTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """E matrices [N, K] of one shape and format, in one storage: the weights of a layer's experts.
+
+    data [E, N, K]; quantized: E4M3 or another format of `spec`, with scale [E, block rows, block columns] float32. Else
+    a plain type, without scale and spec.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    spec: QuantSpec | None = None
+
+    @staticmethod
+    def of(matrices: Iterable[Operand], count: int) -> "Stacked":
+        """Copies of `count` matrices, taken one after the other."""
+        stacked: Stacked | None = None
+        for index, matrix in enumerate(matrices):
+            if stacked is None:
+                stacked = Stacked._like(matrix, count)
+            parts = (matrix.data, matrix.scale) if isinstance(matrix, QTensor) else (matrix,)
+            for target, part in zip((stacked.data, stacked.scale), parts):
+                assert target is not None
+                target[index].copy_(part)
+        assert stacked is not None
+        return stacked
+
+    @staticmethod
+    def _like(matrix: Operand, count: int) -> "Stacked":
+        if isinstance(matrix, Tensor):
+            return Stacked(matrix.new_empty((count, *matrix.shape)))
+        data, scale = (part.new_empty((count, *part.shape)) for part in (matrix.data, matrix.scale))
+        return Stacked(data, scale, matrix.spec)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.data.shape[0], self.data.shape[1], self.data.shape[2])
+
+    @cached_property
+    def experts(self) -> tuple[Operand, ...]:
+        """Every matrix as an operand over this storage; the same objects every time."""
+        if self.scale is None or self.spec is None:
+            return self.data.unbind(0)
+        return tuple(QTensor(data, scale, self.spec) for data, scale in zip(self.data.unbind(0), self.scale.unbind(0)))
+
+    @cached_property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        assert self.spec is not None
+        return self.spec.block(self.shape[1:])
+
+    def transpose(self) -> "Stacked":
+        """Every matrix transposed, over the same storage."""
+        scale = None if self.scale is None else self.scale.transpose(1, 2)
+        return Stacked(self.data.transpose(1, 2), scale, None if self.spec is None else self.spec.transpose())
+
+    def map(self, change: Callable[[Operand], Operand]) -> "Stacked":
+        """Every matrix changed, in a storage of their own."""
+        return Stacked.of((change(matrix) for matrix in self.experts), len(self.experts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,9 +243,23 @@ class Ops(Protocol):
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
         """`product` for a backward: it repeats, but a row may depend on its batch."""
 
-    def grouped_product(self, a: Operand, weights: Sequence[Operand], offsets: Tensor, out: torch.dtype) -> Tensor:
+    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
         """`product` of every row of a [R, K] with the weights [N, K] of its expert: [R, N]. Rows offsets[e] to
-        offsets[e + 1] are those of expert e; offsets [E + 1] int64."""
+        offsets[e + 1] are those of expert e; offsets [E + 1] int64, offsets[E] = R. Rows do not share scales."""
+
+    def grouped_weight_gradient(
+        self, dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, name: str
+    ) -> list[Tensor | None]:
+        """For every expert dyᵀ · x of its rows, [N, K] float32, or None where it has none; dy [R, N], x [R, K]. With
+        `gradient` both are quantized along the tokens, in blocks that begin anew at an expert's first row; x is then
+        quantized. For the learner only: it may wait for a GPU, to know which experts have rows."""
+
+    def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
+        """Row t is Σ_j gates[t, j] · x[place[t, j]], each product rounded to float32 and added in the order of j, the
+        sum rounded once to x's dtype: [T, C]. x [R, C], place [T, k] int64, gates [T, k] float32, by default 1."""
+
+    def sum_of_rows_backward(self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """(gradient of x [R, C], of the gates [T, k] float32), where every row of x has one place."""
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

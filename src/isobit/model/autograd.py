@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from isobit.kernels import KVStore, Layout, Operand, Ops
 from isobit.precision import QTensor, QuantSpec
 
-_ALONG_INPUTS = ("1x32", "1x16", "row")
+ALONG_INPUTS = ("1x32", "1x16", "row")
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
     if weight.dgrad == "fp8" and isinstance(working, QTensor) and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {weight.name}")
         transposed = working.transpose()
-        if working.spec.granularity in _ALONG_INPUTS:  # scales for every row of N: quantized again, along N
+        if working.spec.granularity in ALONG_INPUTS:  # scales for every row of N: quantized again, along N
             transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, weight.name)
         return ops.gradient_product(quantized, transposed, dy.dtype)
     return ops.gradient_product(dy, _plain(working, dy.dtype).t(), dy.dtype)

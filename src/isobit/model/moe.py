@@ -4,7 +4,7 @@ For a token: p = softmax(router logits) over all experts, float64 inside and rou
 the lower index; their gates are p, divided by their sum where the architecture says so. The token's rows go through
 the experts as through any MLP, and gate times result is added in float32 in the order of the slots, the largest gate
 first, and rounded once. So a token's bits depend on the token and the weights, whoever else an expert serves
-(`tests/model/test_moe.py`).
+(`tests/model/test_moe.py`). How rows get to their experts is in `experts.py`.
 
 `RouteTape` follows one forward: which experts were chosen, or which must be (router replay, R3: Ma et al. 2025, arXiv
 2510.11370), and the auxiliary loss. Left out: experts over several processes, capacity limits, shared experts.
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from isobit.kernels import Ops
 from isobit.model import autograd
-from isobit.model.working import Mixture, Mlp
+from isobit.model.experts import through_experts
+from isobit.model.working import Mixture
 
 
 class RouteTape:
@@ -41,9 +42,14 @@ class RouteTape:
         layer = len(self.chosen)
         self.chosen.append(chosen.detach())
         count = probabilities.shape[1]
-        share = torch.bincount(chosen.flatten(), minlength=count).float() / max(chosen.shape[0], 1)
+        choices = chosen.flatten()
+        served = choices.new_zeros(count).scatter_add_(0, choices, torch.ones_like(choices))
+        share = served.float() / max(chosen.shape[0], 1)
         self.auxiliary.append(count * (share * probabilities.mean(0)).sum())
-        return chosen if self.given is None else self.given[:, layer]
+        if self.given is None:
+            return chosen
+        self.given = self.given.to(chosen.device)
+        return self.given[:, layer]
 
     def routes(self) -> Tensor:
         """All choices: [T, layers, k] int64."""
@@ -70,16 +76,7 @@ def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None) 
     gates = probabilities.gather(1, chosen)
     if layer.normalize:
         gates = gates / gates.sum(1, keepdim=True)
-    results = _through_experts(x, chosen, layer, ops).float()
-    total = gates[:, :1] * results[:, 0]
-    for slot in range(1, layer.per_token):
-        total = total + gates[:, slot : slot + 1] * results[:, slot]
-    return total.to(x.dtype)
-
-
-def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
-    """The gated MLP: x [T, H] to [T, H]."""
-    return autograd.gated_linear(autograd.linear(x, layer.gate_up, ops), layer.down, ops)
+    return through_experts(x, gates, chosen, layer, ops)
 
 
 def router_probabilities(logits: Tensor) -> Tensor:
@@ -93,17 +90,3 @@ def router_probabilities(logits: Tensor) -> Tensor:
 def top_experts(probabilities: Tensor, count: int) -> Tensor:
     """The `count` most probable experts [T, count] int64, in descending order; ties go to the lower index."""
     return probabilities.detach().sort(dim=1, descending=True, stable=True).indices[:, :count]
-
-
-def _through_experts(x: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
-    """Results [T, k, H] of the chosen experts; each expert computes its rows in one product."""
-    rows, slots = chosen.shape
-    order = chosen.flatten().sort(stable=True).indices  # by expert, then by row
-    counts = torch.bincount(chosen.flatten(), minlength=len(layer.experts)).tolist()
-    parts = x.index_select(0, order // slots).split(counts)
-    results = [mlp(part, expert, ops) for part, expert in zip(parts, layer.experts) if part.shape[0]]
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.shape[0], device=order.device)
-    return (
-        torch.cat(results).index_select(0, back).view(rows, slots, -1) if results else x.new_empty(0, slots, x.shape[1])
-    )

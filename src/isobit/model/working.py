@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops
+from isobit.kernels import Operand, Ops, Stacked
 from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
 from isobit.precision import Flow, Precision, QTensor
@@ -36,12 +36,32 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1 if `normalize`."""
+    """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1 if `normalize`.
+
+    `gate_up` and `down` are the storages of all experts' working weights, of which each expert's own are views.
+    """
 
     router: Weight
     experts: tuple[Mlp, ...]
+    gate_up: Stacked
+    down: Stacked
     per_token: int
     normalize: bool
+
+    def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
+        """With other experts: over the present storages if their working weights are in these, else over new ones."""
+        if all(
+            new.gate_up.working is old.gate_up.working and new.down.working is old.down.working
+            for new, old in zip(experts, self.experts)
+        ):
+            return replace(self, experts=experts)
+        gate_up = Stacked.of((expert.gate_up.working for expert in experts), len(experts))
+        down = Stacked.of((expert.down.working for expert in experts), len(experts))
+        moved = tuple(
+            Mlp(replace(expert.gate_up, working=first), replace(expert.down, working=second))
+            for expert, first, second in zip(experts, gate_up.experts, down.experts)
+        )
+        return replace(self, experts=moved, gate_up=gate_up, down=down)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +142,10 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
         return change(value)
     if isinstance(value, tuple):
         return tuple(map_parts(item, change) for item in value)
-    if isinstance(value, (Working, Outside, Layer, Mlp, Mixture)):
+    if isinstance(value, Mixture):
+        experts = map_parts(value.experts, change)
+        return replace(value.change(experts), router=map_parts(value.router, change))
+    if isinstance(value, (Working, Outside, Layer, Mlp)):
         return replace(value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)})
     return value
 
@@ -179,23 +202,30 @@ def _make_layer(
     dgrad, wgrad = precision.backward(index, config.num_layers)
     gradient = precision.gradient if flow.activation is not None else None
 
-    def weight(name: str) -> Weight:
+    def working(name: str) -> Operand:
+        master = masters[prefix + name].detach()
+        if flow.weight is not None:
+            return ops.quantize(master, flow.weight, prefix + name)
+        return master.to(flow.compute.dtype, copy=True)
+
+    def weight(name: str, made: Operand | None = None) -> Weight:
         master, bias = masters[prefix + name], masters.get(f"{prefix}{name}_bias")
-        working: Operand = (
-            ops.quantize(master.detach(), flow.weight, prefix + name)
-            if flow.weight is not None
-            else master.detach().to(flow.compute.dtype, copy=True)
-        )
         rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
-        return Weight(prefix + name, master, working, bias, rounded, flow.activation, gradient, dgrad, wgrad)
+        operand = working(name) if made is None else made
+        return Weight(prefix + name, master, operand, bias, rounded, flow.activation, gradient, dgrad, wgrad)
 
     def mixture() -> Mixture:
         assert config.experts is not None
-        router = masters[prefix + "router"]
+        router, count = masters[prefix + "router"], config.experts.count
         kept = Weight(prefix + "router", router, router.detach().clone(), None, None)
-        names = [f"experts.{number}." for number in range(config.experts.count)]
-        experts = tuple(Mlp(weight(name + "gate_up"), weight(name + "down")) for name in names)
-        return Mixture(kept, experts, config.experts.per_token, config.experts.normalize)
+        names = [f"experts.{number}." for number in range(count)]
+        gate_up = Stacked.of((working(name + "gate_up") for name in names), count)
+        down = Stacked.of((working(name + "down") for name in names), count)
+        experts = tuple(
+            Mlp(weight(name + "gate_up", first), weight(name + "down", second))
+            for name, first, second in zip(names, gate_up.experts, down.experts)
+        )
+        return Mixture(kept, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
 
     return Layer(
         flow=flow,

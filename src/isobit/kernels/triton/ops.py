@@ -87,6 +87,18 @@ class TritonOps(Ops):
     def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
         return grouped.grouped_product(a, weights, offsets, out)
 
+    def grouped_weight_gradient(
+        self, dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, name: str
+    ) -> list[Tensor | None]:
+        flags = (self._faults.of(f"output gradient of {name}"), self._faults.of(name))
+        return grouped.grouped_weight_gradient(dy, x, offsets, gradient, flags)
+
+    def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
+        return grouped.sum_of_rows(x, place, gates)
+
+    def sum_of_rows_backward(self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        return grouped.sum_of_rows_backward(dy, x, place, gates)
+
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:

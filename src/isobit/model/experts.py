@@ -1,0 +1,180 @@
+"""Rows through the experts that serve them: sorted by expert, one grouped product for each of the two matrices.
+
+A token stands in the sorted rows once for every expert that serves it. Activations are quantized row by row, so once
+for a token, whoever serves it; a row's bits are those of the expert's MLP over that row alone (`tests/model/
+test_experts.py`). The forward asks no size of the device: it never waits for a GPU. The backward does, once for each
+of the two matrices, because an expert without rows has no gradient at all.
+
+Activations or gradients whose rows share scales (granularity `tensor`, and the like) are quantized expert by expert, as
+matrices of their own. Left out: which experts serve a token (`moe.py`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from isobit.kernels import Operand, Ops, Stacked
+from isobit.model import autograd
+from isobit.model.autograd import ALONG_INPUTS, Weight
+from isobit.model.working import Mixture, Mlp
+from isobit.precision import QTensor, QuantSpec
+
+
+def through_experts(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
+    """The experts `chosen` [T, k] int64 for the rows of x [T, H], times their gates [T, k] float32, added in float32 in
+    the order of k and rounded once: [T, H] in x's dtype."""
+    first = layer.experts[0]
+    if any(_shares_scales(spec) for weight in (first.gate_up, first.down) for spec in _specs(weight)):
+        return _one_by_one(x, gates, chosen, layer, ops)
+    if torch.is_grad_enabled():
+        masters = [expert.gate_up.master for expert in layer.experts] + [expert.down.master for expert in layer.experts]
+        return _Experts.apply(x, gates, chosen, layer, ops, *masters)
+    return _forward(x, gates, chosen, layer, ops)[0]
+
+
+def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(order [T k], offsets [count + 1]), int64, of choices [T, k]: places of the flattened choices sorted by expert,
+    then by row; and where each expert's begin, the last offset being their number."""
+    assert count < 1 << 15
+    found = chosen.flatten().to(torch.int16).sort(stable=True)  # few bits to sort by: a GPU takes them in passes
+    return found.indices, torch.searchsorted(
+        found.values, torch.arange(count + 1, dtype=torch.int16, device=chosen.device)
+    )
+
+
+def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
+    """The gated MLP of one expert: x [T, H] to [T, H]."""
+    return autograd.gated_linear(autograd.linear(x, layer.gate_up, ops), layer.down, ops)
+
+
+class _Experts(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, *masters: Tensor
+    ) -> Tensor:
+        total, plan, inputs, gate_up, hidden, results = _forward(x, gates, chosen, layer, ops)
+        ctx.layer, ctx.ops, ctx.num_inputs = layer, ops, len(_parts(inputs))
+        ctx.save_for_backward(gates, *plan, gate_up, results, *_parts(inputs), *_parts(hidden))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        layer, ops, count = ctx.layer, ctx.ops, len(ctx.layer.experts)
+        gates, rows, place, offsets, gate_up, results, *parts = ctx.saved_tensors
+        up, down = layer.experts[0].gate_up, layer.experts[0].down
+        inputs, hidden = _operand(parts[: ctx.num_inputs], up), _operand(parts[ctx.num_inputs :], down)
+        needed = ctx.needs_input_grad[5:]
+        dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results, place, gates)
+        ddown = _weight_gradients(dy, hidden, down, offsets, needed[count:], ops)
+        dgate_up = ops.silu_mul_backward(_input_gradient(dy, layer.down, down, offsets, ops), gate_up)
+        dup = _weight_gradients(dgate_up, _pick(inputs, rows), up, offsets, needed[:count], ops)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            drows = _input_gradient(dgate_up, layer.gate_up, up, offsets, ops)
+            dx = ops.sum_of_rows(drows, place.sort(1).values, None)  # in the order of the experts
+        return dx, dgates, None, None, None, *dup, *ddown
+
+
+Plan = tuple[Tensor, Tensor, Tensor]
+"""Of rows sorted by expert: the token of each [T k], the places of a token's [T, k], where every expert's begin."""
+
+
+def _forward(
+    x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
+) -> tuple[Tensor, Plan, Operand, Tensor, Operand, Tensor]:
+    """(sums [T, H], plan, operand of x [T, H]; of the sorted rows gate_up [T k, 2I], operand, results [T k, H])."""
+    first = layer.experts[0]
+    order, offsets = by_expert(chosen, len(layer.experts))
+    rows, place = order // chosen.shape[1], _inverse(order).view(chosen.shape)
+    spec, gated = first.gate_up.activation, first.down.activation
+    inputs: Operand = x if spec is None else ops.quantize(x, spec, _name(first.gate_up))
+    gate_up = ops.grouped_product(_pick(inputs, rows), layer.gate_up, offsets, x.dtype)
+    hidden: Operand = (
+        ops.silu_mul(gate_up) if gated is None else ops.silu_mul_quantized(gate_up, gated, _name(first.down))
+    )
+    results = ops.grouped_product(hidden, layer.down, offsets, x.dtype)
+    return ops.sum_of_rows(results, place, gates), (rows, place, offsets), inputs, gate_up, hidden, results
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tensor, ops: Ops) -> Tensor:
+    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, as of a linear layer."""
+    if weight.dgrad == "fp8" and stacked.spec is not None and weight.gradient is not None:
+        quantized = ops.quantize(dy, weight.gradient, f"output gradient of {_name(weight)}")
+        transposed = stacked.transpose()
+        if stacked.spec.granularity in ALONG_INPUTS:  # scales for every row of N: quantized again, along N
+            spec, name = stacked.spec, _name(weight)
+            transposed = transposed.map(lambda w: ops.quantize(_plain(w, torch.float32).contiguous(), spec, name))
+        return ops.grouped_product(quantized, transposed, offsets, dy.dtype)
+    plain = stacked if stacked.spec is None else stacked.map(lambda w: _plain(w, dy.dtype))
+    return ops.grouped_product(dy, plain.transpose(), offsets, dy.dtype)
+
+
+def _weight_gradients(
+    dy: Tensor, operand: Operand, weight: Weight, offsets: Tensor, needed: tuple[bool, ...], ops: Ops
+) -> list[Tensor | None]:
+    """dW [N, K] float32 of every expert that has rows and needs one."""
+    if not any(needed):
+        return [None] * len(needed)
+    gradient = weight.gradient if weight.wgrad == "fp8" and isinstance(operand, QTensor) else None
+    found = ops.grouped_weight_gradient(dy, operand, offsets, gradient, _name(weight))
+    return [dw if wanted else None for dw, wanted in zip(found, needed)]
+
+
+def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
+    rows, slots = chosen.shape
+    order, offsets = by_expert(chosen, len(layer.experts))
+    parts = x.index_select(0, order // slots).split(offsets.diff().tolist())
+    found = [mlp(part, expert, ops) for part, expert in zip(parts, layer.experts) if part.shape[0]]
+    if not found:
+        return x.new_empty(0, x.shape[1])
+    results = torch.cat(found).index_select(0, _inverse(order)).view(rows, slots, -1).float()
+    total = gates[:, :1] * results[:, 0]
+    for slot in range(1, slots):
+        total = total + gates[:, slot : slot + 1] * results[:, slot]
+    return total.to(x.dtype)
+
+
+def _specs(weight: Weight) -> list[QuantSpec]:
+    """Of what is quantized along its rows."""
+    gradient = weight.gradient if weight.dgrad == "fp8" else None
+    return [spec for spec in (weight.activation, gradient) if spec is not None]
+
+
+def _shares_scales(spec: QuantSpec) -> bool:
+    return spec.block((2, 1 << 20))[0] > 1 or spec.scale == "nvfp4"
+
+
+def _pick(operand: Operand, rows: Tensor) -> Operand:
+    """The rows of an operand at these indices."""
+    if isinstance(operand, Tensor):
+        return operand.index_select(0, rows)
+    codes = operand.data.view(torch.uint8).index_select(0, rows).view(operand.data.dtype)
+    return QTensor(codes, operand.scale.index_select(0, rows), operand.spec)
+
+
+def _parts(operand: Operand) -> tuple[Tensor, ...]:
+    return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
+
+
+def _operand(parts: list[Tensor], weight: Weight) -> Operand:
+    if len(parts) == 1:
+        return parts[0]
+    assert weight.activation is not None
+    return QTensor(parts[0], parts[1], weight.activation)
+
+
+def _plain(operand: Operand, dtype: torch.dtype) -> Tensor:
+    return operand.dequantize().to(dtype) if isinstance(operand, QTensor) else operand
+
+
+def _name(weight: Weight) -> str:
+    """Of all experts' weights: `layers.3.experts.down`."""
+    return weight.name.replace(".experts.0.", ".experts.")
