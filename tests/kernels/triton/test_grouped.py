@@ -186,7 +186,7 @@ def test_nan_is_noted_and_spreads() -> None:
     flag = flags()
     found, scales = grouped.quantize_tokens(there(x), ROW, Schedule.of(offsets, ROWS, 128), offsets, flag[0])
     assert [bool(f) for f in flag] == [True, False]
-    assert scales.isnan().nonzero().tolist() == [[2, 11]]
+    assert scales[:4].isnan().nonzero().tolist() == [[2, 11]]  # the fifth tile is a surplus one
     assert bool((found[11, 256 : 256 + 11] & 0x7F == 0x7F).all())
 
 
