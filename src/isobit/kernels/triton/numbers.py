@@ -66,7 +66,9 @@ def from_e4m3(code):
         normal = ((exponent + 120) << 23) | (mantissa << 20)
         value = tl.where(exponent > 0, normal.to(tl.float32, bitcast=True), mantissa.to(tl.float32) * 0.001953125)
         value = tl.where((code & 0x7F) == NAN_CODE, float("nan"), value)
-        return tl.where((code & 0x80) != 0, -value, value)
+        # a negation is 0 - value here, which would lose the sign of zero
+        word = value.to(tl.uint32, bitcast=True) | ((code & 0x80).to(tl.uint32) << 24)
+        return word.to(tl.float32, bitcast=True)
     else:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
