@@ -41,12 +41,13 @@ def _silu_mul(
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
     h = cast(tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up, gate_up_ptr.dtype.element_ty)
+    out = h_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :]
     if QUANTIZED:
         h = h.to(tl.float32)
         scale = scale_or_flag(largest(h, 1), flag_ptr, UE8M0)
         tl.store(scale_ptr + first * STEPS + i * STEPS + across, scale, mask=row < rows)
         h = codes(h, scale[:, None], UE8M0)
-    tl.store(h_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], h, mask=inside)
+    tl.store(out, h, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast
-from isobit.kernels.triton.quantize import codes, empty, largest, quantize, scale_or_flag, supported, warps_for
+from isobit.kernels.triton.quantize import (
+    codes,
+    empty,
+    largest,
+    quantize,
+    scale_or_flag,
+    supported,
+    warps_for,
+)
 from isobit.precision import BLOCK, QTensor, QuantSpec
 
 _MOST_CHUNKS = 1024
@@ -66,22 +74,26 @@ def _rms_norm(
         scale = scale_or_flag(largest(y, 1), flag_ptr, UE8M0)
         tl.store(scale_ptr + row * STEPS + block, scale, mask=block < STEPS)
         y = codes(y, scale[:, None], UE8M0)
-    tl.store(y_ptr + row * COLUMNS + at, y, mask=inside)
+        # as many codes a thread as it has loaded, in 16 bytes: loads are not spread to fit the store
+        out = tl.max_contiguous(y_ptr + row * COLUMNS + at, [1, 128 // x_ptr.dtype.element_ty.primitive_bitwidth])
+        tl.store(out, y, mask=inside)
+    else:
+        tl.store(y_ptr + row * COLUMNS + at, y, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "per"])
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
-    dy_ptr, summed_ptr, weight_ptr, rstd_ptr, ds_ptr, part_ptr, rows, per,
-    COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, summed_ptr, weight_ptr, rstd_ptr, ds_ptr, part_ptr, rows,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `per` rows, and the sum over them, in order, of that of the weight."""
+    """The gradients of ROWS rows, and the sum over them, in order, of that of the weight."""
     chunk = tl.program_id(0)
     at = tl.arange(0, WIDE)
     inside = at < COLUMNS
     weight = tl.load(weight_ptr + at, mask=inside, other=0).to(tl.float32)
     dweight = tl.zeros((WIDE,), tl.float32)
-    for i in tl.range(0, per, num_stages=STAGES):
-        row = chunk * per + i
+    for i in tl.range(0, ROWS, num_stages=STAGES):
+        row = chunk * ROWS + i
         first = row.to(tl.int64) * COLUMNS
         present = inside & (row < rows)
         dy = tl.load(dy_ptr + first + at, mask=present, other=0).to(tl.float32)
@@ -96,15 +108,15 @@ def _backward(
     tl.store(part_ptr + chunk.to(tl.int64) * COLUMNS + at, dweight, mask=inside)
 
 
-@triton.jit(do_not_specialize=["chunks", "steps"])
+@triton.jit(do_not_specialize=["chunks"])
 def _add_chunks(
-    part_ptr, sum_ptr, chunks, steps,
-    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
+    part_ptr, sum_ptr, chunks,
+    STEPS: tl.constexpr, COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Sums over the rows of [chunks, COLUMNS]: every HIGH-th row in ascending order, then these in pairs."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     total = tl.zeros((HIGH, WIDE), tl.float32)
-    for step in range(steps):
+    for step in range(STEPS):
         chunk = step * HIGH + tl.arange(0, HIGH)
         inside = (chunk < chunks)[:, None] & (column < COLUMNS)[None, :]
         total += tl.load(part_ptr + chunk[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
@@ -153,18 +165,19 @@ def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) 
     dy, summed = dy.contiguous(), summed.contiguous()
     rows, columns = summed.shape
     wide = triton.next_power_of_2(columns)
-    per = max(_FEWEST_ROWS, -(-rows // _MOST_CHUNKS))
+    per = max(_FEWEST_ROWS, triton.next_power_of_2(-(-rows // _MOST_CHUNKS)))
     chunks = -(-rows // per)
     ds = torch.empty_like(summed)
     parts = torch.empty(chunks, columns, device=summed.device)
     dweight = torch.empty(columns, device=summed.device)
     launch(
-        _backward, (chunks,), dy, summed, weight, rstd, ds, parts, rows, per,
-        COLUMNS=columns, WIDE=wide, LEVELS=wide.bit_length() - 1, STAGES=2, num_warps=warps_for(wide),
+        _backward, (chunks,), dy, summed, weight, rstd, ds, parts, rows,
+        ROWS=per, COLUMNS=columns, WIDE=wide, LEVELS=wide.bit_length() - 1, STAGES=2, num_warps=warps_for(2 * wide),
     )  # fmt: skip
     launch(
-        _add_chunks, (-(-columns // _WIDE),), parts, dweight, chunks, -(-chunks // _HIGH),
-        COLUMNS=columns, HIGH=_HIGH, WIDE=_WIDE, LEVELS=_HIGH.bit_length() - 1, num_warps=4,
+        _add_chunks, (-(-columns // _WIDE),), parts, dweight, chunks,
+        STEPS=_MOST_CHUNKS // _HIGH, COLUMNS=columns, HIGH=_HIGH, WIDE=_WIDE, LEVELS=_HIGH.bit_length() - 1,
+        num_warps=4,
     )  # fmt: skip
     return ds, dweight
 

@@ -21,7 +21,7 @@ from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec, along_rows
 
 INFINITY = tl.constexpr(0x7F800000)
 
-_TILES = {"1x128": (16, 128, 4), "128x1": (128, 64, 8), "128x128": (128, 128, 16)}
+_TILES = {"1x128": (16, 128, 4), "128x1": (128, 64, 16), "128x128": (128, 128, 16)}
 """Rows and columns of a program's tile, and its warps: 16 to 32 elements a thread."""
 _WIDEST = 16384
 
@@ -44,10 +44,13 @@ def scale_or_flag(bits, flag_ptr, UE8M0: tl.constexpr):
 
 @triton.jit
 def codes(x, scale, UE8M0: tl.constexpr):
-    """E4M3 codes (uint8) of float32 `x` under scales that broadcast to it; `to_e4m3` saturates."""
+    """E4M3 codes (uint8) of float32 `x` under scales that broadcast to it; `to_e4m3` saturates.
+
+    Under a NaN scale codes may be any: their values are NaN.
+    """
     if UE8M0:
-        # the reciprocal of a power of two is exact, so the product is the quotient, rounded alike
-        return to_e4m3(x * tl.div_rn(1.0, scale))
+        # the reciprocal of a power of two is one too, with the exponent mirrored: the product is the quotient
+        return to_e4m3(x * (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True))
     else:
         return to_e4m3(tl.div_rn(x, tl.broadcast_to(scale, x.shape)))
 
@@ -97,7 +100,10 @@ def _tiles(
         out = data_ptr + (across * WIDE).to(tl.int64) * pitch + j[:, None] * pitch + row[None, :]
         tl.store(out, tl.trans(found), mask=inside)
     else:
-        tl.store(data_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], found, mask=inside)
+        out = data_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :]
+        # left alone, Triton stores 16 codes a thread, and spreads the loads of wider elements to fit
+        out = tl.max_contiguous(out, [1, 128 // x_ptr.dtype.element_ty.primitive_bitwidth])
+        tl.store(out, found, mask=inside)
 
 
 @triton.jit
