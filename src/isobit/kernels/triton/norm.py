@@ -2,9 +2,8 @@
 
 One program normalizes one row. The sum of squares is taken in float32 over neighbours in pairs, then pairs of pairs,
 each step a sum of two: an addition that has no order. So a row's bits depend on the row alone: not on the batch, nor
-on how Triton spreads a row over threads, which differs between the kernel that writes y and the one that writes its
-codes. In the interpreter they are the same bits as on a GPU (`tests/kernels/triton/test_norm.py`, against the same
-sums in PyTorch).
+on how Triton spreads a row over threads, which may differ between writing y and writing its codes. Interpreter and GPU
+are held to the same sums in PyTorch, bit for bit (`tests/kernels/triton/test_norm.py`).
 
 With n = s · rstd of s = x + residual, everything is float32 inside and rounded where the reference rounds: s, rstd, y.
 The bound is the memory's speed: an element of BF16 with a residual takes 4 bytes read, 2 written for s, and 2 for y or
