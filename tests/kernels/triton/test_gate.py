@@ -1,0 +1,112 @@
+"""The SiLU gate's kernels: float64 to a bound, fused and unfused, rows alone and in a batch, gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.kernels.triton import gate
+from isobit.kernels.triton.quantize import quantize
+from isobit.precision import E4M3, QuantSpec
+
+from ..helpers import draw, same
+from .helpers import DEVICE
+from .test_quantize import equal, flag, host
+
+DTYPES = (torch.bfloat16, torch.float32)
+UNIT = 2.0**-24
+LAST = {torch.bfloat16: 2.0**-8, torch.float32: UNIT}
+TINY = 2.0**-126
+"""Below it float32 has fewer digits, and a GPU's exponential is zero."""
+
+
+def drawn(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
+    x = draw(0, rows, 2 * inner, dtype=dtype, spread=1.0)
+    x[0, :4] = torch.tensor([0.0, -0.0, 30.0, -30.0])
+    return x
+
+
+def exponential_error(value: Tensor) -> Tensor:
+    """Of float32 exp(-gate), relative: two units in the last place, and the rounding of its argument in base 2, which
+    is the product with log2(e): |gate| · log2(e) · ln(2) for the argument and as much for the constant."""
+    return (4 + 2.01 * value.abs()) * UNIT
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 48), (19, 200)])
+def test_silu_mul_is_float64s_to_a_bound(rows: int, inner: int, dtype: torch.dtype) -> None:
+    """The exponential's relative error, of which the share exp / (1 + exp) reaches the sum; then sum, quotient, product
+    and the last rounding."""
+    x = drawn(rows, inner, dtype)
+    found = gate.silu_mul(x.to(DEVICE)).cpu()
+    assert found.dtype == dtype
+    left, up = x.double().chunk(2, -1)
+    exact = left / (1 + torch.exp(-left)) * up
+    bound = (exponential_error(left) + 3.01 * UNIT + LAST[dtype]) * exact.abs() * 1.01 + TINY * (1 + up.abs())
+    assert bool(((found.double() - exact).abs() <= bound).all())
+    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), "the control: one percent off"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
+def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch.dtype) -> None:
+    for rows, inner in ((1, 48), (19, 200)):
+        x = drawn(rows, inner, dtype)
+        x[rows // 2, inner:] = 0.0
+        h = gate.silu_mul(x.to(DEVICE))
+        for granularity in ("1x128", "row"):
+            spec, raised = QuantSpec(E4M3, granularity, scale), flag()
+            found = gate.silu_mul_quantized(x.to(DEVICE), spec, raised)
+            assert equal(found, host(quantize(h, spec, flag())))
+            assert raised.item() == 0
+    unrounded = x.float().chunk(2, -1)[0].sigmoid() * x.float().chunk(2, -1)[0] * x.float().chunk(2, -1)[1]
+    off = host(quantize(unrounded.to(DEVICE) * 1.01, spec, flag()))
+    assert not equal(found, off), "the control"
+
+
+def test_far_out_is_finite_and_infinity_sets_the_flag() -> None:
+    x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
+    assert gate.silu_mul(x.to(DEVICE)).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]
+    gradient = gate.silu_mul_backward(torch.ones(1, 4, device=DEVICE), x.to(DEVICE)).cpu()
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 100.0, 1e4]]))
+    raised = flag()
+    found = gate.silu_mul_quantized(torch.full((2, 8), 3e38, device=DEVICE), QuantSpec(E4M3), raised)
+    assert raised.item() == 1
+    assert found.scale.isnan().all()
+
+
+def test_rows_alone_have_the_bits_of_the_batch() -> None:
+    x, dh = drawn(19, 200, torch.bfloat16), draw(1, 19, 200)
+    whole, gradient = gate.silu_mul(x.to(DEVICE)).cpu(), gate.silu_mul_backward(dh.to(DEVICE), x.to(DEVICE)).cpu()
+    codes = host(gate.silu_mul_quantized(x.to(DEVICE), QuantSpec(E4M3), flag()))
+    for row in (slice(0, 1), slice(11, 12), slice(7, 18)):
+        some = x[row].to(DEVICE)
+        assert same(gate.silu_mul(some).cpu(), whole[row])
+        assert same(gate.silu_mul_backward(dh[row].to(DEVICE), some).cpu(), gradient[row])
+        alone = host(gate.silu_mul_quantized(some, QuantSpec(E4M3), flag()))
+        assert same(alone.data, codes.data[row])
+        assert same(alone.scale, codes.scale[row])
+    shared = QuantSpec(E4M3, "128x128")
+    control = [host(gate.silu_mul_quantized(rows.to(DEVICE), shared, flag())).data for rows in (x, x[11:12])]
+    assert not same(control[0][11:12], control[1]), "the control: rows that share a scale"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
+    """σ has the exponential's error and two operations more; 1 + gate·(1 - σ) is a sum whose parts have theirs."""
+    x, dh = drawn(9, 200, dtype), draw(2, 9, 200, dtype=dtype)
+    found = gate.silu_mul_backward(dh.to(DEVICE), x.to(DEVICE)).cpu()
+    left, up = x.double().chunk(2, -1)
+    sigma, wide = torch.sigmoid(left), dh.double()
+    exact = torch.cat((wide * up * sigma * (1 + left * (1 - sigma)), wide * left * sigma), -1)
+    leaf = x.double().requires_grad_()
+    halves = leaf.chunk(2, -1)
+    (autograd,) = torch.autograd.grad(torch.nn.functional.silu(halves[0]) * halves[1], leaf, wide)
+    torch.testing.assert_close(exact, autograd)
+    error = exponential_error(left) + 2.01 * UNIT
+    parts = (wide * up).abs() * sigma * (1 + left.abs() * ((1 - sigma) + sigma * error + UNIT))
+    size = torch.cat(((error + 7 * UNIT) * parts + (wide * up * left).abs() * sigma * (sigma * error + UNIT),
+                      (error + 2 * UNIT) * exact[:, 200:].abs()), -1)  # fmt: skip
+    bound = 1.01 * (size + LAST[dtype] * exact.abs()) + TINY * (1 + torch.cat((wide * up, wide), -1).abs())
+    assert found.dtype == dtype
+    assert bool(((found.double() - exact).abs() <= bound).all())
+    assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), "the control: one percent off"
