@@ -113,7 +113,10 @@ def finish(acc, total, peak):
 def operand(x, like: tl.constexpr):
     """What was loaded as an operand beside others of type `like`: codes by their exact values."""
     if x.dtype == tl.uint8:
-        return numbers.cast(numbers.from_e4m3(x), like)
+        if numbers.INTERPRETED:
+            return numbers.cast(numbers.from_e4m3(x), like)
+        else:
+            return x.to(tl.float8e4nv, bitcast=True).to(like)
     else:
         return x
 
@@ -131,18 +134,23 @@ def attend_split(
     peak = tl.full([rows], _NOTHING, tl.float32)
     channel = tl.arange(0, BLOCK_DIM)
     steps = (tl.minimum(stop - first, KEYS_PER_SPLIT) + BLOCK_KEYS - 1) // BLOCK_KEYS
+    offsets = tl.arange(0, BLOCK_KEYS)
+    page = tl.load(table_ptr + (first + offsets) // PAGE_SIZE, mask=first + offsets < stop, other=0)
+    if SCALED:
+        which = tl.arange(0, 2)[None, :]
+        scale_ptr = tl.where(which == 0, k_scale_ptr, v_scale_ptr)
     for step in range(bound(steps)):
-        key = first + step * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        key = first + step * BLOCK_KEYS + offsets
         there = key < stop
-        page = tl.load(table_ptr + key // PAGE_SIZE, mask=there, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         at = ((slot * KV_HEADS + head) * DIM)[:, None] + channel[None, :]
         mask = there[:, None] & (channel < DIM)[None, :]
         k = operand(tl.load(k_ptr + at, mask=mask, other=0), q.dtype)
         scores = numbers.dot(q, tl.trans(k), tl.zeros([rows, BLOCK_KEYS], tl.float32))
         if SCALED:
-            scale_at = slot * SCALE_TOKEN + head * SCALE_HEAD
-            k_scale = tl.load(k_scale_ptr + scale_at, mask=there, other=0.0)
+            # one load for both, of as many numbers as there are threads: a smaller one would be repeated by all of them
+            scale_at = (slot * SCALE_TOKEN + head * SCALE_HEAD)[:, None] + which * 0
+            k_scale, v_scale = tl.split(tl.load(scale_ptr + scale_at, mask=there[:, None], other=0.0))
             scores = scores * (k_scale * factor)[None, :]
         else:
             scores = scores * factor
@@ -153,12 +161,35 @@ def attend_split(
         weights = tl.exp2(scores - base[:, None])
         total = total * kept + tl.sum(weights, 1)
         if SCALED:
-            v_scale = tl.load(v_scale_ptr + scale_at, mask=there, other=0.0)
             weights = weights * v_scale[None, :]
         v = operand(tl.load(v_ptr + at, mask=mask, other=0), q.dtype)
         acc = numbers.dot(numbers.cast(weights, q.dtype), v, acc * kept[:, None])
         peak = highest
+        # the pages of the next block are known before it begins, so that its keys can be on their way by then
+        page = tl.load(table_ptr + (key + BLOCK_KEYS) // PAGE_SIZE, mask=key + BLOCK_KEYS < stop, other=0)
     return acc, total, peak
+
+
+@triton.jit
+def places(
+    row_start_ptr, sequence, head, tile,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of every row in a tile: its number in the sequence, its place in [T, H], those of its channels in [T, H, D], and
+    which of both there are.
+
+    Asked before the keys and again after them: kept in between, the answer would take registers that there are not. So
+    the loads are volatile, or the compiler would keep it.
+    """
+    start = tl.load(row_start_ptr + sequence, volatile=True)
+    rows = tl.load(row_start_ptr + sequence + 1, volatile=True) - start
+    lane = tl.arange(0, ROWS * GROUP)
+    row, member = tile * ROWS + lane // GROUP, lane % GROUP
+    channel = tl.arange(0, BLOCK_DIM)
+    valid = (row < rows) & (member < HEADS // KV_HEADS)
+    place = (start + row) * HEADS + head * (HEADS // KV_HEADS) + member
+    return row, place, (place * DIM)[:, None] + channel[None, :], valid, valid[:, None] & (channel < DIM)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
@@ -176,8 +207,7 @@ def _attend(
     """
     sequence, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the rows with the most keys first
-    start = tl.load(row_start_ptr + sequence)
-    rows = (tl.load(row_start_ptr + sequence + 1) - start).to(tl.int32)
+    rows = (tl.load(row_start_ptr + sequence + 1) - tl.load(row_start_ptr + sequence)).to(tl.int32)
     context = tl.load(context_ptr + sequence).to(tl.int32)
     stop = context + tl.minimum((tile + 1) * ROWS, rows)
     if tile * ROWS >= rows:
@@ -186,13 +216,9 @@ def _attend(
         if tl.program_id(2) * KEYS_PER_SPLIT >= stop:
             return
 
-    lane = tl.arange(0, ROWS * GROUP)
-    row, member = tile * ROWS + lane // GROUP, lane % GROUP
-    channel = tl.arange(0, BLOCK_DIM)
-    valid = (row < rows) & (member < HEADS // KV_HEADS)
-    mask = valid[:, None] & (channel < DIM)[None, :]
-    place = (start + row) * HEADS + head * (HEADS // KV_HEADS) + member
-    at = (place * DIM)[:, None] + channel[None, :]
+    row, place, at, valid, mask = places(
+        row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
+    )  # fmt: skip
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
     table_ptr += sequence.to(tl.int64) * table_stride
     if PARALLEL:
@@ -200,6 +226,9 @@ def _attend(
         acc, total, peak = attend_split(
             q, context + row, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, split * KEYS_PER_SPLIT,
             stop, KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, BLOCK_KEYS,
+        )  # fmt: skip
+        _, place, at, valid, mask = places(
+            row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
         )  # fmt: skip
         before = split * (num_rows.to(tl.int64) * HEADS)
         tl.store(out_ptr + before * DIM + at, acc, mask=mask)
@@ -216,6 +245,9 @@ def _attend(
             )  # fmt: skip
             acc, total, peak = join(acc, total, peak, more_acc, more_total, more_peak)
         out, lse = finish(acc, total, peak)
+        _, place, at, valid, mask = places(
+            row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
+        )  # fmt: skip
         tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
         tl.store(lse_ptr + place, lse, mask=valid)
 
