@@ -113,17 +113,14 @@ def finish(acc, total, peak):
 def operand(x, like: tl.constexpr):
     """What was loaded as an operand beside others of type `like`: codes by their exact values."""
     if x.dtype == tl.uint8:
-        if numbers.INTERPRETED:
-            return numbers.cast(numbers.from_e4m3(x), like)
-        else:
-            return x.to(tl.float8e4nv, bitcast=True).to(like)
+        return numbers.cast(numbers.from_e4m3(x), like)
     else:
         return x
 
 
 @triton.jit
 def attend_split(
-    q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, stop,
+    q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, stop,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
     SCALE_TOKEN: tl.constexpr, SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -137,20 +134,20 @@ def attend_split(
     offsets = tl.arange(0, BLOCK_KEYS)
     page = tl.load(table_ptr + (first + offsets) // PAGE_SIZE, mask=first + offsets < stop, other=0)
     if SCALED:
-        which = tl.arange(0, 2)[None, :]
-        scale_ptr = tl.where(which == 0, k_scale_ptr, v_scale_ptr)
+        scale_ptr = tl.where(tl.arange(0, 2) == 0, k_scale_ptr, v_scale_ptr)[None, :]
     for step in range(bound(steps)):
         key = first + step * BLOCK_KEYS + offsets
         there = key < stop
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
-        at = ((slot * KV_HEADS + head) * DIM)[:, None] + channel[None, :]
+        at = (slot * (KV_HEADS * DIM))[:, None] + channel[None, :]
         mask = there[:, None] & (channel < DIM)[None, :]
         k = operand(tl.load(k_ptr + at, mask=mask, other=0), q.dtype)
+        v = operand(tl.load(v_ptr + at, mask=mask, other=0), q.dtype)
         scores = numbers.dot(q, tl.trans(k), tl.zeros([rows, BLOCK_KEYS], tl.float32))
         if SCALED:
             # one load for both, of as many numbers as there are threads: a smaller one would be repeated by all of them
-            scale_at = (slot * SCALE_TOKEN + head * SCALE_HEAD)[:, None] + which * 0
-            k_scale, v_scale = tl.split(tl.load(scale_ptr + scale_at, mask=there[:, None], other=0.0))
+            scale_at = scale_ptr + (slot * SCALE_TOKEN)[:, None]
+            k_scale, v_scale = tl.split(tl.load(scale_at, mask=there[:, None], other=0.0))
             scores = scores * (k_scale * factor)[None, :]
         else:
             scores = scores * factor
@@ -162,7 +159,6 @@ def attend_split(
         total = total * kept + tl.sum(weights, 1)
         if SCALED:
             weights = weights * v_scale[None, :]
-        v = operand(tl.load(v_ptr + at, mask=mask, other=0), q.dtype)
         acc = numbers.dot(numbers.cast(weights, q.dtype), v, acc * kept[:, None])
         peak = highest
         # the pages of the next block are known before it begins, so that its keys can be on their way by then
@@ -183,13 +179,15 @@ def places(
     the loads are volatile, or the compiler would keep it.
     """
     start = tl.load(row_start_ptr + sequence, volatile=True)
-    rows = tl.load(row_start_ptr + sequence + 1, volatile=True) - start
+    rows = (tl.load(row_start_ptr + sequence + 1, volatile=True) - start).to(tl.int32)
     lane = tl.arange(0, ROWS * GROUP)
-    row, member = tile * ROWS + lane // GROUP, lane % GROUP
+    row, member = lane // GROUP, lane % GROUP
     channel = tl.arange(0, BLOCK_DIM)
-    valid = (row < rows) & (member < HEADS // KV_HEADS)
-    place = (start + row) * HEADS + head * (HEADS // KV_HEADS) + member
-    return row, place, (place * DIM)[:, None] + channel[None, :], valid, valid[:, None] & (channel < DIM)[None, :]
+    valid = (row < rows - tile * ROWS) & (member < HEADS // KV_HEADS)
+    place = (start + tile * ROWS) * HEADS + head * (HEADS // KV_HEADS)
+    among = row * HEADS + member
+    at = place * DIM + ((among * DIM)[:, None] + channel[None, :])
+    return place + among, at, valid, valid[:, None] & (channel < DIM)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
@@ -216,18 +214,24 @@ def _attend(
         if tl.program_id(2) * KEYS_PER_SPLIT >= stop:
             return
 
-    row, place, at, valid, mask = places(
+    place, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
     )  # fmt: skip
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
+    positions = context + tile * ROWS + tl.arange(0, ROWS * GROUP) // GROUP
     table_ptr += sequence.to(tl.int64) * table_stride
+    k_ptr += head * DIM
+    v_ptr += head * DIM
+    if SCALED:
+        k_scale_ptr += head * SCALE_HEAD
+        v_scale_ptr += head * SCALE_HEAD
     if PARALLEL:
         split = tl.program_id(2)
         acc, total, peak = attend_split(
-            q, context + row, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, split * KEYS_PER_SPLIT,
+            q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, split * KEYS_PER_SPLIT,
             stop, KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, BLOCK_KEYS,
         )  # fmt: skip
-        _, place, at, valid, mask = places(
+        place, at, valid, mask = places(
             row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
         )  # fmt: skip
         before = split * (num_rows.to(tl.int64) * HEADS)
@@ -240,12 +244,12 @@ def _attend(
         peak = tl.full([ROWS * GROUP], _NOTHING, tl.float32)
         for first in range(0, bound(stop), KEYS_PER_SPLIT):
             more_acc, more_total, more_peak = attend_split(
-                q, context + row, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, stop,
+                q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, stop,
                 KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, BLOCK_KEYS,
             )  # fmt: skip
             acc, total, peak = join(acc, total, peak, more_acc, more_total, more_peak)
         out, lse = finish(acc, total, peak)
-        _, place, at, valid, mask = places(
+        place, at, valid, mask = places(
             row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
         )  # fmt: skip
         tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
