@@ -46,17 +46,17 @@ def run(model: Model, recompute: bool, given: Tensor | None = None) -> dict[str,
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    def bits(tensor: Tensor) -> list[int]:
-        return tensor.float().contiguous().view(torch.int32).flatten().tolist()
+    def bits(tensor: Tensor) -> Tensor:
+        return tensor.float().contiguous().view(torch.int32)
 
-    return left.keys() == right.keys() and all(bits(left[name]) == bits(right[name]) for name in left)
+    return left.keys() == right.keys() and all(torch.equal(bits(left[name]), bits(right[name])) for name in left)
 
 
 @pytest.mark.parametrize(("precision", "family"), CASES)
 def test_results_and_gradients_have_the_bits_of_a_forward_that_keeps_all(precision: str, family: str) -> None:
-    model = scaled(random_model(precision, family=family))
+    model = scaled(random_model(precision, family=family, num_layers=2))
     wanted, found = run(model, False), run(model, True)
-    assert "layers.2.o" in wanted
+    assert "layers.1.o" in wanted
     assert same(found, wanted)
     with torch.no_grad():  # the control: another weight
         model.named_parameters()["layers.1.qkv"][0, 0] += 1
@@ -65,7 +65,7 @@ def test_results_and_gradients_have_the_bits_of_a_forward_that_keeps_all(precisi
 
 
 def test_routes_that_are_given_are_taken_again() -> None:
-    model = random_model("bf16", family="qwen3_moe")
+    model = random_model("bf16", family="qwen3_moe", num_layers=2)
     own = run(model, False)["routes"]
     given = (own + 1) % 6
     wanted = run(model, False, given)
@@ -74,7 +74,7 @@ def test_routes_that_are_given_are_taken_again() -> None:
 
 
 def test_an_expert_that_no_token_chose_has_no_gradient() -> None:
-    model = random_model("bf16", family="qwen3_moe")
+    model = random_model("bf16", family="qwen3_moe", num_layers=2)
     given = torch.tensor([0, 1, 2]).expand(sum(LENGTHS), model.config.num_layers, 3)
     found = run(model, True, given)
     assert same(found, run(model, False, given))
