@@ -51,6 +51,11 @@ class Compiled:
         return "+".join(sorted({name.split(".")[0] for name in self.instructions})) or "none"
 
 
+def kernel_name(launch: Launch) -> str:
+    """Its module and function, such as product_kernels.block_product."""
+    return f"{launch.kernel.fn.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__.strip('_')}"
+
+
 def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
     """Compile what `launch` would have run, with the specialization that Triton would have chosen."""
     signature, constants, attributes = {}, {}, {}
@@ -81,7 +86,7 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
     registers, stack, spills = _resources(made.asm["ptx"], capability)
     instructions = Counter(".".join(match) for match in _MATRIX.findall(made.asm["sass"]))
     return Compiled(
-        launch.kernel.__name__, dict(launch.constants), launch.num_warps, launch.num_stages, registers, spills, stack,
+        kernel_name(launch), dict(launch.constants), launch.num_warps, launch.num_stages, registers, spills, stack,
         made.metadata.shared, dict(instructions),
     )  # fmt: skip
 

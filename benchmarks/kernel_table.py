@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cross_compile import Compiled, compile_launch
+from benchmarks.cross_compile import Compiled, compile_launch, kernel_name
 from benchmarks.gpu.shapes import SHAPES
 from isobit.kernels import KVStore, Layout
 from isobit.kernels.triton.launch import Launch, record_launches
@@ -72,7 +72,7 @@ def _store(transformer: Transformer, layout: Layout) -> KVStore:
 
 def signature(launch: Launch) -> tuple[object, ...]:
     """What makes Triton compile a kernel anew: types, constants, and which integers are 1 or multiples of 16."""
-    parts: list[object] = [launch.kernel.__name__, launch.num_warps, launch.num_stages]
+    parts: list[object] = [kernel_name(launch), launch.num_warps, launch.num_stages]
     parts += sorted((name, str(value)) for name, value in launch.constants.items())
     for parameter, value in zip(launch.kernel.params, launch.arguments):
         if isinstance(value, torch.Tensor):
@@ -118,7 +118,7 @@ def table(rows: Sequence[dict[str, object]]) -> str:
         most = {key: max(int(str(row[key])) for row in own) for key in ("registers", "spilled_bytes", "shared_bytes")}
         classes = ", ".join(sorted({str(row["instruction_class"]) for row in own}))
         lines.append(
-            f"| `{kernel.strip('_')}` | {len(own)} | {', '.join(phases)} | {warps} | {most['registers']} | "
+            f"| `{kernel}` | {len(own)} | {', '.join(phases)} | {warps} | {most['registers']} | "
             f"{most['spilled_bytes']} | {most['shared_bytes'] / 1024:.0f} | {classes} |"
         )
     return "\n".join(lines)

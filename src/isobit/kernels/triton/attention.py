@@ -280,5 +280,7 @@ def _join_splits(
         more_peak = tl.load(part_peak_ptr + there, mask=valid, other=0.0)
         acc, total, peak = join(acc, total, peak, more_acc, more_total, more_peak)
     out, lse = finish(acc, total, peak)
-    tl.store(out_ptr + (place * DIM)[:, None] + channel[None, :], numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        out_ptr + (place * DIM)[:, None] + channel[None, :], numbers.cast(out, out_ptr.dtype.element_ty), mask=mask
+    )
     tl.store(lse_ptr + place, lse, mask=valid)

@@ -80,6 +80,8 @@ class Faults:
 
     def raise_first(self) -> None:
         """Wait for the GPU; raise NonFiniteError for the first name that has a flag, and clear all."""
+        if self._flags.is_meta:  # launches are recorded, and nothing has run
+            return
         raised = self._flags.nonzero()[:, 0].tolist()
         if not raised:
             return
