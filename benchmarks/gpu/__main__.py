@@ -56,6 +56,7 @@ def _stage(arguments: argparse.Namespace) -> None:
         import_module(f"benchmarks.gpu.{arguments.stage}").run(bench, **(sizes if arguments.stage == "grpo" else {}))
     finally:
         bench.write(arguments.out)
+    sys.exit(int(bench.failed))
 
 
 def _all(names: list[str], arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ def run(bench: Bench) -> None:
     _copy(bench, 1 << 10 if bench.rehearsal else 1 << 32)
     release()
     a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
-    for name, seconds in bench.time({"bf16": lambda: a @ b.t()}, rounds=10).items():
+    for name, seconds in bench.time("product", {"bf16": lambda: a @ b.t()}, rounds=10).items():
         bench.row(f"product of {size} cubed", name, seconds, operations_per_s=2 * size**3 / seconds)
     if bench.rehearsal:
         return
@@ -21,12 +21,12 @@ def run(bench: Bench) -> None:
     def scaled() -> torch.Tensor:
         return torch._scaled_mm(low[0], low[1].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=False)
 
-    for name, seconds in bench.time({"fp8, scale by tensor": scaled}, rounds=10).items():
+    for name, seconds in bench.time("product", {"fp8, scale by tensor": scaled}, rounds=10).items():
         bench.row(f"product of {size} cubed", name, seconds, operations_per_s=2 * size**3 / seconds)
 
 
 def _copy(bench: Bench, count: int) -> None:
     source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    seconds = bench.time({"copy": lambda: target.copy_(source)}, rounds=10)["copy"]
+    seconds = bench.time("copy", {"copy": lambda: target.copy_(source)}, rounds=10)["copy"]
     bench.row(f"copy of {count:,} bytes", "torch", seconds, bytes_per_s=2 * count / seconds)

@@ -9,7 +9,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from benchmarks.common import machine
 from benchmarks.gpu.shapes import SHAPES, shortened
 from isobit import Model
+from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.kernels.gpu import find_gpu
 from isobit.model import Experts, ModelConfig, Tokenizer
@@ -40,6 +42,7 @@ class Bench:
     rounds: int = 20
     rows: list[dict[str, object]] = field(default_factory=list)
     missing: list[dict[str, str]] = field(default_factory=list)
+    failed: bool = False
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -76,15 +79,16 @@ class Bench:
         values = {"case": case, "contestant": contestant, "seconds": seconds, "floor_s": floor_s, "share": share}
         self.rows.append({key: value for key, value in (values | more).items() if value is not None})
 
-    def time(self, contestants: Mapping[str, Callable[[], object]], rounds: int | None = None) -> dict[str, float]:
+    def time(
+        self, case: str, contestants: Mapping[str, Callable[[], object]], rounds: int | None = None
+    ) -> dict[str, float]:
         """Median seconds of each contestant, which run in turns. One that fails is missing."""
         alive = dict(contestants)
         for name, call in contestants.items():
-            try:
+            before = len(self.missing)
+            with self.attempt(f"{case}, {name}"):
                 call()
-                self.wait()
-            except (RuntimeError, ValueError, NotImplementedError) as error:
-                self.miss(name, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            if len(self.missing) > before:
                 del alive[name]
         samples: dict[str, list[float]] = {name: [] for name in alive}
         for turn in range(1 if self.rehearsal else (rounds or self.rounds) + 2):
@@ -93,6 +97,16 @@ class Bench:
                 if turn >= 2 or self.rehearsal:
                     samples[name].append(seconds)
         return {name: statistics.median(found) for name, found in samples.items()}
+
+    @contextmanager
+    def attempt(self, case: str) -> Iterator[None]:
+        """Inside, an error makes the case missing and the stage failed, and ends nothing else."""
+        try:
+            yield
+            self.wait()
+        except (RuntimeError, ValueError, NotImplementedError, IsobitError) as error:
+            self.failed = True
+            self.miss(case, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
 
     def wait(self) -> None:
         if not self.rehearsal:
@@ -188,3 +202,8 @@ def that_fits(name: str, config: ModelConfig, bench: Bench, per_parameter: float
     fitting = shortened(config, 0.6 * torch.cuda.mem_get_info()[0], per_parameter)
     layers = fitting.num_layers
     return (name if layers == config.num_layers else f"{name}, {layers} of its {config.num_layers} layers"), fitting
+
+
+def consistencies(preset: str, bench: Bench) -> tuple[str, ...]:
+    """Those that a preset is measured under; the interpreter has one product only."""
+    return ("bitwise",) if bench.rehearsal or preset == "fp8-rollout" else ("bitwise", "fast")

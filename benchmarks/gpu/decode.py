@@ -39,8 +39,12 @@ def _measure(case: str, model: Model, batch: int, context: int, bench: Bench) ->
     needed = batch * (context + _PAGE) * _kv_bytes(model) + 2 * GIB
     if not bench.has_time(f"{case}, {preset}") or not bench.fits(f"{case}, {preset}", needed):
         return
-    step = graphed(decode_step(model, batch, context, bench), bench)
-    for contestant, seconds in bench.time({preset: step}, rounds=8).items():
+    step: Callable[[], object] | None = None
+    with bench.attempt(f"{case}, {preset}"):
+        step = graphed(decode_step(model, batch, context, bench), bench)
+    if step is None:
+        return
+    for contestant, seconds in bench.time(case, {preset: step}, rounds=8).items():
         least = floor(decode(model.config, FLOWS[preset], batch, context))
         bench.row(case, contestant, seconds, least, tokens_per_s=batch / seconds)
     del step

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu.common import PRESETS, Bench, random_model, release, shapes, that_fits
+from benchmarks.gpu.common import PRESETS, Bench, consistencies, random_model, release, shapes, that_fits
 from benchmarks.roofline import grpo_step
 from isobit import Engine, Model, Sampling
 from isobit.engine import Completion
@@ -24,17 +24,18 @@ from isobit.rl.samples import Sample
 def run(bench: Bench, prompts: int = 64, group: int = 8, prompt_tokens: int = 512, new_tokens: int = 512) -> None:
     """One counted step of each preset after one that warms up, for every model that the budget allows."""
     if bench.rehearsal:
-        prompts, group, prompt_tokens, new_tokens = 2, 2, 6, 4
+        prompts, group, prompt_tokens, new_tokens = 2, 2, 3, 2
     for name, config in shapes(bench).items():
         name, config = that_fits(name, config, bench, 20)
         for preset in PRESETS:
-            for consistency in ("bitwise", "fast") if preset != "fp8-rollout" else ("bitwise",):
+            for consistency in consistencies(preset, bench):
                 case = f"{name}, {prompts} x {group} completions of {new_tokens}"
                 if not bench.has_time(f"{case}, {preset}, {consistency}"):
                     continue
-                model = random_model(config, preset, bench, consistency)
-                _measure(case, model, prompts, group, prompt_tokens, new_tokens, bench)
-                del model
+                with bench.attempt(f"{case}, {preset}, {consistency}"):
+                    model = random_model(config, preset, bench, consistency)
+                    _measure(case, model, prompts, group, prompt_tokens, new_tokens, bench)
+                    del model
                 release()
 
 

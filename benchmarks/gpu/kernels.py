@@ -54,7 +54,7 @@ def _products(case: str, rows: int, outputs: int, inputs: int, bench: Bench) -> 
         "bf16": Work(operations, 0, moved + 2 * (rows + outputs) * inputs).seconds(H200),
         "fp8": Work(0, operations, moved + (rows + outputs) * inputs).seconds(H200),
     }
-    found = bench.time(contestants)
+    found = bench.time(case, contestants)
     for contestant, seconds in found.items():
         bench.row(case, contestant, seconds, least[contestant[:4].strip()], operations_per_s=operations / seconds)
     best = min((seconds for name, seconds in found.items() if name.startswith("bf16")), default=None)
@@ -91,7 +91,7 @@ def _between(bench: Bench) -> None:
         "silu_mul_backward": (lambda: ops.silu_mul_backward(dh, gate_up), rows * inner * 10),
     }
     for name, (call, moved) in calls.items():
-        for _, seconds in bench.time({name: call}).items():
+        for _, seconds in bench.time(name, {name: call}).items():
             bench.row(f"{rows} x {hidden}", name, seconds, moved / H200.bandwidth, bytes_per_s=moved / seconds)
 
 
@@ -111,6 +111,6 @@ def _attention(bench: Bench) -> None:
                 data.random_(0, 0x70) if data.dtype == torch.uint8 else data.normal_()
             moved = batch * context * 2 * kv_heads * dim * (2 if kv is None else 1 + 4 / dim)
             call = partial(ops.attention, q, store, layout, dim**-0.5)
-            for _, seconds in bench.time({name: call}).items():
-                case = f"attention, batch {batch}, context {context}"
+            case = f"attention, batch {batch}, context {context}"
+            for _, seconds in bench.time(case, {name: call}).items():
                 bench.row(case, name, seconds, moved / H200.bandwidth, bytes_per_s=moved / seconds)

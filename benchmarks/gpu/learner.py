@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.gpu.common import PRESETS, Bench, random_model, release, shapes, that_fits
+from benchmarks.gpu.common import PRESETS, Bench, consistencies, random_model, release, shapes, that_fits
 from benchmarks.roofline import floor, learn, prefill
 from isobit import Model
 from isobit.kernels import KVStore, Layout
@@ -13,17 +13,18 @@ from isobit.rl.optim import OptimizerSettings
 
 def run(bench: Bench) -> None:
     """Tokens a second of learning and of prefill; peak memory of each."""
-    lengths = ((24, 2),) if bench.rehearsal else ((2048, 8), (8192, 2))
+    lengths = ((4, 2),) if bench.rehearsal else ((2048, 8), (8192, 2))
     for name, config in shapes(bench).items():
         name, config = that_fits(name, config, bench, 20)
         for preset in PRESETS:
-            for consistency in ("bitwise", "fast") if preset != "fp8-rollout" else ("bitwise",):
+            for consistency in consistencies(preset, bench):
                 if not bench.has_time(f"{name}, {preset}, {consistency}"):
                     continue
-                model = random_model(config, preset, bench, consistency)
-                for length, sequences in lengths:
-                    _measure(f"{name}, {sequences} x {length} tokens", model, length, sequences, bench)
-                del model
+                with bench.attempt(f"{name}, {preset}, {consistency}"):
+                    model = random_model(config, preset, bench, consistency)
+                    for length, sequences in lengths:
+                        _measure(f"{name}, {sequences} x {length} tokens", model, length, sequences, bench)
+                    del model
                 release()
 
 
@@ -55,7 +56,11 @@ def _measure(case: str, model: Model, length: int, sequences: int, bench: Bench)
 
     if not bench.rehearsal:
         torch.cuda.reset_peak_memory_stats()
-    found = bench.time({"forward and backward": forward_backward, "update and sync": update, "prefill": fill}, rounds=3)
+    found = bench.time(
+        f"{case}, {contestant}",
+        {"forward and backward": forward_backward, "update and sync": update, "prefill": fill},
+        rounds=3,
+    )
     peak = 0 if bench.rehearsal else torch.cuda.max_memory_allocated()
     optimizer.zero_grad()
     count = length * sequences

@@ -49,7 +49,7 @@ class TritonOps(Ops):
 
     def __init__(self, consistency: str, why: str, device: torch.device) -> None:
         self.consistency, self.why, self.device = consistency, why, device
-        self._fast = consistency == "fast"
+        self._cublas = consistency == "fast" and device.type == "cuda"  # the interpreter has none
         self._faults = Faults(device)
 
     def check_precision(self, precision: Precision) -> None:
@@ -77,7 +77,7 @@ class TritonOps(Ops):
         return quantize.quantize_along_tokens(x, spec, self._faults.of(name))
 
     def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
-        if self._fast:
+        if self._cublas:
             return cublas_product(a, b, bias, out)
         return product.product(a, b, bias, out)
 
