@@ -20,6 +20,7 @@ Left out: writing keys and values; the backward; formats other than E4M3 and tho
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,51 +33,63 @@ from isobit.kernels.types import KVStore, Layout
 from isobit.precision import E4M3
 
 _BLOCK_ROWS = 64
-_BLOCK_KEYS = 64
 _KEYS_PER_SPLIT = 512
 _MOST_PARTIALS = 1 << 26  # numbers that splits may leave in memory, 256 MB; beyond, they are joined in registers
 _NOTHING = tl.constexpr(float("-inf"))
 _LN2 = tl.constexpr(math.log(2))
 
 
+class Tiling(NamedTuple):
+    """Keys of a block, warps of a program, and blocks on their way at once."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiling(dim: int, dtype: torch.dtype) -> Tiling:
+    """By head dimension and type of q alone: what compiles without spills (`benchmarks/cross_compile.py`)."""
+    if dtype == torch.float32:
+        return Tiling(16, 16, 1)
+    return Tiling(64, 4, 3) if dim <= 128 else Tiling(32, 8, 2)
+
+
 def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p of its sequence.
 
-    q [T, H, D] is bfloat16 or float32; the store holds E4M3 codes or q's type. All tensors are on one device; nothing
-    is read on the host, so that a CUDA graph can hold this: then `layout.max_rows` and `layout.max_keys` are bounds.
+    q [T, H, D] is bfloat16 or float32; the store holds E4M3 codes or q's type. All tensors are on one device and
+    nothing is read on the host, so a CUDA graph can hold this; `layout.max_rows` and `layout.max_keys` are bounds.
     """
     rows, heads, dim = q.shape
-    kv_heads = store.k.shape[1]
-    scaled = store.kv is not None
+    kv_heads, sequences = store.k.shape[1], layout.context.shape[0]
+    assert store.k.dtype == (torch.uint8 if store.kv is not None else q.dtype)
     assert store.kv is None or store.kv.format == E4M3, "this kernel reads E4M3 codes"
-    assert scaled or store.k.dtype == q.dtype
     assert all(x.is_contiguous() for x in (q, store.k, store.v))
     group = triton.next_power_of_2(heads // kv_heads)
     assert group <= _BLOCK_ROWS
     tile_rows = _BLOCK_ROWS // group
-    tiles = -(-layout.max_rows // tile_rows)
-    splits = -(-layout.max_keys // _KEYS_PER_SPLIT)
-    parallel = tiles == 1 and 1 < splits and splits * rows * heads * dim <= _MOST_PARTIALS
+    tiles, splits = -(-layout.max_rows // tile_rows), -(-layout.max_keys // _KEYS_PER_SPLIT)
+    parallel = tiles == 1 and splits > 1 and splits * q.numel() <= _MOST_PARTIALS
 
-    out = torch.empty_like(q)
-    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
-    partial: tuple[Tensor, ...] = (out, lse, lse)
+    out, lse = torch.empty_like(q), torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    results = [out, lse, lse]
     if parallel:
         sizes = ((splits, rows, heads, dim), (splits, rows, heads), (splits, rows, heads))
-        partial = tuple(torch.empty(size, dtype=torch.float32, device=q.device) for size in sizes)
+        results = [torch.empty(size, dtype=torch.float32, device=q.device) for size in sizes]
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "BLOCK_DIM": max(16, triton.next_power_of_2(dim))}
     shape |= {"GROUP": group, "KEYS_PER_SPLIT": _KEYS_PER_SPLIT}
+    block = tiling(dim, q.dtype)
+    assert _KEYS_PER_SPLIT % block.keys == 0
     launch(
-        _attend, (len(layout.context) * kv_heads, tiles, splits if parallel else 1),
+        _attend, (sequences * kv_heads, tiles, splits if parallel else 1),
         q, store.k, store.v, store.k_scale, store.v_scale, layout.page_table, layout.row_start, layout.context,
-        partial[0] if parallel else out, partial[1] if parallel else lse, partial[2], scale * math.log2(math.e),
-        rows, layout.page_table.stride(0),
-        PAGE_SIZE=layout.page_size, SCALED=scaled, SCALE_TOKEN=0 if store.calibrated else kv_heads,
-        SCALE_HEAD=0 if store.calibrated else 1, ROWS=tile_rows, BLOCK_KEYS=_BLOCK_KEYS, PARALLEL=parallel,
-        num_warps=4 if dim <= 128 else 8, num_stages=3, **shape,
+        *results, scale * math.log2(math.e), rows, layout.page_table.stride(0),
+        PAGE_SIZE=layout.page_size, SCALED=store.kv is not None, SCALE_TOKEN=0 if store.calibrated else kv_heads,
+        SCALE_HEAD=0 if store.calibrated else 1, ROWS=tile_rows, BLOCK_KEYS=block.keys, PARALLEL=parallel,
+        num_warps=block.warps, num_stages=block.stages, **shape,
     )  # fmt: skip
     if parallel:
-        launch(_join_splits, (rows, kv_heads), *partial, layout.positions, out, lse, rows, num_warps=2, **shape)
+        launch(_join_splits, (rows, kv_heads), *results, layout.positions, out, lse, rows, num_warps=2, **shape)
     return out, lse
 
 
@@ -208,11 +221,9 @@ def _attend(
     rows = (tl.load(row_start_ptr + sequence + 1) - tl.load(row_start_ptr + sequence)).to(tl.int32)
     context = tl.load(context_ptr + sequence).to(tl.int32)
     stop = context + tl.minimum((tile + 1) * ROWS, rows)
-    if tile * ROWS >= rows:
+    split = tl.program_id(2)
+    if (tile * ROWS >= rows) | (split * KEYS_PER_SPLIT >= stop):
         return
-    if PARALLEL:
-        if tl.program_id(2) * KEYS_PER_SPLIT >= stop:
-            return
 
     place, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
@@ -226,7 +237,6 @@ def _attend(
         k_scale_ptr += head * SCALE_HEAD
         v_scale_ptr += head * SCALE_HEAD
     if PARALLEL:
-        split = tl.program_id(2)
         acc, total, peak = attend_split(
             q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, split * KEYS_PER_SPLIT,
             stop, KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, BLOCK_KEYS,
@@ -270,17 +280,16 @@ def _join_splits(
     valid = member < HEADS // KV_HEADS
     mask = valid[:, None] & (channel < DIM)[None, :]
     place = row * HEADS + head * (HEADS // KV_HEADS) + member
+    at = (place * DIM)[:, None] + channel[None, :]
     acc = tl.zeros([GROUP, BLOCK_DIM], tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     peak = tl.full([GROUP], _NOTHING, tl.float32)
     for split in range(bound(splits)):
-        there = split * (num_rows.to(tl.int64) * HEADS) + place
-        more_acc = tl.load(part_ptr + (there * DIM)[:, None] + channel[None, :], mask=mask, other=0.0)
-        more_total = tl.load(part_total_ptr + there, mask=valid, other=0.0)
-        more_peak = tl.load(part_peak_ptr + there, mask=valid, other=0.0)
+        before = split * (num_rows.to(tl.int64) * HEADS)
+        more_acc = tl.load(part_ptr + before * DIM + at, mask=mask, other=0.0)
+        more_total = tl.load(part_total_ptr + before + place, mask=valid, other=0.0)
+        more_peak = tl.load(part_peak_ptr + before + place, mask=valid, other=0.0)
         acc, total, peak = join(acc, total, peak, more_acc, more_total, more_peak)
     out, lse = finish(acc, total, peak)
-    tl.store(
-        out_ptr + (place * DIM)[:, None] + channel[None, :], numbers.cast(out, out_ptr.dtype.element_ty), mask=mask
-    )
+    tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + place, lse, mask=valid)
