@@ -53,10 +53,11 @@ class TritonOps(Ops):
         self._faults = Faults(device)
 
     def check_precision(self, precision: Precision) -> None:
-        specs = [("output gradients", precision.gradient)]
+        specs: list[tuple[str, QuantSpec | None]] = []
         for flow in (precision.rollout, precision.learner):
-            roles = (("weights", flow.weight), ("activations", flow.activation))
-            specs += [*roles, ("keys and values", flow.kv), ("queries", flow.query)]
+            specs += [("weights", flow.weight), ("activations", flow.activation)]
+            specs += [("keys and values", flow.kv), ("queries", flow.query)]
+        specs.append(("output gradients", precision.gradient))
         for role, spec in specs:
             if spec is None:
                 continue
