@@ -37,7 +37,8 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _rows(kind: str, count: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     dtype = STORES[kind][0].dtype
-    return tuple(draw(i, count, n, dim, dtype=dtype, spread=0.4) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    q, k, v = (draw(i, count, n, dim, dtype=dtype, spread=0.4) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    return q, k, v
 
 
 def _filled(kind: str, k: Tensor, v: Tensor, layout: Layout, garbage: bool = False) -> KVStore:
@@ -56,13 +57,13 @@ def _filled(kind: str, k: Tensor, v: Tensor, layout: Layout, garbage: bool = Fal
 
 
 def _on_device(store: KVStore) -> KVStore:
-    def move(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(DEVICE)
+    def move(scale: Tensor | None) -> Tensor | None:
+        if scale is None or not store.calibrated:
+            return None if scale is None else scale.to(DEVICE)
+        return scale[:1, :1].to(DEVICE).expand(scale.shape)
 
-    scales = (move(store.k_scale), move(store.v_scale))
-    if store.calibrated and store.k_scale is not None and store.v_scale is not None:
-        scales = tuple(x[:1, :1].to(DEVICE).expand(store.k.shape[:2]) for x in (store.k_scale, store.v_scale))
-    return replace(store, k=store.k.to(DEVICE), v=store.v.to(DEVICE), k_scale=scales[0], v_scale=scales[1])
+    k_scale, v_scale = move(store.k_scale), move(store.v_scale)
+    return replace(store, k=store.k.to(DEVICE), v=store.v.to(DEVICE), k_scale=k_scale, v_scale=v_scale)
 
 
 def _run(q: Tensor, store: KVStore, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -180,8 +181,8 @@ def test_sizes_on_the_host_are_bounds() -> None:
     store = _filled("e4m3 fp32", k, v, packed)
     layout = replace(Layout.build([1, 0], [49, 0], torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0]]), 16), num_slots=64)
     wanted = _run(q[49:], store, layout)
-    for bounds in ({"max_keys": 200}, {"max_keys": 32, "max_rows": 70}):
-        found = _run(q[49:], store, replace(layout, **bounds))
+    for keys, rows in ((200, 1), (50, 70)):
+        found = _run(q[49:], store, replace(layout, max_keys=keys, max_rows=rows))
         assert all(same(a, b) for a, b in zip(found, wanted))
 
 

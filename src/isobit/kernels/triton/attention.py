@@ -126,6 +126,7 @@ def finish(acc, total, peak):
 def operand(x, like: tl.constexpr):
     """What was loaded as an operand beside others of type `like`: codes by their exact values."""
     if x.dtype == tl.uint8:
+        # by way of float32: Triton's cast from E4M3 to BF16 takes an instruction that Hopper runs at a low rate
         return numbers.cast(numbers.from_e4m3(x), like)
     else:
         return x
