@@ -163,21 +163,22 @@ def copies(nbytes: int, rehearsal: bool) -> int:
 
 
 def shapes(bench: Bench) -> dict[str, ModelConfig]:
-    """The models; a toy of each kind in a rehearsal."""
+    """The models; in a rehearsal a toy of one dense layer and one with experts."""
     if not bench.rehearsal:
         return SHAPES
-    dense = replace(
-        SHAPES["Qwen3-0.6B"],
+    toy = replace(
+        SHAPES["Qwen3-30B-A3B"],
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
-        num_layers=1,
+        num_layers=2,
         num_heads=2,
         num_kv_heads=1,
         head_dim=16,
         max_positions=256,
+        experts=Experts(4, 2, 32, dense_layers=(0,)),
     )
-    return {"toy": dense, "toy-moe": replace(dense, family="qwen3_moe", experts=Experts(4, 2, 32))}
+    return {"toy": toy}
 
 
 def random_model(config: ModelConfig, precision: str, bench: Bench, consistency: str = "bitwise") -> Model:

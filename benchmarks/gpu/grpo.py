@@ -24,7 +24,7 @@ from isobit.rl.samples import Sample
 def run(bench: Bench, prompts: int = 64, group: int = 8, prompt_tokens: int = 512, new_tokens: int = 512) -> None:
     """One counted step of each preset after one that warms up, for every model that the budget allows."""
     if bench.rehearsal:
-        prompts, group, prompt_tokens, new_tokens = 2, 2, 3, 2
+        prompts, group, prompt_tokens, new_tokens = 1, 2, 3, 2
     for name, config in shapes(bench).items():
         name, config = that_fits(name, config, bench, 20)
         for preset in PRESETS:

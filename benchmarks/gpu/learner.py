@@ -13,7 +13,7 @@ from isobit.rl.optim import OptimizerSettings
 
 def run(bench: Bench) -> None:
     """Tokens a second of learning and of prefill; peak memory of each."""
-    lengths = ((4, 2),) if bench.rehearsal else ((2048, 8), (8192, 2))
+    lengths = ((3, 1),) if bench.rehearsal else ((2048, 8), (8192, 2))
     for name, config in shapes(bench).items():
         name, config = that_fits(name, config, bench, 20)
         for preset in PRESETS:

@@ -63,6 +63,16 @@ def test_under_other_settings_too(sizes: dict[str, int], make_captured: MakeEngi
     check("fp8", "native", make_captured(tiny("fp8", "native"), **sizes))
 
 
+def test_experts_serve_padded_rows_without_effect(make_engine: MakeEngine, make_captured: MakeEngine) -> None:
+    """A mixture's padded rows go through experts too, and through their routers' choices."""
+    model = tiny_model("fp8", "qwen3_moe")
+    prompts, sampling = [[3, 4, 5], [6], [7, 8]], Sampling(3, 6, seed=1)
+    plain, captured = (
+        make(model, kv_pages=60, page_size=4).generate(prompts, sampling) for make in (make_engine, make_captured)
+    )
+    assert plain == captured
+
+
 @pytest.mark.parametrize("rungs", [[24], [3, 24], list(range(1, 25))])
 def test_any_ladder_gives_the_same_bits(rungs: list[int], make_captured: MakeEngine) -> None:
     engine = make_captured(tiny("fp8", "native"), kv_pages=200, max_sequences=24)

@@ -128,7 +128,7 @@ class EngineConfig(Section):
     max_batch_tokens: int = Field(2048, ge=1, description="tokens of one forward (chunked prefill under this budget)")
     max_sequences: int = Field(512, ge=1, description="sequences that decode at the same time")
     cuda_graphs: bool = Field(
-        True, description="capture decode steps of a dense model on a GPU; a CPU has no such graphs, and ignores it"
+        True, description="capture decode steps on a GPU; a CPU has no such graphs, and ignores it"
     )
     sleep: Literal["auto", "always", "never"] = Field(
         "auto",

@@ -81,10 +81,9 @@ class CudaGraph:
 
 
 def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
-    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait for it; the experts
-    of a mixture take as many rows as choose them, which only the host can launch."""
+    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait for it."""
     ops = model.transformer.ops["rollout"]
-    captured = ops.backend == "triton" and ops.device.type == "cuda" and model.config.experts is None
+    captured = ops.backend == "triton" and ops.device.type == "cuda"
     return CudaGraph if wanted and captured else None
 
 

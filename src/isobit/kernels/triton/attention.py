@@ -94,15 +94,6 @@ def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[
 
 
 @triton.jit
-def bound(count):
-    """A loop's bound: NumPy 2.4 refuses to make the interpreter's scalars an index, so this does."""
-    if numbers.INTERPRETED:
-        return count.handle.data.item()
-    else:
-        return count
-
-
-@triton.jit
 def join(acc, total, peak, more_acc, more_total, more_peak):
     """Two parts of a row's keys as one: Σ 2^(s-peak)·v [M, D], Σ 2^(s-peak) [M] and peak = max s [M], of each.
 
@@ -149,7 +140,7 @@ def attend_split(
     page = tl.load(table_ptr + (first + offsets) // PAGE_SIZE, mask=first + offsets < stop, other=0)
     if SCALED:
         scale_ptr = tl.where(tl.arange(0, 2) == 0, k_scale_ptr, v_scale_ptr)[None, :]
-    for step in range(bound(steps)):
+    for step in range(numbers.steps(steps)):
         key = first + step * BLOCK_KEYS + offsets
         there = key < stop
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
@@ -253,7 +244,7 @@ def _attend(
         acc = tl.zeros([ROWS * GROUP, BLOCK_DIM], tl.float32)
         total = tl.zeros([ROWS * GROUP], tl.float32)
         peak = tl.full([ROWS * GROUP], _NOTHING, tl.float32)
-        for first in range(0, bound(stop), KEYS_PER_SPLIT):
+        for first in range(0, numbers.steps(stop), KEYS_PER_SPLIT):
             more_acc, more_total, more_peak = attend_split(
                 q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, stop,
                 KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, BLOCK_KEYS,
@@ -285,7 +276,7 @@ def _join_splits(
     acc = tl.zeros([GROUP, BLOCK_DIM], tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     peak = tl.full([GROUP], _NOTHING, tl.float32)
-    for split in range(bound(splits)):
+    for split in range(numbers.steps(splits)):
         before = split * (num_rows.to(tl.int64) * HEADS)
         more_acc = tl.load(part_ptr + before * DIM + at, mask=mask, other=0.0)
         more_total = tl.load(part_total_ptr + before + place, mask=valid, other=0.0)

@@ -179,15 +179,6 @@ def _largest(x):
     return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 0)
 
 
-@triton.jit
-def _bound(x):
-    """A loaded number as a limit of a loop: the interpreter has an array of one, which NumPy 2.4 takes for no index."""
-    if numbers.INTERPRETED:
-        return x.handle.data.item()
-    else:
-        return x
-
-
 @triton.jit(do_not_specialize=["tiles"])
 def block_weight_gradient(
     g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, y_ptr, start_ptr, tiles,
@@ -213,7 +204,7 @@ def block_weight_gradient(
     g_scales = g_scale_ptr + begin.to(tl.int64) * ROWS + n_at
     x_scales = x_scale_ptr + begin.to(tl.int64) * COLUMNS + k_at
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for _ in tl.range(_bound(begin), _bound(end), num_stages=STAGES):
+    for _ in tl.range(numbers.steps(begin), numbers.steps(end), num_stages=STAGES):
         part = numbers.dot(tl.load(g_tile), tl.load(x_tile), tl.zeros((BLOCK_N, BLOCK_K), tl.float32))
         acc = tl.fma(part, tl.load(g_scales)[:, None] * tl.load(x_scales)[None, :], acc)
         g_tile += 128
@@ -244,7 +235,7 @@ def plain_weight_gradient(
     k_at = k if COLUMNS % BLOCK_K == 0 else tl.minimum(k, COLUMNS - 1)
     token = tl.arange(0, BLOCK_T)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for first in tl.range(_bound(begin), _bound(end), BLOCK_T, num_stages=STAGES):
+    for first in tl.range(numbers.steps(begin), numbers.steps(end), BLOCK_T, num_stages=STAGES):
         inside = token < end - first
         t = first + token
         g = tl.load(g_ptr + t[None, :] * ROWS + n_at[:, None], mask=inside[None, :], other=0.0)

@@ -17,15 +17,6 @@ GROUP = tl.constexpr(8)
 
 
 @triton.jit
-def _bound(count):
-    """A loop's bound; NumPy 2.4 refuses to make the interpreter's scalars an index, so there this does."""
-    if numbers.INTERPRETED:
-        return count.handle.data.item()
-    else:
-        return count
-
-
-@triton.jit
 def _tile_of(program, rows, columns, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """(tile along N, tile along M) of a program: groups of tiles along N go over all of M, to reuse caches."""
     tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
@@ -80,7 +71,7 @@ def block_product(
         b_scales = b_scale_ptr + (tile_n * BLOCK_N // 128) * b_scale_row + start * b_scale_block
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(_bound(start), _bound(stop)):
+    for step in range(numbers.steps(start), numbers.steps(stop)):
         if IN_CHUNKS:
             fresh = step % chunk_steps == 0
             if fresh:
@@ -125,7 +116,7 @@ def plain_product(
     a_tile = a_ptr + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * a_row + first[:, None] * a_column
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(_bound(start), _bound(stop)):
+    for step in range(numbers.steps(start), numbers.steps(stop)):
         if IN_CHUNKS:
             fresh = step % chunk_steps == 0
             if fresh:

@@ -1,0 +1,108 @@
+"""Every Triton kernel that a model runs, compiled for sm_90 without a GPU: nothing spills, and products run on the
+matrix instructions that they are written for.
+
+In a process of its own, since this one interprets Triton.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.page import KERNELS, PAGE, filled
+
+ROOT = Path(__file__).resolve().parents[2]
+_PROGRAM = """
+import json
+from benchmarks.kernel_table import compiled
+print(json.dumps(compiled(["Qwen3-30B-A3B"], ["fp8"])))
+"""
+_SPILLING = """
+import torch, triton, triton.language as tl
+from benchmarks.cross_compile import compile_launch
+from isobit.kernels.triton.launch import launch, record_launches
+
+@triton.jit
+def too_large(x_ptr, y_ptr, SIZE: tl.constexpr):
+    row, column = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    x = tl.load(x_ptr + row[:, None] * SIZE + column[None, :])
+    tl.store(y_ptr + row[:, None] * SIZE + column[None, :], tl.dot(x, x) + tl.cumsum(x.to(tl.float32), 1))
+
+x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+with record_launches() as found:
+    launch(too_large, (1,), x, x, num_warps=4, SIZE=256)
+made = compile_launch(found[0])
+print(made.spilled_bytes, made.instruction_class)
+"""
+
+
+def _python(program: str, tmp_path: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**environment, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of the table for a mixture of experts in FP8: sync, decoding, prefill and learning."""
+    return json.loads(_python(_PROGRAM, tmp_path_factory.mktemp("kernels")))
+
+
+@pytest.mark.slow
+def test_nothing_spills(kernels: list[dict[str, Any]]) -> None:
+    assert len({row["kernel"] for row in kernels}) > 20
+    assert [row for row in kernels if row["spilled_bytes"] or row["stack_bytes"]] == []
+
+
+@pytest.mark.slow
+def test_products_run_on_the_warpgroups_instructions(kernels: list[dict[str, Any]]) -> None:
+    """FP8 tiles as QGMMA, BF16 tiles as HGMMA; never HMMA, the fallback of tiles that are too low."""
+    classes = {row["kernel"]: row["instruction_class"] for row in kernels}
+    for kernel in ("product_kernels", "grouped_kernels"):
+        assert classes[f"{kernel}.block_product"] == "QGMMA"
+    assert classes["grouped_kernels.block_weight_gradient"] == "QGMMA"
+    for kernel in ("attention.attend", "attention_backward.dq", "attention_backward.dkv", "head.head_tiles"):
+        assert classes[kernel] == "HGMMA"
+    assert not any("HMMA" in row["instruction_class"] for row in kernels)
+
+
+@pytest.mark.slow
+def test_shared_memory_fits_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
+    assert max(row["shared_bytes"] for row in kernels) <= 227 * 1024
+
+
+@pytest.mark.slow
+def test_the_compiler_reports_spills_and_fallbacks(tmp_path: Path) -> None:
+    """The control: a kernel with too large a tile spills."""
+    spilled, kind = _python(_SPILLING, tmp_path).split()
+    assert int(spilled) > 0
+    assert kind == "HGMMA"
+
+
+def test_the_kept_table_is_clean() -> None:
+    """All models and presets, as docs/gpu.md shows them."""
+    kept = json.loads(KERNELS.read_text(encoding="utf-8"))
+    assert kept["target"] == "sm_90"
+    assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in kept["kernels"])
+    used = {use.split()[0] for row in kept["kernels"] for use in row["uses"]}
+    assert used == {"Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"}
+
+
+def test_the_page_has_the_tables_that_the_code_makes() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert filled(page) == page

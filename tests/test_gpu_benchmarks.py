@@ -1,0 +1,89 @@
+"""The command of docs/gpu.md, rehearsed: every stage runs at toy sizes on the CPU; and the roofline's arithmetic."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.shapes import SHAPES, num_parameters, shortened
+from benchmarks.roofline import H200, Work, decode, floor, largest_batch, learn
+from isobit.precision import PRESETS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_every_stage_runs_in_a_rehearsal(tmp_path: Path) -> None:
+    _run("--rehearse", "--out", str(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["rehearsal"] is True
+    assert summary["tests"]["failed"] == 0 < summary["tests"]["passed"]
+    assert set(summary["stages"].values()) == {"ended"}
+    for stage in summary["stages"]:
+        found = json.loads((tmp_path / f"{stage}.json").read_text())
+        assert found["rows"], stage
+        assert found["missing"] == []
+        assert found["machine"]["commit"]
+    steps = json.loads((tmp_path / "grpo.json").read_text())["rows"]
+    differing = {row["contestant"]: row["differing_tokens"] for row in steps}
+    assert differing["fp8, bitwise"] == differing["bf16, bitwise"] == 0 < differing["fp8-rollout, bitwise"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--out", "x", "--only", "speed"), "unknown stage 'speed'"),
+        (("--out", "x"), "PyTorch sees no GPU; --rehearse runs toy sizes on the CPU"),
+    ],
+)
+def test_what_cannot_run_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    done = _run(*arguments, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_shapes_have_the_parameters_of_their_names() -> None:
+    """Embeddings included, as the models are named."""
+    billions = {name: num_parameters(config) / 1e9 for name, config in SHAPES.items()}
+    assert billions == pytest.approx(
+        {"Qwen3-0.6B": 0.60, "Qwen3-1.7B": 1.72, "Qwen3-8B": 8.19, "Qwen3-30B-A3B": 30.5}, rel=0.01
+    )
+    half = shortened(SHAPES["Qwen3-8B"], 8e9, 2)
+    assert half.num_layers < 36
+    assert 2 * num_parameters(half) <= 8e9
+
+
+def test_floors_are_bytes_or_operations() -> None:
+    assert Work(bytes=4.3e12).seconds(H200) == pytest.approx(1.0)
+    assert Work(bf16=790e12, fp8=1580e12, bytes=1).seconds(H200) == pytest.approx(2.0)
+    config, bf16 = SHAPES["Qwen3-8B"], PRESETS["bf16"]
+    # one sequence without keys reads every weight once: 8.19 billion less the embedding, two bytes each
+    weights = 2 * (num_parameters(config) - config.vocab_size * config.hidden_size)
+    assert floor(decode(config, bf16, 1, 0)) == pytest.approx(weights / 4.3e12, rel=0.01)
+    # of a long batch the linear layers take 6 operations a parameter and token
+    linear = learn(config, bf16, 1 << 20, 1024)["linear"].bf16
+    outside = 2 * config.vocab_size * config.hidden_size
+    assert linear == pytest.approx(6 * (1 << 20) * (num_parameters(config) - outside), rel=0.01)
+
+
+def test_fp8_wins_at_most_what_its_bytes_and_rate_allow() -> None:
+    for config in SHAPES.values():
+        for batch, context in ((1, 1024), (64, 8192), (512, 1024)):
+            wide, weights, all_low = (
+                floor(decode(config, PRESETS[p], batch, context)) for p in ("bf16", "fp8-rollout", "fp8")
+            )
+            assert 1 < wide / weights < wide / all_low < 2
+    small = SHAPES["Qwen3-0.6B"]
+    assert largest_batch(small, PRESETS["fp8"], 8192) > 1.8 * largest_batch(small, PRESETS["bf16"], 8192)
