@@ -69,7 +69,7 @@ gpu: $(VENV)/.gpu
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu
 
 kernels: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results
+	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.gpu.page
 
 clean:

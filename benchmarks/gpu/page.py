@@ -1,6 +1,6 @@
 """The tables of docs/gpu.md: `python -m benchmarks.gpu.page` writes them there, so that no figure is typed.
 
-Floors come from the roofline, the kernels from benchmarks/results/kernel_table.json.
+Floors come from the roofline, the kernels from benchmarks/results/gpu/kernel_table.json.
 """
 
 import json
@@ -12,7 +12,7 @@ from benchmarks.kernel_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gpu.md"
-KERNELS = ROOT / "benchmarks" / "results" / "kernel_table.json"
+KERNELS = ROOT / "benchmarks" / "results" / "gpu" / "kernel_table.json"
 
 
 def tables() -> dict[str, str]:

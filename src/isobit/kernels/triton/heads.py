@@ -84,10 +84,12 @@ def attention_inputs(
 
 
 def heads_at_once(heads: int) -> int:
+    """Heads of a program's tile: a power of two."""
     return min(_HEADS, triton.next_power_of_2(heads))
 
 
 def num_groups(heads: int, tile: int) -> int:
+    """Tiles that it takes for all heads of a kind."""
     return -(-heads // tile)
 
 
@@ -145,6 +147,7 @@ def load(pointer, at, first, second, DIM: tl.constexpr):
 
 @triton.jit
 def save(pointer, at, first, second, low, high, DIM: tl.constexpr):
+    """Store both halves of heads, each rounded once to the pointer's type."""
     tl.store(pointer + at, numbers.cast(low, pointer.dtype.element_ty), mask=first)
     tl.store(pointer + at + (DIM + 1) // 2, numbers.cast(high, pointer.dtype.element_ty), mask=second)
 
@@ -169,6 +172,7 @@ def inverse_norm(low, high, eps, DIM: tl.constexpr):
 
 @triton.jit
 def rounded_to(x, DTYPE: tl.constexpr):
+    """float32 rounded to DTYPE and back: what another operator would have read."""
     return numbers.cast(x, DTYPE).to(tl.float32)
 
 
@@ -183,6 +187,7 @@ def turns(cos, sin, positions, token, DIM: tl.constexpr, TILE: tl.constexpr, WID
 
 @triton.jit
 def turned(low, high, c, s):
+    """Both halves of heads, rotated by angles of cosine c and sine s."""
     return low * c - high * s, high * c + low * s
 
 
