@@ -62,7 +62,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --out benchmarks/results
 
 $(VENV)/.gpu: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pytest>=8"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pytest>=8" "pytest-xdist>=3.6"
 	@touch $@
 
 gpu: $(VENV)/.gpu

@@ -41,6 +41,16 @@ def test_every_stage_runs_in_a_rehearsal(tmp_path: Path) -> None:
     assert differing["fp8, bitwise"] == differing["bf16, bitwise"] == 0 < differing["fp8-rollout, bitwise"]
 
 
+def test_stages_need_little(tmp_path: Path) -> None:
+    """A machine with a GPU may have PyTorch, Triton and not much else: configurations are not read."""
+    names = ", ".join(
+        f"benchmarks.gpu.{name}" for name in ("ceilings", "kernels", "decode", "learner", "grpo", "__main__")
+    )
+    code = f"import sys; sys.modules['pydantic'] = None; sys.modules['transformers'] = None; import {names}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

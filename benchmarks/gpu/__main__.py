@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -70,7 +71,7 @@ def _all(names: list[str], arguments: argparse.Namespace) -> int:
     for index, name in enumerate(stages):
         share = SHARES[name] / sum(SHARES[other] for other in stages[index:])
         seconds = share * (end - time.perf_counter())
-        statuses[name] = _run_stage(name, seconds, arguments)
+        statuses[name] = _run_stage(name, seconds, end - time.perf_counter(), arguments)
     summary["stages"], summary["took_s"] = statuses, time.perf_counter() - start
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
@@ -80,12 +81,13 @@ def _all(names: list[str], arguments: argparse.Namespace) -> int:
     return int(bool(failed) or any(status != "ended" for status in statuses.values()))
 
 
-def _run_stage(name: str, seconds: float, arguments: argparse.Namespace) -> str:
+def _run_stage(name: str, seconds: float, left: float, arguments: argparse.Namespace) -> str:
+    """A process that plans for so many seconds; it is stopped a fifth later, or when none of all are left."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--stage", name, "--out", str(arguments.out)]
     command += ["--minutes", str(seconds / 60), *(["--rehearse"] if arguments.rehearse else [])]
     for option in ("prompts", "group", "new_tokens"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-    limit = max(1.2 * seconds, 30) if not arguments.rehearse else 300
+    limit = 300 if arguments.rehearse else max(min(1.2 * seconds, left), 10)
     try:
         done = subprocess.run(command, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
@@ -100,6 +102,8 @@ def _tests(out: Path, seconds: float, rehearse: bool) -> dict[str, object]:
     report.unlink(missing_ok=True)
     chosen = ["tests/kernels/triton/test_numbers.py"] if rehearse else list(_TESTS)
     command = [sys.executable, "-m", "pytest", *chosen, "-p", "no:cacheprovider", f"--junitxml={report}", "-q"]
+    if not rehearse and find_spec("xdist") is not None:
+        command += ["-n", "8"]  # most of their time is the compiler's
     try:
         ended = subprocess.run(command, timeout=seconds, check=False).returncode in (0, 1)
     except subprocess.TimeoutExpired:

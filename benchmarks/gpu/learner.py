@@ -44,14 +44,13 @@ def _measure(case: str, model: Model, length: int, sequences: int, bench: Bench)
         optimizer.step(1e-6, 0.5)
         model.sync()
 
+    shape, rollout = (layout.num_slots, model.config.num_kv_heads, model.config.head_dim), model.precision.rollout
+    stores = [
+        KVStore.allocate(*shape, rollout.kv, rollout.compute, None, device) for _ in range(model.config.num_layers)
+    ]
+
     @torch.no_grad()
     def fill() -> None:
-        shape = (layout.num_slots, model.config.num_kv_heads, model.config.head_dim)
-        for_rollout = model.precision.rollout
-        stores = [
-            KVStore.allocate(*shape, for_rollout.kv, for_rollout.compute, None, device)
-            for _ in range(model.config.num_layers)
-        ]
         transformer.hidden(tokens, layout, stores, use="rollout")
 
     if not bench.rehearsal:
