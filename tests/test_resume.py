@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from isobit import checkpoints
 from isobit.config import load_config
@@ -114,6 +115,21 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     found = fingerprint(tmp_path / "run")
     for name in ("model.safetensors", "completions"):
         assert found[name] == unbroken[name]
+
+
+def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Path) -> None:
+    """`auto` may choose another on another machine, whose bits would be others."""
+    config = write_config(tmp_path, base_model, steps=1, backend="auto")
+    run_dir = train(load_config(config)).run_dir
+    machine = json.loads((run_dir / "machine.json").read_text())
+    assert machine["backend"] in ("native", "reference")
+    assert machine["backend"] in machine["why"]
+    assert machine["torch"] == torch.__version__
+    (run_dir / "machine.json").write_text(json.dumps(machine | {"backend": "triton"}))
+    with pytest.raises(IsobitError, match="was computed by the triton backend, and here it would go on by"):
+        resume(run_dir, ["steps=2"])
+    (run_dir / "machine.json").write_text(json.dumps(machine))
+    assert resume(run_dir, ["steps=2"]).metrics[-1]["step"] == 2
 
 
 def test_what_cannot_be_resumed_is_said(tmp_path: Path, base_model: Path) -> None:

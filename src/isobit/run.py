@@ -1,8 +1,8 @@
 """A run directory: what is written into it, how it is locked, and how a run is interrupted.
 
-`config.yaml`, `metrics.jsonl` (an object a step), `completions.jsonl` (an object a completion), `quantization.jsonl`
-(an object every few steps: the weights by layer and tensor), `checkpoints/`. A resumed run cuts the JSONL files back to
-where its checkpoint was made, so that they end as if it had never stopped.
+`config.yaml`, `machine.json` (what it is computed by), `metrics.jsonl` (an object a step), `completions.jsonl` (an
+object a completion), `quantization.jsonl` (an object every few steps: the weights by layer and tensor), `checkpoints/`.
+A resumed run cuts the JSONL files back to where its checkpoint was made, so that they end as if it had never stopped.
 Left out: what is in a checkpoint (`session.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
@@ -20,13 +20,14 @@ from typing import IO, Any
 from isobit import checkpoints, metrics
 from isobit.errors import IsobitError, RunFailed
 
-CONFIG, METRICS, COMPLETIONS, QUANTIZATION, CHECKPOINTS, REPORT = (
+CONFIG, METRICS, COMPLETIONS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE = (
     "config.yaml",
     "metrics.jsonl",
     "completions.jsonl",
     "quantization.jsonl",
     "checkpoints",
     "report.html",
+    "machine.json",
 )
 NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0}
 """Lengths of the JSONL files of a new run."""
@@ -65,6 +66,22 @@ class Run:
             with suppress(OSError):  # what a full disk did not take was said when it was written
                 file.close()
         self._lock.close()
+
+    def record_machine(self, facts: Mapping[str, object]) -> None:
+        """Keep what the run is computed by. Raises IsobitError where it would go on by another `backend`, with other
+        bits."""
+        path = self.directory / MACHINE
+        if not path.exists():
+            partial = path.with_suffix(".tmp")
+            partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, path)
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["backend"] != facts["backend"]:
+            raise IsobitError(
+                f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
+                f"{facts['backend']}, which rounds in other places; resume it where the former works"
+            )
 
     @property
     def checkpoints(self) -> Path:

@@ -51,6 +51,7 @@ class Session:
         self.best = Best(
             run.directory, evaluation.best_by if evaluation.every and evaluation.keep_best else None, parts.model.save
         )
+        run.record_machine(parts.machine())
         self.interruption = Interruption()
         details = f"{self.model.precision.name}, {self.config.consistency}"
         self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
@@ -73,6 +74,7 @@ class Session:
     def __enter__(self) -> "Session":
         for resource_ in (self.run, self.parts.rewards, self.interruption, self.display, self.trackers):
             self._stack.enter_context(resource_)
+        self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
         if self._saved_step is None:
             self.display.history.add(self._evaluate_and_write(self.state.step))
             self._save()

@@ -20,6 +20,7 @@ from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
 from isobit.evaluation.measure import Judge
 from isobit.evaluation.periodic import HeldOut, evaluation_plan
+from isobit.kernels import find_gpu, versions
 from isobit.lengths import fit_prompts
 from isobit.model import Model, RewardModel
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
@@ -68,6 +69,12 @@ class Parts:
             idle = self.model.ops.device.type == "cuda" and not engine.captures
             if wanted == "always" or (wanted == "auto" and idle):
                 engine.sleep()
+
+    def machine(self) -> dict[str, object]:
+        """What the run is computed by."""
+        ops, gpu = self.model.ops, find_gpu()
+        facts: dict[str, object] = {"backend": ops.backend, "why": ops.why, "consistency": ops.consistency}
+        return facts | versions() | ({"gpu": str(gpu)} if gpu is not None else {})
 
     def memory_metrics(self) -> dict[str, float]:
         """Allocated for keys and values, and for weights, in MiB."""

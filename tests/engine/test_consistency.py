@@ -15,7 +15,7 @@ from .test_invariance import PROMPT_IDS, PROMPTS
 
 MakeEngine = Callable[..., Engine]
 EXCEPTED = {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 1}
-UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", EXCEPTED, "mxfp8", "nvfp4"]
+UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", EXCEPTED, "fp8[bf16_layers=[o, down]]", "mxfp8", "nvfp4"]
 FLOWS = [(preset, backend) for backend in ("reference", "native") for preset in UNIFIED]
 HARD = {"kv_pages": 24, "page_size": 4, "max_batch_tokens": 23, "max_sequences": 9}  # preemption, chunks, sharing
 

@@ -6,6 +6,7 @@ import pytest
 
 from isobit.errors import IsobitError
 from isobit.precision import PRESETS, precision_from
+from isobit.precision.flow import LINEAR_LAYERS
 
 
 def test_presets_are_what_the_design_says() -> None:
@@ -39,6 +40,20 @@ def test_excepted_layers_stay_in_bf16_on_both_sides() -> None:
     assert [precision.flow("learner", layer, 6) == precision.flow("rollout", layer, 6) for layer in range(6)]
     assert precision.backward(0, 6) == ("bf16", "bf16")
     assert precision.backward(1, 6) == ("fp8", "fp8")
+
+
+@pytest.mark.parametrize("given", [["down", "o"], ("o", "down"), ["o", "down", "o"]])
+def test_named_linear_layers_stay_in_bf16_on_both_sides(given: object) -> None:
+    precision = precision_from({"preset": "fp8", "bf16_layers": given})
+    assert precision.bf16_layers == ("o", "down")
+    assert precision.unified
+    for name in LINEAR_LAYERS:
+        flow = precision.linear_flow(precision.rollout, name)
+        assert (flow.weight is None) == (flow.activation is None) == (name in ("o", "down"))
+        assert flow.kv == precision.rollout.kv
+    assert "o, down" in precision.table()
+    assert precision_from(precision.name) == precision
+    assert precision_from("fp8[bf16_layers=o]").bf16_layers == ("o",)
 
 
 def test_options_change_one_thing() -> None:
@@ -99,6 +114,10 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "fp8", "bf16_first_layers": -1}, "at least 0"),
         ({"preset": "fp8", "bf16_first_layers": True}, "whole number"),
         ({"preset": "bf16", "wgrad": "fp8"}, "not quantized"),
+        ({"preset": "fp8", "bf16_layers": ["out"]}, "expected some of qkv, o, gate_up, down"),
+        ({"preset": "fp8", "bf16_layers": []}, "expected some of qkv"),
+        ({"preset": "fp8", "bf16_layers": 2}, "expected some of qkv"),
+        ({"preset": "bf16", "bf16_layers": "o"}, "no linear layer"),
         ({"preset": "bf16", "weight_scale": "fp32"}, "no linear layer"),
         ({"preset": "nvfp4", "weight_scale": "fp32"}, "NVFP4 has its own blocks"),
         ({"preset": "fp8", "kv_margin": 1.1}, "no calibrated KV cache"),

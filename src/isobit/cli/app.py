@@ -31,7 +31,7 @@ Precision = Annotated[
     ),
 ]
 Consistency = Annotated[str, typer.Option(help="bitwise or fast", autocompletion=completion.consistencies)]
-Backend = Annotated[str, typer.Option(help="auto, native or reference", autocompletion=completion.backends)]
+Backend = Annotated[str, typer.Option(help="auto, triton, native or reference", autocompletion=completion.backends)]
 Column = Annotated[
     list[str] | None,
     typer.Option(

@@ -44,7 +44,9 @@ _Consistency = Annotated[
 ]
 _Backend = Annotated[
     str | None,
-    typer.Option(help="auto, native or reference; default: auto, or the run's", autocompletion=completion.backends),
+    typer.Option(
+        help="auto, triton, native or reference; default: auto, or the run's", autocompletion=completion.backends
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ mismatch is measured, and refuses `bitwise`. Before `sm_89` there is no FP8. Lef
 """
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -39,6 +40,14 @@ def find_gpu() -> Gpu | None:
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Gpu(found.name, (found.major, found.minor), found.total_memory, found.multi_processor_count)
+
+
+def versions() -> dict[str, str]:
+    """Of what can change a bit: PyTorch, and Triton and CUDA where they are."""
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    with suppress(PackageNotFoundError):
+        found["triton"] = version("triton")
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def refusal(gpu: Gpu, consistency: str) -> str | None:

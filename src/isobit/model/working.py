@@ -200,19 +200,22 @@ def _make_layer(
 ) -> Layer:
     prefix = f"layers.{index}."
     dgrad, wgrad = precision.backward(index, config.num_layers)
-    gradient = precision.gradient if flow.activation is not None else None
 
     def working(name: str) -> Operand:
-        master = masters[prefix + name].detach()
-        if flow.weight is not None:
-            return ops.quantize(master, flow.weight, prefix + name)
+        master, spec = masters[prefix + name].detach(), precision.linear_flow(flow, name.rpartition(".")[2]).weight
+        if spec is not None:
+            return ops.quantize(master, spec, prefix + name)
         return master.to(flow.compute.dtype, copy=True)
 
     def weight(name: str, made: Operand | None = None) -> Weight:
         master, bias = masters[prefix + name], masters.get(f"{prefix}{name}_bias")
         rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
         operand = working(name) if made is None else made
-        return Weight(prefix + name, master, operand, bias, rounded, flow.activation, gradient, dgrad, wgrad)
+        activation = precision.linear_flow(flow, name.rpartition(".")[2]).activation
+        if activation is None:
+            return Weight(prefix + name, master, operand, bias, rounded)
+        gradient = precision.gradient
+        return Weight(prefix + name, master, operand, bias, rounded, activation, gradient, dgrad, wgrad)
 
     def mixture() -> Mixture:
         assert config.experts is not None

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 from isobit.precision.formats import BF16, E2M1, E4M3, FP32, Format
 from isobit.precision.quantize import QuantSpec
 
+LINEAR_LAYERS = ("qkv", "o", "gate_up", "down")
+"""The matrices of a layer, or of its experts, by name: those that a flow may quantize."""
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -53,8 +56,9 @@ class Precision:
     `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has its own copy of the
     weights, sent at every sync, and rounds like an inference engine: `isobit.kernels.separate`). `gradient` quantizes
     output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized
-    operands of the forward). `correction` is what the objective applies by default; `calibration` is of a KV cache
-    with static scales.
+    operands of the forward). On both sides the first and last layers may stay in the compute format, and so may the
+    linear layers that `bf16_layers` names, in every layer. `correction` is what the objective applies by default;
+    `calibration` is of a KV cache with static scales.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Precision:
     wgrad: str = "bf16"
     bf16_first_layers: int = 0
     bf16_last_layers: int = 0
+    bf16_layers: tuple[str, ...] = ()
     correction: str = "none"
     engines: str = "shared"
     calibration: Calibration = Calibration()
@@ -94,6 +99,10 @@ class Precision:
         if layer is None or self._excepted(layer, num_layers):
             return Flow(flow.compute)
         return flow
+
+    def linear_flow(self, flow: Flow, name: str) -> Flow:
+        """The formats of a linear layer, one of LINEAR_LAYERS, in a layer of this flow."""
+        return replace(flow, weight=None, activation=None) if name in self.bf16_layers else flow
 
     def backward(self, layer: int, num_layers: int) -> tuple[str, str]:
         """How (DGrad, WGrad) of a layer's products run: "fp8" or "bf16"."""
@@ -133,6 +142,8 @@ class Precision:
             of = "" if num_layers is None else f" of {num_layers}"
             exception = f"first {self.bf16_first_layers}, last {self.bf16_last_layers}{of}: {self.learner.compute}"
             rows.append(("excepted layers", exception, exception))
+        if self.bf16_layers:
+            rows.append((", ".join(self.bf16_layers), *compute))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from isobit.errors import IsobitError
-from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
+from isobit.precision.flow import LINEAR_LAYERS, PRESETS, Calibration, Flow, Precision
 from isobit.precision.formats import E2M1, E4M3, FORMATS
 from isobit.precision.quantize import QuantSpec
 
@@ -37,12 +37,13 @@ _CHOICES: dict[str, tuple[str, ...]] = _FLOW_CHOICES | {
     "kv_calibration": ("rollout", "learner"),
 }
 _COUNTS = ("bf16_first_layers", "bf16_last_layers")
+_NAMES = "bf16_layers"
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "kv_percentile": (lambda value: 0 < value <= 100, "a percentage above 0, at most 100"),
     "kv_margin": (lambda value: value > 0, "a factor above 0, such as 1.05"),
     "kv_calibration_prompts": (lambda value: value >= 1 and value == int(value), "a whole number, at least 1"),
 }
-OPTIONS = (*_CHOICES, *_COUNTS, *_NUMBERS, *_USES)
+OPTIONS = (*_CHOICES, *_COUNTS, _NAMES, *_NUMBERS, *_USES)
 """What a mapping may hold besides `preset`."""
 
 
@@ -52,9 +53,10 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated), `query`
     (bf16 | e4m3), `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | row | tensor),
     `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16), `gradient_scale`,
-    `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `engines` (shared
-    | separate), `kv_calibration` (rollout | learner), `kv_percentile`, `kv_margin`, `kv_calibration_prompts`. The name
-    of the result, such as `fp8[wgrad=bf16]`, is accepted in place of the mapping.
+    `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`
+    (some of qkv, o, gate_up, down), `engines` (shared | separate), `kv_calibration` (rollout | learner),
+    `kv_percentile`, `kv_margin`, `kv_calibration_prompts`. The name of the result, such as `fp8[wgrad=bf16]`, is
+    accepted in place of the mapping.
 
     Raises IsobitError for an unknown name or a combination that cannot work.
     """
@@ -86,6 +88,8 @@ def _parse_name(name: str) -> dict[str, object]:
 def _text(option: object) -> str:
     if isinstance(option, Mapping):
         return "{" + ", ".join(f"{key}={_text(value)}" for key, value in sorted(option.items())) + "}"
+    if isinstance(option, (list, tuple)):
+        return f"[{', '.join(map(str, option))}]"
     return str(option)
 
 
@@ -114,6 +118,12 @@ def _check_option(key: str, option: object, within: str = "") -> None:
     elif key in _COUNTS:
         if not isinstance(option, int) or isinstance(option, bool) or option < 0:
             raise IsobitError(f"{where}: expected a whole number of layers, at least 0, got {option!r}")
+    elif key == _NAMES:
+        names = _names(option)
+        if not names or not set(names) <= set(LINEAR_LAYERS):
+            raise IsobitError(
+                f"{where}: expected some of {', '.join(LINEAR_LAYERS)}, such as [o, down], got {option!r}"
+            )
     elif key in _NUMBERS:
         fits, wanted = _NUMBERS[key]
         if not isinstance(option, (int, float)) or isinstance(option, bool) or not fits(option):
@@ -122,9 +132,19 @@ def _check_option(key: str, option: object, within: str = "") -> None:
         raise IsobitError(f"{where}: expected one of {', '.join(_CHOICES[key])}, got {option!r}")
 
 
+def _names(option: object) -> tuple[str, ...]:
+    """Linear layers named by one name or several, in their order; none if any of these is unknown."""
+    given = [option] if isinstance(option, str) else list(option) if isinstance(option, (list, tuple)) else []
+    return tuple(name for name in LINEAR_LAYERS if name in given) if set(given) <= set(LINEAR_LAYERS) else ()
+
+
 def _apply(precision: Precision, options: Mapping[str, Any]) -> Precision:
     flows = {use: getattr(precision, use) for use in _USES}
     linear = any(flow.weight is not None for flow in flows.values())
+    if _NAMES in options and not linear:
+        raise IsobitError(
+            f"precision.{_NAMES}: preset {precision.name!r} quantizes no linear layer; start from an fp8 preset"
+        )
     for use in _USES:
         flows[use] = _change_flow(flows[use], {**options, **options.get(use, {})}, precision.name, linear)
     changed = replace(precision, **flows)
@@ -136,6 +156,7 @@ def _apply(precision: Precision, options: Mapping[str, Any]) -> Precision:
         engines=options.get("engines", changed.engines),
         bf16_first_layers=options.get("bf16_first_layers", changed.bf16_first_layers),
         bf16_last_layers=options.get("bf16_last_layers", changed.bf16_last_layers),
+        bf16_layers=_names(options.get(_NAMES, ())),
     )
     return replace(changed, calibration=_calibration(changed, options))
 
