@@ -108,7 +108,7 @@ def _row(made: Compiled) -> dict[str, object]:
 def table(rows: Sequence[dict[str, object]]) -> str:
     """A line for each kernel in Markdown: over its variants, the most registers, spills and shared memory."""
     lines = [
-        "| kernel | variants | phases | warps | registers | spilled bytes | shared KiB | matrix instructions |",
+        "| kernel | matrix instructions | registers | spilled bytes | shared KiB | warps | variants | phases |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for kernel in sorted({str(row["kernel"]) for row in rows}):
@@ -118,8 +118,8 @@ def table(rows: Sequence[dict[str, object]]) -> str:
         most = {key: max(int(str(row[key])) for row in own) for key in ("registers", "spilled_bytes", "shared_bytes")}
         classes = ", ".join(sorted({str(row["instruction_class"]) for row in own}))
         lines.append(
-            f"| `{kernel}` | {len(own)} | {', '.join(phases)} | {warps} | {most['registers']} | "
-            f"{most['spilled_bytes']} | {most['shared_bytes'] / 1024:.0f} | {classes} |"
+            f"| `{kernel}` | {classes} | {most['registers']} | {most['spilled_bytes']} | "
+            f"{most['shared_bytes'] / 1024:.0f} | {warps} | {len(own)} | {', '.join(phases)} |"
         )
     return "\n".join(lines)
 

@@ -83,16 +83,21 @@ def test_a_gpu_without_fp8_is_refused_with_the_reason(
         assert str(caught.value) == f"backend: triton cannot be used: {reason}"
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
-def test_other_matrix_instructions_are_refused_under_bitwise_only(capability: tuple[int, int]) -> None:
-    found = Gpu("A GPU", capability, 1 << 30, 132)
-    assert "only sm_90" in str(gpu.refusal(found, "bitwise"))
-    assert gpu.refusal(found, "fast") is None
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ((7, 5), "no FP8"),
+        ((8, 9), "99 KiB of shared memory"),
+        ((10, 0), "not all of them compile"),
+        ((12, 0), "sm_120"),
+    ],
+)
+def test_gpus_are_told_apart(capability: tuple[int, int], reason: str) -> None:
+    assert reason in str(gpu.refusal(Gpu("A GPU", capability, 1 << 30, 132)))
 
 
-@pytest.mark.parametrize("consistency", ["bitwise", "fast"])
-def test_hopper_is_not_refused(consistency: str) -> None:
-    assert gpu.refusal(Gpu("H200", (9, 0), 1 << 30, 132), consistency) is None
+def test_hopper_is_not_refused() -> None:
+    assert gpu.refusal(Gpu("H200", (9, 0), 1 << 30, 132)) is None
 
 
 def test_without_a_gpu_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

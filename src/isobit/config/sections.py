@@ -14,7 +14,7 @@ PRECISION = (
 )
 CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the machine's own products"
 CHAT_TEMPLATE = "a Jinja file, for a model without a chat template or with another; saved with its checkpoints"
-BACKEND = "auto: triton on an NVIDIA GPU that holds the consistency, else native where a C++ compiler is found"
+BACKEND = "auto: triton on an H100 or H200, else native where a C++ compiler is found"
 
 
 class Section(BaseModel):

@@ -1,9 +1,9 @@
-"""Which GPU is here, and what the Triton backend can promise on it.
+"""Which GPU is here, and whether the Triton backend runs on it.
 
 `sm_90` (H100, H200) is what the kernels are written for: their FP8 products run on warpgroup matrix instructions, one
-class for every batch. `sm_89` (Ada) and `sm_100` and later (Blackwell) have other matrix instructions, for which nobody
-has shown that a row's bits do not depend on its batch: there the backend runs under `consistency: fast`, where the
-mismatch is measured, and refuses `bitwise`. Before `sm_89` there is no FP8. Left out: several GPUs, and other vendors.
+class for every batch. Elsewhere the backend is refused, with the reason: before `sm_89` there is no FP8; `sm_89` (Ada)
+has less shared memory than the tiles of products take; for `sm_100` and later (Blackwell) Triton 3.6 does not compile
+all of them (docs/log.md). Left out: several GPUs, and other vendors.
 """
 
 import re
@@ -50,14 +50,14 @@ def versions() -> dict[str, str]:
     return {name: text for name, text in found.items() if text is not None}
 
 
-def refusal(gpu: Gpu, consistency: str) -> str | None:
-    """Why the backend does not run on this GPU under this consistency, or None if it does."""
+def refusal(gpu: Gpu) -> str | None:
+    """Why the backend does not run on this GPU, or None if it does."""
     if gpu.capability < (8, 9):
         return f"{gpu} has no FP8, which begins with sm_89"
-    if gpu.capability[0] != 9 and consistency == "bitwise":
-        return (
-            f"{gpu}: only sm_90 (H100, H200) has kernels whose rows do not depend on the batch; use consistency: fast"
-        )
+    if gpu.capability < (9, 0):
+        return f"{gpu} has 99 KiB of shared memory, and the kernels' tiles are for sm_90 (H100, H200) with 227"
+    if gpu.capability[0] > 9:
+        return f"{gpu}: the kernels are written for sm_90 (H100, H200), and not all of them compile for later ones"
     return None
 
 

@@ -21,8 +21,8 @@ CONSISTENCIES = ("bitwise", "fast")
 def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     """The operators of a backend.
 
-    `triton` runs on an NVIDIA GPU; `native` is C++ and needs a compiler on first use; `reference` is PyTorch. `auto` is
-    triton where a GPU holds the consistency, else native where that works. The result's `why` says what was chosen and
+    `triton` runs on an H100 or H200; `native` is C++ and needs a compiler on first use; `reference` is PyTorch. `auto`
+    is triton where there is such a GPU, else native where that works. The result's `why` says what was chosen and
     for what reason. Raises IsobitError for an unknown name, and where a backend was asked for by name and cannot work.
     """
     if backend not in BACKENDS:
@@ -35,7 +35,7 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
         return triton_ops(consistency)
     unused = ""
     if backend == "auto" and (gpu := find_gpu()) is not None:
-        reason = refusal(gpu, consistency) or triton_refusal()
+        reason = refusal(gpu) or triton_refusal()
         if reason is None:
             return triton_ops(consistency)
         unused = f"; the GPU is not used: {reason}"
@@ -47,7 +47,7 @@ def triton_ops(consistency: str) -> "TritonOps":
     gpu, interpreted = find_gpu(), os.environ.get("TRITON_INTERPRET") == "1"
     if gpu is None and not interpreted:
         raise IsobitError("backend: triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto")
-    reason = triton_refusal() or (refusal(gpu, consistency) if gpu is not None else None)
+    reason = triton_refusal() or (refusal(gpu) if gpu is not None else None)
     if reason is not None:
         raise IsobitError(f"backend: triton cannot be used: {reason}")
     from isobit.kernels.triton.ops import TritonOps  # here: it imports Triton
