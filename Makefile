@@ -67,6 +67,7 @@ $(VENV)/.gpu: $(VENV)/.installed
 
 gpu: $(VENV)/.gpu
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu
+	$(BIN)/python -m benchmarks.gpu.page
 
 kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.shapes import SHAPES, num_parameters, shortened
+from benchmarks.gpu.targets import NOT_MEASURED, table, targets
 from benchmarks.roofline import H200, Work, decode, floor, largest_batch, learn
 from isobit.precision import PRESETS
 
@@ -97,3 +98,40 @@ def test_fp8_wins_at_most_what_its_bytes_and_rate_allow() -> None:
             assert 1 < wide / weights < wide / all_low < 2
     small = SHAPES["Qwen3-0.6B"]
     assert largest_batch(small, PRESETS["fp8"], 8192) > 1.8 * largest_batch(small, PRESETS["bf16"], 8192)
+
+
+def _stage(folder: Path, name: str, rows: list[dict[str, object]], rehearsal: bool = False) -> None:
+    (folder / f"{name}.json").write_text(json.dumps({"rows": rows, "rehearsal": rehearsal}))
+
+
+def _step(contestant: str, rollout: float, learn: float, peak: int, differing: float = 0.0) -> dict[str, object]:
+    values = {"rollout_s": rollout, "seconds": rollout + learn, "peak_bytes": {"rollout": 1, "learn": peak}}
+    return {"case": "a", "contestant": contestant, "differing_tokens": differing, **values}
+
+
+def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
+    assert all(target.measured == NOT_MEASURED for target in targets(tmp_path))
+    assert table(tmp_path).count(NOT_MEASURED) == len(targets(tmp_path)) + 1
+    contestants = [("bf16, bitwise", 8.0, 4.0, 100), ("fp8, bitwise", 4.0, 2.0, 60), ("fp8, fast", 3.0, 2.0, 60)]
+    steps = [_step(*contestant) for contestant in contestants]
+    alone = {**_step("bf16, bitwise", 1.0, 1.0, 1), "case": "without a partner"}
+    _stage(tmp_path, "grpo", [*steps, alone])
+    parts = (("forward and backward", 3.0, 1.5), ("update and sync", 1.0, 0.5), ("prefill", 9.0, 1.0))
+    _stage(
+        tmp_path,
+        "learner",
+        [
+            {"case": f"a, 2 x 8 tokens, {part}", "contestant": f"{preset}, bitwise", "seconds": seconds}
+            for part, *both in parts
+            for preset, seconds in zip(("bf16", "fp8"), both)
+        ],
+    )
+    shares = [{"case": case, "contestant": "fp8", "share": share} for case, share in (("a", 0.5), ("b", 0.75))]
+    _stage(tmp_path, "decode", shares)
+    _stage(tmp_path, "kernels", [{"case": "a o, 1 tokens", "contestant": "fp8 loses", "seconds": 3.0, "floor_s": 2.0}])
+    values = [target.values for target in targets(tmp_path)]
+    assert values == [(0.0, 0.0, 0.0), (2.0,), (2.0,), (2.0,), (1.2,), (0.5, 0.75), (0.6,)]
+    assert targets(tmp_path)[5].measured == "0.50 to 0.75 of it, 2 cases"
+    assert "a o, 1 tokens: 1.50 × BF16's time" in table(tmp_path)
+    _stage(tmp_path, "grpo", steps, rehearsal=True)
+    assert targets(tmp_path)[1].measured == NOT_MEASURED

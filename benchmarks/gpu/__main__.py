@@ -16,6 +16,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.gpu.common import Bench, gpu_machine
+from benchmarks.gpu.targets import table
 
 SHARES = {"ceilings": 0.03, "kernels": 0.22, "decode": 0.24, "learner": 0.19, "grpo": 0.32}
 """The stages, and their parts of the time that the tests leave."""
@@ -132,6 +133,7 @@ def _print_tables(out: Path, stages: list[str], summary: dict[str, object]) -> N
             print(f"  {row['case']:54} {row['contestant']:28} {1e3 * row['seconds']:10.3f} ms {share}")
         for missing in content["missing"]:
             print(f"  missing: {missing['case']}: {missing['why']}")
+    print(f"\n{table(out)}")
     print(f"\ntests: {summary.get('tests', 'not run')}\nstages: {summary['stages']}")
 
 

@@ -1,6 +1,6 @@
 """The tables of docs/gpu.md: `python -m benchmarks.gpu.page` writes them there, so that no figure is typed.
 
-Floors come from the roofline, the kernels from benchmarks/results/gpu/kernel_table.json.
+Floors come from the roofline; the kernels, and what was reached on a GPU, from benchmarks/results/gpu.
 """
 
 import json
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from benchmarks import roofline
+from benchmarks.gpu import targets
 from benchmarks.kernel_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +19,12 @@ KERNELS = ROOT / "benchmarks" / "results" / "gpu" / "kernel_table.json"
 def tables() -> dict[str, str]:
     """Every generated table in Markdown, by the name that marks its place."""
     kernels = json.loads(KERNELS.read_text(encoding="utf-8"))["kernels"]
-    return {"kernels": table(kernels), "targets": roofline.target_table(), "decoding": roofline.decode_table()}
+    return {
+        "kernels": table(kernels),
+        "targets": roofline.target_table(),
+        "decoding": roofline.decode_table(),
+        "reached": targets.table(KERNELS.parent),
+    }
 
 
 def filled(page: str) -> str:
