@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from isobit.kernels.triton.launch import Launch
@@ -93,13 +94,12 @@ def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
 
 def _resources(ptx: str, capability: int) -> tuple[int, int, int]:
     """(registers, stack bytes, spilled bytes) by ptxas."""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
         command = [
-            str(ptxas),
+            get_ptxas(capability).path,
             "-v",
             f"-arch=sm_{capability}{suffix}",
             str(source),
