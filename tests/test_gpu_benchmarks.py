@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu.shapes import SHAPES, num_parameters, shortened
 from benchmarks.gpu.targets import NOT_MEASURED, table, targets
-from benchmarks.roofline import H200, Work, decode, floor, largest_batch, learn
+from benchmarks.roofline import H200, Work, decode, floor, grpo_step, largest_batch, learn
 from isobit.precision import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +97,8 @@ def test_fp8_wins_at_most_what_its_bytes_and_rate_allow() -> None:
             )
             assert 1 < wide / weights < wide / all_low < 2
     small = SHAPES["Qwen3-0.6B"]
+    steps = [grpo_step(small, PRESETS[p], 512, 8, 512, 2048, 512)["learn"] for p in ("bf16", "fp8")]
+    assert steps[0] / steps[1] < 1.45, "docs/gpu.md says that this target is out of reach"
     assert largest_batch(small, PRESETS["fp8"], 8192) > 1.8 * largest_batch(small, PRESETS["bf16"], 8192)
 
 

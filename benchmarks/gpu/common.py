@@ -6,13 +6,11 @@ is what it is for. What the budget or the memory does not allow is listed as mis
 
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -21,8 +19,7 @@ from benchmarks.common import machine
 from benchmarks.gpu.shapes import SHAPES, shortened
 from isobit import Model
 from isobit.errors import IsobitError
-from isobit.kernels import get_ops
-from isobit.kernels.gpu import find_gpu
+from isobit.kernels import find_gpu, get_ops, versions
 from isobit.model import Experts, ModelConfig, Tokenizer
 from isobit.model.transformer import Transformer, parameter_shapes
 from isobit.precision import precision_from
@@ -140,14 +137,9 @@ class Bench:
 
 def gpu_machine() -> dict[str, object]:
     """The machine, the GPU, and the versions that can change a bit."""
-    gpu, found = find_gpu(), {}
-    for package in ("triton", "torch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+    gpu = find_gpu()
     name = None if gpu is None else {"name": gpu.name, "architecture": gpu.architecture, "memory": gpu.memory}
-    return machine() | found | {"gpu": name, "cuda": torch.version.cuda, "python": platform.python_version()}
+    return machine() | versions() | {"gpu": name}
 
 
 def release() -> None:

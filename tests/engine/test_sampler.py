@@ -148,6 +148,8 @@ def test_several_keys_may_draw_from_one_row(sampling: Sampling, monkeypatch: pyt
 class Fused(ReferenceOps):
     """A backend whose operators on the output head are its own, as on a GPU; `calls` says which ran."""
 
+    fused_head = True
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []

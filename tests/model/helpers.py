@@ -100,7 +100,8 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 @torch.no_grad()
 def logits(model: Model, sequence: list[int], use: str = "learner") -> Tensor:
     hidden = model.transformer.hidden(torch.tensor(sequence), Layout.packed([len(sequence)]), use=use)
-    return model.transformer.logits(hidden, use)
+    transformer = model.transformer
+    return transformer.ops[use].product(hidden, transformer.head_weight(use), None, torch.float32)
 
 
 @torch.no_grad()

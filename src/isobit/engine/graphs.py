@@ -3,7 +3,7 @@
 A graph is captured for a number of rows and a longest context, when a step first needs it, and serves every smaller
 step: what is missing is padded. A padded row decodes token 0 at position 0 into a spare page that no sequence has, so
 it touches nothing that is read; and since a row's bits do not depend on its batch, a padded step gives the bits of the
-plain one. tests/engine/test_graphs.py compares them, over `EagerGraph`, which stands in for a captured graph on a CPU.
+plain one. tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU.
 
 A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights. `begin` drops graphs
 whose weights or stores have moved; `Transformer.sync` keeps them in place on a GPU. Tokens stay on the device, so a
@@ -41,20 +41,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Run the function on what its inputs hold now."""
-
-
-class EagerGraph:
-    """Calls the function: for tests of everything around a captured graph."""
-
-    def __init__(self, peer: Any) -> None:
-        self._function: Callable[[], None] | None = None
-
-    def capture(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def replay(self) -> None:
-        assert self._function is not None
-        self._function()
 
 
 class CudaGraph:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.engine.types import Sampling
-from isobit.kernels import Composed, Ops
+from isobit.kernels import Ops
 
 LOGITS_AT_ONCE = 2**26
 """Elements of logits that are held at a time (256 MiB)."""
@@ -24,8 +24,8 @@ def draw(
     """Tokens [R] int64 and log-probabilities [R] float32 for keys [R, 4] int64: key r draws from row `source[r]`, by
     default row r, of hidden [T, C] under the output head's weight [V, C]."""
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    fused = type(ops).head_sample is not Composed.head_sample and not (sampling.greedy or sampling.truncated)
-    if keys.shape[0] <= rows or fused:  # a fused operator holds no logits
+    fused = ops.fused_head and not (sampling.greedy or sampling.truncated)
+    if keys.shape[0] <= rows or fused:
         return _draw(hidden, weight, keys, sampling, ops, source)
     hidden = hidden if source is None else hidden.index_select(0, source)
     parts = [_draw(h, weight, k, sampling, ops, None) for h, k in zip(hidden.split(rows), keys.split(rows))]
@@ -44,7 +44,7 @@ def _draw(
         tokens = ops.sample(logits, keys, sampling.temperature)
         return tokens, ops.token_logprobs(logits, tokens, sampling.temperature)[0]
     tokens = logits.argmax(-1)
-    if type(ops).head_logprobs is Composed.head_logprobs:  # then it would compute these logits again
+    if not ops.fused_head:  # it would compute these logits again
         return tokens, ops.token_logprobs(logits, tokens, 1.0)[0]
     hidden = hidden if source is None else hidden.index_select(0, source)
     return tokens, ops.head_logprobs(hidden, weight, tokens, 1.0)[0]

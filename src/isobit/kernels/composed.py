@@ -18,6 +18,7 @@ class Composed(Ops):
     """The part of `isobit.kernels.types.Ops` that follows from the rest; for backends that raise at once."""
 
     device = torch.device("cpu")
+    fused_head = False
 
     def check_precision(self, precision: Precision) -> None:
         """Every flow can be computed."""

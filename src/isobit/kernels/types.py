@@ -222,6 +222,8 @@ class Ops(Protocol):
     consistency: str
     why: str
     device: torch.device
+    fused_head: bool
+    """Whether `head_logprobs` and `head_sample` work without holding logits."""
 
     def check_precision(self, precision: Precision) -> None:
         """Raise IsobitError for a precision flow that this backend does not compute."""

@@ -129,10 +129,6 @@ class Transformer:
         head = self._working[use].outside.head
         return autograd.head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
 
-    def logits(self, hidden: Tensor, use: str = "learner") -> Tensor:
-        """Logits [T, vocabulary] float32, without gradient."""
-        return self.ops[use].product(hidden, self.head_weight(use), None, torch.float32)
-
     def head_weight(self, use: str = "learner") -> Tensor:
         """The output head [vocabulary, hidden], as it is multiplied."""
         head = self._working[use].outside.head.working

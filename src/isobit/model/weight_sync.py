@@ -42,7 +42,7 @@ class Receiver:
         tensors = list(self.working.tensors())
         distances = [_distance(buffer, master) for _, buffer, master in tensors]
         for (name, buffer, _), (norm, error) in zip(tensors, torch.stack(distances).tolist()):  # one wait for all
-            _judge(name, buffer, norm, error)
+            _check(name, buffer, norm, error)
         return self.working
 
     def transfer(self, buffer: Operand, source: Operand) -> None:
@@ -60,12 +60,6 @@ def poison(buffer: Operand) -> None:
             tensor.fill_(torch.nan)
 
 
-def check_received(name: str, buffer: Operand, master: Tensor) -> None:
-    """Raise RunFailed unless a received tensor is its master, up to the rounding of its format."""
-    norm, error = _distance(buffer, master).tolist()
-    _judge(name, buffer, norm, error)
-
-
 def _distance(buffer: Operand, master: Tensor) -> Tensor:
     """Norms of the master and of the difference [2]."""
     values = buffer.dequantize() if isinstance(buffer, QTensor) else buffer.float()
@@ -73,7 +67,8 @@ def _distance(buffer: Operand, master: Tensor) -> Tensor:
     return torch.stack((torch.linalg.vector_norm(expected), torch.linalg.vector_norm(values - expected)))
 
 
-def _judge(name: str, buffer: Operand, norm: float, error: float) -> None:
+def _check(name: str, buffer: Operand, norm: float, error: float) -> None:
+    """Raise RunFailed unless a received tensor is its master, up to the rounding of its format."""
     quantized = isinstance(buffer, QTensor)
     form = buffer.spec.format.name if isinstance(buffer, QTensor) else _FORM[buffer.dtype]
     limit = _LARGEST_ERROR.get(form, 0.25)

@@ -20,6 +20,8 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels.triton import grouped_kernels as kernels
 from isobit.kernels.triton.launch import launch
+from isobit.kernels.triton.operands import check_blocks, scale_strides
+from isobit.kernels.triton.product import values
 from isobit.kernels.types import Operand, Stacked
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec
 
@@ -91,7 +93,7 @@ def grouped_product(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dt
         _block_product(a, weights, offsets, y)
         return y
     left = a.dequantize() if isinstance(a, QTensor) else a
-    right = weights if weights.spec is None else weights.map(_values)
+    right = weights if weights.spec is None else weights.map(values)
     if left.dtype != right.data.dtype:
         left, right = left.float(), Stacked(right.data.float())
     _plain_product(left, right.data, offsets, y)
@@ -149,15 +151,17 @@ def sum_of_rows_backward(dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) ->
 
 
 def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> None:
-    _check(a, weights)
     assert weights.scale is not None
+    assert weights.spec is not None
+    check_blocks(a, QTensor(weights.data[0], weights.scale[0], weights.spec))
     rows, inner = a.shape
     columns, tile, scale = weights.shape[1], FP8_TILE, weights.scale
     planned = Schedule.of(offsets, rows, tile.t)
     launch(
         kernels.block_product, (planned.count * -(-columns // tile.n),),
         a.data.view(torch.uint8).contiguous(), a.scale, _codes(weights.data), scale, y,
-        planned.tile, offsets, planned.count, *_strides(a.scale), scale.stride(0), *_strides(scale[0]),
+        planned.tile, offsets, planned.count, *scale_strides(a.scale, rows),
+        scale.stride(0), *scale_strides(scale[0], columns),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner,
         BLOCK_N=tile.n, BLOCK_T=tile.t, ROW_SCALES=weights.block[0] == 1, STAGES=tile.num_stages,
     )  # fmt: skip
@@ -208,9 +212,10 @@ def quantize_tokens(
     codes = torch.empty((columns, planned.count * BLOCK), dtype=torch.uint8, device=data.device)
     scales = torch.empty((planned.count, columns), dtype=torch.float32, device=data.device)
     given = x.scale if isinstance(x, QTensor) else None
+    strides = scale_strides(given, x.shape[0]) if given is not None else (0, 0)
     launch(
         kernels.quantize_tokens, (planned.count, -(-columns // 64)), data.contiguous(), given, codes, scales, flag,
-        planned.tile, offsets, planned.count, *(_strides(given) if given is not None else (0, 0)), num_warps=8,
+        planned.tile, offsets, planned.count, *strides, num_warps=8,
         COLUMNS=columns, CODES=quantized, UE8M0=spec.scale == "ue8m0", BLOCK_C=64,
     )  # fmt: skip
     return codes, scales
@@ -233,27 +238,3 @@ def _codes(data: Tensor) -> Tensor:
 
 def _tiles(sizes: tuple[int, int], tile: Tile) -> int:
     return -(-sizes[0] // tile.n) * -(-sizes[1] // tile.t)
-
-
-def _values(operand: Operand) -> Operand:
-    return operand.dequantize() if isinstance(operand, QTensor) else operand
-
-
-def _strides(scale: Tensor) -> tuple[int, int]:
-    """Distance of the scales of neighbouring rows (or rows of blocks) and of neighbouring blocks along K; 0: shared."""
-    return scale.stride(0) if scale.shape[0] > 1 else 0, scale.stride(1) if scale.shape[1] > 1 else 0
-
-
-def _check(a: QTensor, weights: Stacked) -> None:
-    """Raise IsobitError for blocks that the kernel does not know."""
-    assert weights.spec is not None
-    columns, inner = weights.shape[1:]
-    for spec, block, known in (
-        (a.spec, a.block, a.block[0] == 1),
-        (weights.spec, weights.block, weights.block[0] in (1, BLOCK, columns)),
-    ):
-        if spec.format is not E4M3 or not known or block[1] not in (BLOCK, inner):
-            raise IsobitError(
-                f"backend: triton multiplies e4m3 in blocks of 1x128, with weights in 1x128 or 128x128, not {spec}; "
-                "choose backend: native or reference"
-            )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from isobit.kernels.triton import numbers
+from isobit.kernels.triton.quantize import largest, scale_or_flag
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -75,12 +76,7 @@ def block_product(
         w_scales = w_scale_ptr + expert * w_scale_expert + (tile_n * BLOCK_N // 128) * w_scale_row
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(0, (INNER + 127) // 128, num_stages=STAGES):
-        if INNER % 128 == 0:
-            w, a = tl.load(w_tile), tl.load(a_tile)
-        else:
-            inside = k < INNER - step * 128
-            w = tl.load(w_tile, mask=inside[None, :], other=0.0)
-            a = tl.load(a_tile, mask=inside[:, None], other=0.0)
+        w, a = numbers.load_step(w_tile, a_tile, k, INNER - step * 128, INNER % 128 == 0)
         part = numbers.dot(w, a, tl.zeros((BLOCK_N, BLOCK_T), tl.float32))
         if ROW_SCALES:
             scale = tl.load(a_scales)[None, :] * tl.load(w_scales)[:, None]
@@ -116,12 +112,7 @@ def plain_product(
     w_tile = w_ptr + expert * COLUMNS * INNER + w_at[:, None] * w_row + k[None, :] * w_column
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(0, (INNER + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
-        if INNER % BLOCK_K == 0:
-            w, a = tl.load(w_tile), tl.load(a_tile)
-        else:
-            inside = k < INNER - step * BLOCK_K
-            w = tl.load(w_tile, mask=inside[None, :], other=0.0)
-            a = tl.load(a_tile, mask=inside[:, None], other=0.0)
+        w, a = numbers.load_step(w_tile, a_tile, k, INNER - step * BLOCK_K, INNER % BLOCK_K == 0)
         acc = numbers.dot(w, a, acc)
         a_tile += BLOCK_K
         w_tile += BLOCK_K * w_column
@@ -162,21 +153,11 @@ def quantize_tokens(
         x *= tl.load(own, mask=t < stop, other=0.0)[:, None]
     else:
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    amax = _largest(x)
-    scale = numbers.block_scale(amax, UE8M0)
+    scale = scale_or_flag(largest(x, 0), flag_ptr, UE8M0)
     tl.store(scale_ptr + tile.to(tl.int64) * COLUMNS + c, scale, mask=c < COLUMNS)
     codes = tl.trans(numbers.quantize_block(x, scale[None, :]))
     target = c.to(tl.int64)[:, None] * (tiles * 128) + tile * 128 + tl.arange(0, 128)[None, :]
     tl.store(y_ptr + target, codes, mask=(c < COLUMNS)[:, None])
-    if tl.max((scale != scale).to(tl.int32)) > 0:
-        tl.store(flag_ptr, 1)
-
-
-@triton.jit
-def _largest(x):
-    """Largest magnitude of every column; NaN and infinity come out as infinity."""
-    magnitude = tl.abs(x)
-    return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 0)
 
 
 @triton.jit(do_not_specialize=["tiles"])

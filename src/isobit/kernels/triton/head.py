@@ -60,13 +60,8 @@ def _head_tiles(
     hidden_at = hidden_ptr + source[None, :] * C + k[:, None]
     logits = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
     for step in range(STEPS):
-        if C % BLOCK_K == 0:
-            weight = tl.load(weight_at + step * BLOCK_K)
-            hidden = tl.load(hidden_at + step * BLOCK_K)
-        else:
-            left = C - step * BLOCK_K
-            weight = tl.load(weight_at + step * BLOCK_K, mask=k[None, :] < left, other=0.0)
-            hidden = tl.load(hidden_at + step * BLOCK_K, mask=k[:, None] < left, other=0.0)
+        at = step * BLOCK_K
+        weight, hidden = numbers.load_step(weight_at + at, hidden_at + at, k, C - at, C % BLOCK_K == 0)
         logits = numbers.dot(weight, hidden, logits)
     z = logits if UNIT else scaled(logits, temperature)
     z = tl.where(token[:, None] < VOCABULARY, z, -float("inf"))

@@ -107,6 +107,17 @@ def e4m3_pointer(codes_ptr):
 
 
 @triton.jit
+def load_step(w_tile, x_tile, k, left, EVEN: tl.constexpr):
+    """One step along K of both operands of `dot`, w [N, K] and x [K, T]: zeros for `k` from `left` on, and no mask
+    where sizes are EVEN."""
+    if EVEN:
+        return tl.load(w_tile), tl.load(x_tile)
+    else:
+        inside = k < left
+        return tl.load(w_tile, mask=inside[None, :], other=0.0), tl.load(x_tile, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a · b with float32 sums: BF16, float32 or E4M3 operands [M, K] and [K, N]; codes also as uint8."""
     if a.dtype == tl.uint8:

@@ -46,6 +46,7 @@ class TritonOps(Ops):
     """The operators on one device."""
 
     backend = "triton"
+    fused_head = True
 
     def __init__(self, consistency: str, why: str, device: torch.device) -> None:
         self.consistency, self.why, self.device = consistency, why, device

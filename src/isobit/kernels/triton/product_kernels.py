@@ -77,12 +77,7 @@ def block_product(
             if fresh:
                 total += acc
                 acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        if EVEN_K:
-            b, a = tl.load(b_tile), tl.load(a_tile)
-        else:
-            inside = k < inner - step * 128
-            b = tl.load(b_tile, mask=inside[None, :], other=0.0)
-            a = tl.load(a_tile, mask=inside[:, None], other=0.0)
+        b, a = numbers.load_step(b_tile, a_tile, k, inner - step * 128, EVEN_K)
         part = numbers.dot(b, a, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         a_scale = tl.load(a_scales + a_local * a_scale_row, mask=a_local < rows - tile_m * BLOCK_M, other=0.0)
         if B_ROW_SCALES:
@@ -122,12 +117,7 @@ def plain_product(
             if fresh:
                 total += acc
                 acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        if EVEN_K:
-            b, a = tl.load(b_tile), tl.load(a_tile)
-        else:
-            inside = k < inner - step * BLOCK_K
-            b = tl.load(b_tile, mask=inside[None, :], other=0.0)
-            a = tl.load(a_tile, mask=inside[:, None], other=0.0)
+        b, a = numbers.load_step(b_tile, a_tile, k, inner - step * BLOCK_K, EVEN_K)
         acc = numbers.dot(b, a, acc)
         b_tile += BLOCK_K * b_column
         a_tile += BLOCK_K * a_column
