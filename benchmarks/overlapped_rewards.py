@@ -19,8 +19,8 @@ from benchmarks.common import Claim, Result, race
 from benchmarks.models import save_model
 from isobit.config import load_config
 from isobit.run import read_jsonl
-from isobit.session import open_session
-from isobit.train import training_step
+from isobit.training.loop import training_step
+from isobit.training.opening import open_session
 
 WARMUP = 2
 

@@ -8,8 +8,9 @@ import yaml
 
 from benchmarks import rewards
 from isobit.config import load_config
-from isobit.session import Session, open_session
-from isobit.train import training_step
+from isobit.training.loop import training_step
+from isobit.training.opening import open_session
+from isobit.training.session import Session
 
 PROMPTS, GROUP, NEW = 64, 8, 5
 

@@ -21,8 +21,8 @@ from benchmarks.common import Claim, Result, race, row
 from benchmarks.models import save_model
 from benchmarks.steps import open_run
 from isobit.run import read_jsonl
-from isobit.session import Session
-from isobit.train import training_step
+from isobit.training.loop import training_step
+from isobit.training.session import Session
 
 KINDS = ("tensorboard", "wandb", "trackio", "mlflow")
 WARMUP, ROWS, SHOWN, INTERVAL_S = 3, 50, 20, 0.25

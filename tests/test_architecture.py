@@ -16,12 +16,10 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
 
 LAYERS = [
     {"cli"},
-    {"compare"},
-    {"train"},
-    {"session", "evaluate"},
-    {"setup", "generate", "inspection", "export"},
-    {"sft"},
-    {"evaluation", "statistics", "scoring", "lengths"},
+    {"compare", "evaluate"},
+    {"training"},
+    {"generate", "inspection", "export"},
+    {"evaluation", "statistics"},
     {"rl", "engine"},
     {"model"},
     {"kernels"},
@@ -97,7 +95,7 @@ def test_the_import_rule_can_fail() -> None:
     assert "model" not in allowed("kernels")
     assert "kernels" in allowed("model")
     assert "engine" not in allowed("tasks")
-    assert "train" not in allowed("session")
+    assert "training" not in allowed("evaluation")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
@@ -119,7 +117,7 @@ def test_native_sources_are_small() -> None:
 
 
 def test_the_loop_fits_on_a_page() -> None:
-    lines = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions(SOURCE / "train.py")}
+    lines = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions(SOURCE / "training" / "loop.py")}
     assert lines["training_loop"] + lines["training_step"] <= MOST_FUNCTION_LINES
 
 
@@ -152,7 +150,7 @@ def _can_have_docstring(node: ast.AST) -> bool:
         ("import isobit.report", ("torch",)),
         ("import isobit.evaluation.shown", ("torch",)),
         ("import isobit.trackers.process", ("torch", "pydantic", "tensorboard", "wandb", "trackio", "mlflow")),
-        ("import isobit.train", ("transformers",)),
+        ("import isobit.training.loop", ("transformers",)),
     ],
 )
 def test_imports_stay_light(statement: str, absent: tuple[str, ...]) -> None:
@@ -168,16 +166,6 @@ def test_the_public_surface_is_small_and_there() -> None:
     assert len(isobit.__all__) <= 12
     assert {"Engine", "Model", "Precision", "Sampling", "load_config", "train"} <= set(isobit.__all__)
     assert all(getattr(isobit, name) is not None for name in isobit.__all__)
-
-
-@pytest.mark.parametrize("before", ["pass", "import isobit.train", "from isobit.train import resume"])
-def test_train_is_callable_however_it_was_imported(before: str) -> None:
-    """`isobit.train` names the function of the public surface and the module that it stands in."""
-    both = "from isobit import train; from isobit import train as again"
-    code = f"{before}; {both}; print(callable(train), callable(again))"
-    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.split() == ["True", "True"]
 
 
 def test_dependencies_are_declared() -> None:

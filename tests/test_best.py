@@ -23,8 +23,8 @@ from isobit.intervals import pass_at_k
 from isobit.metrics import is_timing
 from isobit.model import Model
 from isobit.run import read_jsonl
-from isobit.setup import open_parts
-from isobit.train import resume, train
+from isobit.training.loop import resume, train
+from isobit.training.parts import open_parts
 from tests.runs import fingerprint, write_config
 
 STEPS = 8

@@ -16,7 +16,7 @@ from isobit import checkpoints, cli
 from isobit.checkpoints import all_checkpoints, damage, newest, save
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
-from isobit.train import resume, train
+from isobit.training.loop import resume, train
 from tests.runs import fingerprint, write_config
 
 

@@ -236,8 +236,11 @@ def test_every_page_is_in_the_nav_and_the_other_way_round() -> None:
 def test_the_maps_tree_names_files_that_exist() -> None:
     for path in (ROOT / "README.md", ROOT / "docs" / "map.md"):
         tree = next(text for text in blocks(path, "") if "src/" in text)
-        folder = ROOT / "src" / "isobit"
-        names = re.findall(r"^ {2,4}([\w]+(?:\.py|/))", tree, re.M)
-        assert len(names) > 8
-        missing = [name for name in names if not (folder / name).exists() and not (folder / "kernels" / name).exists()]
+        source, parent, missing, seen = ROOT / "src" / "isobit", "", list[str](), 0
+        for indent, name in re.findall(r"^( {2}| {4})([\w]+(?:\.py|/))", tree, re.M):
+            parent = name if len(indent) == 2 else parent
+            place = source / name if len(indent) == 2 else source / parent / name
+            missing += [] if place.exists() else [str(place)]
+            seen += 1
+        assert seen > 8
         assert not missing, f"{path.name}: {missing}"

@@ -11,7 +11,7 @@ import pytest
 from isobit import cli
 from isobit.config import load_config
 from isobit.evaluate import evaluation_config
-from isobit.train import train
+from isobit.training.loop import train
 from tests.conftest import tiny_model
 from tests.runs import write_config
 

@@ -7,7 +7,7 @@ import pytest
 
 from isobit.config import load_config
 from isobit.run import read_jsonl
-from isobit.train import train
+from isobit.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -6,7 +6,7 @@ import pytest
 
 from isobit import metrics
 from isobit.config import load_config
-from isobit.train import train
+from isobit.training.loop import train
 from tests.runs import write_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,8 +33,8 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
     metrics.check(dict.fromkeys(logged, 0.0))
     unused = {name for name in metrics.METRICS if name not in logged and not name.endswith("*")}
     # tests/test_device.py: peaks of a GPU's memory
-    # tests/test_train.py: mixtures of experts, replay and rollouts ahead; tests/test_scoring.py: reward models;
-    # tests/rl/test_shadow.py
+    # tests/training/test_loop.py: mixtures of experts, replay and rollouts ahead
+    # tests/training/test_scoring.py: reward models; tests/rl/test_shadow.py
     elsewhere = {
         name
         for name in metrics.METRICS

@@ -15,7 +15,7 @@ import torch
 from isobit import checkpoints
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.train import resume, train
+from isobit.training.loop import resume, train
 from tests.runs import fingerprint, write_config
 
 STEPS = 8

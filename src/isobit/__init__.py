@@ -21,7 +21,7 @@ _HOMES = {
     "Precision": "isobit.precision",
     "Sampling": "isobit.engine",
     "load_config": "isobit.config",
-    "train": "isobit.train",
+    "train": "isobit.training.loop",
 }
 
 __all__ = sorted(_HOMES)

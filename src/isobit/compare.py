@@ -13,7 +13,7 @@ from isobit import run as runs
 from isobit.config import CompareConfig, Config, load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.report.comparison import OUTCOME, write_comparison
-from isobit.train import resume, train
+from isobit.training.loop import resume, train
 
 
 def compare(config: CompareConfig, *, quiet: bool = True) -> int:

@@ -20,12 +20,12 @@ from isobit.evaluation.periodic import evaluation_plan
 from isobit.evaluation.progress import Progress
 from isobit.evaluation.result import Question, Result, read_result
 from isobit.evaluation.shown import is_saved, show
-from isobit.lengths import fit_prompts
 from isobit.model import Model
-from isobit.scoring import Scorer
-from isobit.setup import held_out_judge, reward_models, sized_engine
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
+from isobit.training.lengths import fit_prompts
+from isobit.training.parts import held_out_judge, reward_models, sized_engine
+from isobit.training.scoring import Scorer
 
 DEFAULT_SAMPLES = 8
 _EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}

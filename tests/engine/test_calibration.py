@@ -12,7 +12,7 @@ from isobit.errors import IsobitError
 from isobit.model.kv_scales import AmaxRecorder, scales_from
 from isobit.precision import Calibration
 from isobit.run import read_jsonl
-from isobit.train import resume, train
+from isobit.training.loop import resume, train
 from tests.conftest import tiny_model
 from tests.engine.helpers import require
 from tests.runs import fingerprint, write_config

@@ -10,7 +10,7 @@ from isobit.kernels import KVStore, Layout
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder, KVScales
 from isobit.model.moe import RouteTape
-from isobit.setup import saved_bytes_per_token
+from isobit.training.parts import saved_bytes_per_token
 
 from .helpers import random_model, tokens
 

@@ -12,7 +12,7 @@ from isobit import metrics
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, Sample, for_precision, supervised_update
 from isobit.rl.correction import CorrectionRule
-from isobit.rl.learner import forward
+from isobit.rl.forward import forward
 from isobit.rl.packing import pack
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot

@@ -14,7 +14,7 @@ from isobit import cli
 from isobit.config import load_config
 from isobit.metrics import is_timing
 from isobit.run import read_jsonl
-from isobit.train import resume, train
+from isobit.training.loop import resume, train
 from tests.runs import fingerprint, write_config
 from tests.test_resume import start, wait_for_lines
 from tests.trackers.readers import READERS, wandb_records

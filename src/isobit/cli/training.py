@@ -60,24 +60,24 @@ def _train(
     dry_run: bool,
     quiet: bool,
 ) -> int:
-    from isobit import train as training
     from isobit.config import load_config
-    from isobit.setup import dry_run_report
+    from isobit.training import loop
+    from isobit.training.parts import dry_run_report
 
     if resume is not None:
         if from_rollouts is not None or out is not None or dry_run:
             raise IsobitError("--resume goes on with a run where it is; leave --from-rollouts, --out and --dry-run out")
-        return training.resume(resume, overrides, quiet=quiet).exit_code
+        return loop.resume(resume, overrides, quiet=quiet).exit_code
     if from_rollouts is not None:
         if out is None or dry_run:
             raise IsobitError("--from-rollouts makes a new run: say where with --out DIR, without --dry-run")
-        return training.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
+        return loop.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
     assert config is not None
     resolved = load_config(config, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
     if dry_run:
         print(dry_run_report(resolved))
         return 0
-    return training.train(resolved, quiet=quiet).exit_code
+    return loop.train(resolved, quiet=quiet).exit_code
 
 
 @app.command()
@@ -96,7 +96,7 @@ def sft(
     isobit sft configs/quickstart-sft.yaml steps=100 --out runs/base
     """
     from isobit.config import load_sft_config
-    from isobit.sft import supervised_run
+    from isobit.training.sft import supervised_run
 
     changes = list(overrides or [])
     if out is not None:

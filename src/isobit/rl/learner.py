@@ -25,11 +25,12 @@ from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder
 from isobit.model.moe import RouteTape, decode_routes
 from isobit.rl.correction import correct, correction_metrics
+from isobit.rl.forward import forward
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer, learning_rate
-from isobit.rl.packing import PackedBatch, Trainable, micro_batches, minibatches, pack
+from isobit.rl.packing import PackedBatch, micro_batches, minibatches, pack
 from isobit.rl.routing import RoutingTotals
 from isobit.rl.samples import Sample
 from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
@@ -304,53 +305,6 @@ class Learner:
         totals.tokens += packed.num_targets
         if first is not None:
             first += zip(chosen, logprobs.detach().split([len(s.completion_ids) for s in samples]))
-
-
-def forward(
-    model: Model, packed: PackedBatch, temperature: float, tape: RouteTape | None = None
-) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of every completion token of a packed batch, [C] float32, by the learner's flow.
-
-    Both are on the CPU, wherever the model is: what an algorithm does with single tokens happens there. Here a learner
-    waits for a GPU, once per micro-batch. Raises NonFiniteError for what an operator met there.
-    """
-    transformer, device = model.transformer, model.ops.device
-    hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
-    rows, targets = packed.rows.to(device), packed.targets.to(device)
-    logprobs, entropy = transformer.head_logprobs(hidden[rows], targets, temperature, "learner")
-    found = logprobs.cpu(), entropy.cpu()
-    model.ops.raise_faults()
-    return found
-
-
-def supervised_update(
-    model: Model, optimizer: Optimizer, samples: Sequence[Trainable], rate: float, micro_batch_tokens: int
-) -> dict[str, float]:
-    """One optimizer step of cross-entropy on completion tokens, averaged over all of them. Returns metrics.
-
-    As in RL, a non-finite loss or gradient skips the step (`steps/skipped`).
-    """
-    optimizer.zero_grad()
-    count = max(sum(len(s.completion_ids) for s in samples), 1)
-    loss = 0.0
-    try:
-        for span in micro_batches(samples, micro_batch_tokens):
-            packed = pack([samples[i] for i in span])
-            if not packed.num_targets:
-                continue
-            logprobs, _ = forward(model, packed, 1.0)
-            part = -logprobs.sum() / count
-            part.backward()
-            loss += float(part.detach())
-        norm = optimizer.gradient_norm()
-        model.ops.raise_faults()  # of the backwards
-    except NonFiniteError:
-        norm = float("inf")
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    if finite:
-        optimizer.step(rate, norm)
-    optimizer.zero_grad()
-    return {"loss/cross_entropy": loss, "grad_norm": norm, "learning_rate": rate, "steps/skipped": float(not finite)}
 
 
 def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:

@@ -21,17 +21,17 @@ from isobit.errors import IsobitError
 from isobit.evaluation.measure import Judge
 from isobit.evaluation.periodic import HeldOut, evaluation_plan
 from isobit.kernels import find_gpu, versions
-from isobit.lengths import fit_prompts
 from isobit.model import Model, RewardModel
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
 from isobit.rl.correction import CorrectionRule, Rejection
 from isobit.rl.replay import ReplayBuffer, ReplaySettings
 from isobit.run import refuse_existing
-from isobit.scoring import Scorer, WeightedModel
-from isobit.sft import cached_model, optimizer_settings
 from isobit.tasks import Task, load_task
 from isobit.tasks.rewards import RewardPool
 from isobit.trackers.process import check_trackers
+from isobit.training.lengths import fit_prompts
+from isobit.training.scoring import Scorer, WeightedModel
+from isobit.training.sft import cached_model, optimizer_settings
 
 _MIB = 1024 * 1024
 _TRAINER = "trainer"

@@ -14,11 +14,11 @@ import yaml
 from isobit import cli
 from isobit.config import TaskConfig, load_config
 from isobit.errors import IsobitError
-from isobit.lengths import fit_prompts
 from isobit.model import Model, Tokenizer
-from isobit.setup import dry_run_report, open_parts
 from isobit.tasks import TaskSettings, load_task
-from isobit.train import resume, train
+from isobit.training.lengths import fit_prompts
+from isobit.training.loop import resume, train
+from isobit.training.parts import dry_run_report, open_parts
 from tests.conftest import tiny_model
 from tests.runs import fingerprint
 

@@ -21,12 +21,12 @@ from isobit.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import Plan, measure
 from isobit.intervals import Estimate, proportion
-from isobit.lengths import encode_prompt, keep, outside
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
 from isobit.run import refuse_existing
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
+from isobit.training.lengths import encode_prompt, keep, outside
 from isobit.view import Display
 
 

@@ -17,7 +17,7 @@ from isobit.precision import precision_from
 from isobit.precision.options import _CHOICES
 from isobit.rl.correction import CORRECTIONS
 from isobit.run import read_jsonl
-from isobit.train import TrainResult, replay, train
+from isobit.training.loop import TrainResult, replay, train
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config

@@ -7,21 +7,20 @@
     learn           optimizer steps on the clipped surrogate
     record          metrics, completions, checkpoint
 
-Under a unified precision the learner computes the rollout's log-probabilities bit for bit (tests/test_train.py), so
-they are the old log-probabilities of the surrogate; unless rollouts run ahead or past groups are replayed, which a
-correction then weighs. Left out: how each verb is done (`session.py`, `engine/`, `rl/`).
+Under a unified precision the learner computes the rollout's log-probabilities bit for bit
+(tests/training/test_loop.py), so they are the old log-probabilities of the surrogate; unless rollouts run ahead or past
+groups are replayed, which a correction then weighs. Left out: how each verb is done (`session.py`, `engine/`, `rl/`).
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from isobit.config import Config
-from isobit.rl.collect import StepBatch, assign_credit
+from isobit.rl.collect import assign_credit
 from isobit.run import read_jsonl
-from isobit.session import Session, open_replay, open_resumed, open_session
+from isobit.training.opening import open_replay, open_resumed, open_session
+from isobit.training.session import Session
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,3 @@ def _run(session: Session) -> TrainResult:
     session.finish()
     metrics = list(read_jsonl(session.run.directory / "metrics.jsonl"))
     return TrainResult(session.run.directory, metrics, session.interruption.exit_code)
-
-
-class _CallableModule(ModuleType):
-    """`from isobit import train` is this module once something has imported it, and the function before: both train."""
-
-    def __call__(self, config: Config, *, quiet: bool = True) -> TrainResult:
-        return train(config, quiet=quiet)
-
-
-sys.modules[__name__].__class__ = _CallableModule
-
-__all__ = ["StepBatch", "TrainResult", "replay", "resume", "train", "training_loop", "training_step"]

@@ -1,8 +1,8 @@
-"""A training run that is open: everything that the loop of `train.py` works with, and the six verbs themselves.
+"""A training run that is open: everything that the loop of `loop.py` works with, and the six verbs themselves.
 
-Opens models, data, reward workers and the run directory, in an order in which every mistake of the user's is found
-before anything is written. Its state (step, data cursor, groups left over, version of the weights, length of the
-files) is what a checkpoint holds beside weights and optimizer. Left out: the algorithm (`train.py`, `rl/`).
+Its state (step, data cursor, groups left over, version of the weights, length of the
+files) is what a checkpoint holds beside weights and optimizer. Left out: the algorithm (`loop.py`, `rl/`),
+and how a run is opened (`opening.py`).
 """
 
 import resource
@@ -10,23 +10,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from isobit import checkpoints
 from isobit import run as runs
-from isobit.config import Config, dump_config, load_config
 from isobit.engine import Completion
-from isobit.errors import IsobitError, NonFiniteError, RunFailed
+from isobit.errors import NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import Interruption, Run
-from isobit.scoring import RolloutScoring
-from isobit.setup import Parts, load_state, open_parts, save_checkpoint
 from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, staleness_metrics
 from isobit.trackers.process import Trackers
+from isobit.training.parts import Parts, save_checkpoint
+from isobit.training.scoring import RolloutScoring
 from isobit.view import Display, Shown
 
 
@@ -44,7 +42,9 @@ class State:
 class Session:
     """Use as a context manager. Between the verbs of one step, times and counts gather in `_metrics`."""
 
-    def __init__(self, parts: Parts, run: Run, state: State, *, quiet: bool, recorded: Path | None = None) -> None:
+    def __init__(
+        self, parts: Parts, run: Run, state: State, *, quiet: bool, recorded: Iterator[list[Group]] | None = None
+    ) -> None:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
         self.model, self.objective, self.quiet = parts.model, parts.objective, quiet
         evaluation = self.config.evaluation
@@ -62,20 +62,20 @@ class Session:
             exit_code=lambda: self.interruption.exit_code,
             say=self.display.note,
         )
-        self._recorded = _recorded_groups(recorded) if recorded is not None else None
+        self._recorded = recorded
         self._scoring: RolloutScoring | None = None
         self._peaks = PeakMemory(self.model.ops.device)
         self._metrics: dict[str, float] = {}
         self._weights: WeightTotals
         self._began = 0.0
-        self._saved_step: int | None = None
+        self.saved_step: int | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "Session":
         for resource_ in (self.run, self.parts.rewards, self.interruption, self.display, self.trackers):
             self._stack.enter_context(resource_)
         self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
-        if self._saved_step is None:
+        if self.saved_step is None:
             self.display.history.add(self._evaluate_and_write(self.state.step))
             self._save()
         return self
@@ -228,7 +228,7 @@ class Session:
 
     def finish(self) -> None:
         """Save what is not saved, write the report, and say how to go on."""
-        if self._saved_step != self.state.step:
+        if self.saved_step != self.state.step:
             self._save()
         if self.config.run.report:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
@@ -275,7 +275,7 @@ class Session:
         }
         save_checkpoint(self.run.checkpoints, self.parts, counted, self.config.run.keep_last)
         self.best.settle()
-        self._saved_step = self.state.step
+        self.saved_step = self.state.step
 
     def _stop_if_bad(self) -> None:
         bad = self.parts.learner.bad_steps_in_a_row
@@ -304,66 +304,6 @@ class Session:
         self.display.phase(name)
         yield
         self._count(f"time/{name}", time.perf_counter() - began)
-
-
-def open_session(config: Config, *, quiet: bool) -> Session:
-    """A new run."""
-    runs.refuse_existing(Path(config.run.dir))
-    parts = open_parts(config, quiet=quiet)
-    return Session(parts, Run.create(Path(config.run.dir), dump_config(config)), State(), quiet=quiet)
-
-
-def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
-    """A run that goes on. One that was killed before its first checkpoint begins again."""
-    runs.require_run(run_dir)
-    for override in overrides:
-        if not override.startswith(("steps=", "run.", "tracking.")):
-            raise IsobitError(
-                f"override {override!r}: a resumed run repeats its own config; only steps=N and tracking.* may change"
-            )
-    config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
-    if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-        parts = open_parts(config, quiet=quiet)
-        return Session(parts, Run(run_dir, runs.NOTHING_WRITTEN), State(), quiet=quiet)
-    path = runs.newest_checkpoint(run_dir)
-    parts = open_parts(config, quiet=quiet, checkpoint=path)
-    counted = load_state(path, parts)
-    pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
-    queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
-    parts.replay.groups = [[Sample.from_json(s) for s in group] for group in counted["replay"]]
-    state = State(counted["step"], counted["cursor"], pending, queue)
-    if state.step > config.steps:
-        raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
-    session = Session(parts, Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"]), state, quiet=quiet)
-    session._saved_step = state.step
-    session.best.restore(counted.get("best"))
-    return session
-
-
-def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
-    """A new run that learns from the rollouts recorded in another."""
-    runs.require_run(recorded)
-    if not (recorded / runs.COMPLETIONS).is_file():
-        raise IsobitError(f"{recorded}: no {runs.COMPLETIONS} to learn from")
-    steps = sum(1 for row in runs.read_jsonl(recorded / runs.METRICS) if row["step"] > 0)
-    if steps == 0:
-        raise IsobitError(f"{recorded}: no step was recorded")
-    config = load_config(recorded / runs.CONFIG, [f"steps={steps}", *overrides, f"run.dir={out}"])
-    runs.refuse_existing(out)
-    parts = open_parts(config, quiet=quiet)
-    return Session(parts, Run.create(out, dump_config(config)), State(), quiet=quiet, recorded=recorded)
-
-
-def _recorded_groups(recorded: Path) -> Iterator[list[Group]]:
-    """The groups of one step after another."""
-    step, groups = 1, dict[int, list[Sample]]()
-    for row in runs.read_jsonl(recorded / runs.COMPLETIONS):
-        while row["step"] != step:
-            yield list(groups.values())
-            step, groups = step + 1, {}
-        sample = Sample.from_json(row)
-        groups.setdefault(sample.prompt_index, []).append(sample)
-    yield list(groups.values())
 
 
 def _sample(completion: Completion, step: int) -> Sample:

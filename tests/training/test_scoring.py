@@ -9,10 +9,10 @@ from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import RewardModel
 from isobit.model.checkpoint import read_json, read_weights, write_json, write_weights
-from isobit.scoring import Scorer, WeightedModel
 from isobit.tasks import RewardSpec
 from isobit.tasks.rewards import RewardPool
-from isobit.train import replay, train
+from isobit.training.loop import replay, train
+from isobit.training.scoring import Scorer, WeightedModel
 from tests.conftest import tiny_model
 from tests.runs import digit_reward_file, fingerprint, write_config
 

@@ -1,0 +1,24 @@
+"""The learner's forward over a packed batch: log-probability and entropy of every completion token."""
+
+from torch import Tensor
+
+from isobit.model import Model
+from isobit.model.moe import RouteTape
+from isobit.rl.packing import PackedBatch
+
+
+def forward(
+    model: Model, packed: PackedBatch, temperature: float, tape: RouteTape | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log-probability, entropy) of every completion token of a packed batch, [C] float32, by the learner's flow.
+
+    Both are on the CPU, wherever the model is: what an algorithm does with single tokens happens there. Here a learner
+    waits for a GPU, once per micro-batch. Raises NonFiniteError for what an operator met there.
+    """
+    transformer, device = model.transformer, model.ops.device
+    hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
+    rows, targets = packed.rows.to(device), packed.targets.to(device)
+    logprobs, entropy = transformer.head_logprobs(hidden[rows], targets, temperature, "learner")
+    found = logprobs.cpu(), entropy.cpu()
+    model.ops.raise_faults()
+    return found

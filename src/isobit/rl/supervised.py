@@ -1,0 +1,40 @@
+"""One optimizer step of supervised training: cross-entropy on completion tokens."""
+
+import math
+from collections.abc import Sequence
+
+from isobit.errors import NonFiniteError
+from isobit.model import Model
+from isobit.rl.forward import forward
+from isobit.rl.optim import Optimizer
+from isobit.rl.packing import Trainable, micro_batches, pack
+
+
+def supervised_update(
+    model: Model, optimizer: Optimizer, samples: Sequence[Trainable], rate: float, micro_batch_tokens: int
+) -> dict[str, float]:
+    """One optimizer step of cross-entropy on completion tokens, averaged over all of them. Returns metrics.
+
+    As in RL, a non-finite loss or gradient skips the step (`steps/skipped`).
+    """
+    optimizer.zero_grad()
+    count = max(sum(len(s.completion_ids) for s in samples), 1)
+    loss = 0.0
+    try:
+        for span in micro_batches(samples, micro_batch_tokens):
+            packed = pack([samples[i] for i in span])
+            if not packed.num_targets:
+                continue
+            logprobs, _ = forward(model, packed, 1.0)
+            part = -logprobs.sum() / count
+            part.backward()
+            loss += float(part.detach())
+        norm = optimizer.gradient_norm()
+        model.ops.raise_faults()  # of the backwards
+    except NonFiniteError:
+        norm = float("inf")
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        optimizer.step(rate, norm)
+    optimizer.zero_grad()
+    return {"loss/cross_entropy": loss, "grad_norm": norm, "learning_rate": rate, "steps/skipped": float(not finite)}

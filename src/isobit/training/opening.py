@@ -1,0 +1,80 @@
+"""Open a run: a new one, one that goes on from its checkpoint, or one that learns from the rollouts of another.
+
+Models, data and reward workers are opened before the run directory, so that every mistake of the user's is found before
+anything is written.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from isobit import checkpoints
+from isobit import run as runs
+from isobit.config import Config, dump_config, load_config
+from isobit.errors import IsobitError
+from isobit.rl import Group, Sample
+from isobit.rl.collect import StepBatch
+from isobit.run import Run
+from isobit.training.parts import load_state, open_parts
+from isobit.training.session import Session, State
+
+
+def open_session(config: Config, *, quiet: bool) -> Session:
+    """A new run."""
+    runs.refuse_existing(Path(config.run.dir))
+    parts = open_parts(config, quiet=quiet)
+    return Session(parts, Run.create(Path(config.run.dir), dump_config(config)), State(), quiet=quiet)
+
+
+def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
+    """A run that goes on. One that was killed before its first checkpoint begins again."""
+    runs.require_run(run_dir)
+    for override in overrides:
+        if not override.startswith(("steps=", "run.", "tracking.")):
+            raise IsobitError(
+                f"override {override!r}: a resumed run repeats its own config; only steps=N and tracking.* may change"
+            )
+    config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
+    if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
+        parts = open_parts(config, quiet=quiet)
+        return Session(parts, Run(run_dir, runs.NOTHING_WRITTEN), State(), quiet=quiet)
+    path = runs.newest_checkpoint(run_dir)
+    parts = open_parts(config, quiet=quiet, checkpoint=path)
+    counted = load_state(path, parts)
+    pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
+    queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
+    parts.replay.groups = [[Sample.from_json(s) for s in group] for group in counted["replay"]]
+    state = State(counted["step"], counted["cursor"], pending, queue)
+    if state.step > config.steps:
+        raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
+    session = Session(parts, Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"]), state, quiet=quiet)
+    session.saved_step = state.step
+    session.best.restore(counted.get("best"))
+    return session
+
+
+def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
+    """A new run that learns from the rollouts recorded in another."""
+    runs.require_run(recorded)
+    if not (recorded / runs.COMPLETIONS).is_file():
+        raise IsobitError(f"{recorded}: no {runs.COMPLETIONS} to learn from")
+    steps = sum(1 for row in runs.read_jsonl(recorded / runs.METRICS) if row["step"] > 0)
+    if steps == 0:
+        raise IsobitError(f"{recorded}: no step was recorded")
+    config = load_config(recorded / runs.CONFIG, [f"steps={steps}", *overrides, f"run.dir={out}"])
+    runs.refuse_existing(out)
+    parts = open_parts(config, quiet=quiet)
+    return Session(
+        parts, Run.create(out, dump_config(config)), State(), quiet=quiet, recorded=_recorded_groups(recorded)
+    )
+
+
+def _recorded_groups(recorded: Path) -> Iterator[list[Group]]:
+    """The groups of one step after another."""
+    step, groups = 1, dict[int, list[Sample]]()
+    for row in runs.read_jsonl(recorded / runs.COMPLETIONS):
+        while row["step"] != step:
+            yield list(groups.values())
+            step, groups = step + 1, {}
+        sample = Sample.from_json(row)
+        groups.setdefault(sample.prompt_index, []).append(sample)
+    yield list(groups.values())
