@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from isobit.config import load_config
 from isobit.run import read_jsonl
@@ -40,6 +41,13 @@ def test_a_config_says_what_it_shows(path: Path) -> None:
 
 def test_what_is_shown_is_of_every_config_that_runs_here() -> None:
     assert set(SHOWN) == {path.stem for path in ON_QUICKSTART}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_a_config_of_a_chat_model_renders_chats(path: Path) -> None:
+    values = yaml.safe_load(path.read_text())
+    if re.search("instruct|chat", str(values.get("model", {}).get("path", "")), re.IGNORECASE):
+        assert values["task"]["chat"] is True
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The final number of a text, and the real answers scoring 1.0 on every row."""
 
 import json
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -104,8 +105,46 @@ def test_the_loader_puts_the_question_into_the_template(tmp_path: Path) -> None:
     assert task.gold(example.columns) == example.columns["answer"]
     plain = load_task(TaskSettings("gsm8k", str(path), prompt_template="{prompt}"))
     assert plain.train.examples[0].prompt == example.columns["question"]
-    chat = load_task(TaskSettings("gsm8k", str(path), chat=True))
-    assert chat.train.examples[0].prompt == [{"role": "user", "content": example.prompt}]
+
+
+ASK = "End your answer with #### and the number."
+
+
+@pytest.mark.parametrize(
+    ("chat", "options", "template", "expected"),
+    [
+        (False, {}, None, f"Question: 2?\n{ASK}\nAnswer:"),
+        (False, {"instruction": True}, None, f"Question: 2?\n{ASK}\nAnswer:"),
+        (False, {"instruction": False}, None, "Question: 2?\nAnswer:"),
+        (True, {}, None, "2?"),
+        (True, {"instruction": False}, None, "2?"),
+        (True, {"instruction": True}, None, f"2?\n{ASK}"),
+        (True, {}, "Solve: {prompt}", "Solve: 2?"),
+    ],
+)
+def test_a_chat_leaves_the_text_template_out(
+    tmp_path: Path, chat: bool, options: dict[str, bool], template: str | None, expected: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "2?", "answer": "2"}\n')
+    settings = TaskSettings("gsm8k", str(path), chat=chat, options=options, prompt_template=template, held_out_size=0)
+    prompt = load_task(settings).train.examples[0].prompt
+    assert prompt == ([{"role": "user", "content": expected}] if chat else expected)
+
+
+def test_the_instruction_is_refused_where_it_cannot_be_added(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "2?", "answer": "2"}\n')
+    asked = TaskSettings("gsm8k", str(path), options={"instruction": True}, held_out_size=0)
+    with pytest.raises(IsobitError, match=r"task\.options\.instruction: task\.prompt_template says what is asked"):
+        load_task(replace(asked, prompt_template="{prompt}"))
+    with pytest.raises(IsobitError, match=r"task\.options\.instruction: expected bool, got 1"):
+        load_task(replace(asked, options={"instruction": 1}))
+    with pytest.raises(IsobitError, match=r"task\.options: gsm8k has no option 'instructions'; did you mean 'instr"):
+        load_task(replace(asked, options={"instructions": True}))
+    path.write_text('{"question": [{"role": "user", "content": "2?"}], "answer": "2"}\n')
+    with pytest.raises(IsobitError, match=r"task\.options\.instruction: the prompts of .* are chats already"):
+        load_task(asked)
 
 
 def test_answers_must_be_there_and_have_numbers(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a run is opened from: the memory plan, and a dry run that writes nothing."""
 
 import re
+import string
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.rl.correction import CorrectionRule, Rejection
+from isobit.tasks.gsm8k import INSTRUCTION
 from isobit.training.parts import dry_run_report, objective_of, open_parts
 from tests.conftest import tiny_model
 from tests.runs import write_config
@@ -29,6 +31,44 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(tmp_path: Path, base_mo
     assert moments is not None
     assert float(masters[1]) == pytest.approx(4 * parameters / 2**20, abs=0.06)
     assert float(moments[1]) == pytest.approx(8 * parameters / 2**20, abs=0.06)
+
+
+CHAT = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<s>bot:{% endif %}"
+)
+
+
+def chat_model(path: Path) -> Path:
+    """A random model over printable ASCII whose chat template writes the special token <s>."""
+    model = tiny_model(alphabet=string.printable, max_positions=512)
+    model.tokenizer.chat_template = CHAT
+    model.save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ({"chat": True}, "<s>user: How many?<s>bot:"),
+        ({"chat": True, "options": {"instruction": True}}, f"<s>user: How many?\n{INSTRUCTION}<s>bot:"),
+        ({}, f"Question: How many?\n{INSTRUCTION}\nAnswer:"),
+    ],
+)
+def test_a_dry_run_shows_the_first_prompt_as_the_model_reads_it(
+    tmp_path: Path, task: dict[str, object], expected: str
+) -> None:
+    data = tmp_path / "questions.jsonl"
+    data.write_text('{"question": "How many?", "answer": "#### 2"}\n')
+    given = {"name": "gsm8k", "path": str(data), "held_out_size": 0, "options": {}, **task}
+    path = write_config(tmp_path, chat_model(tmp_path / "model"), task=given, rewards={"functions": []})
+    text = dry_run_report(load_config(path))
+    first = re.search(r"first prompt \((.*), (\d+) tokens\):\n(.*)", text, re.S)
+    assert first is not None
+    assert first[1] == f"{data}:1"
+    hint = "\n\nThe model has a chat template that this prompt does not use; task.chat: true would."
+    assert first[3] == expected + ("" if "chat" in task else hint)
+    assert int(first[2]) == len(expected.replace("<s>", "~"))  # a token a character, and one for <s>
 
 
 def test_longer_completions_need_more_memory(tmp_path: Path, base_model: Path) -> None:

@@ -16,15 +16,22 @@ _Best = Annotated[bool, typer.Option("--best", help="of a run: its best model in
 _Task = Annotated[str | None, typer.Option(help="arithmetic, countdown, gsm8k, or file; default: the run's, or file")]
 _Data = Annotated[Path | None, typer.Option(help="a file or directory, evaluated whole; default: the held-out split")]
 _Split = Annotated[str | None, typer.Option(help="of a directory that has several; default: test")]
-_Chat = Annotated[bool, typer.Option("--chat", help="a text prompt becomes the message of a user")]
+_Chat = Annotated[
+    bool, typer.Option("--chat", help="a text prompt becomes a user's message; leaves gsm8k's template out")
+]
 _ChatTemplate = Annotated[Path | None, typer.Option(metavar="FILE", help="for models that lack a chat template")]
 _System = Annotated[str | None, typer.Option(help="system message before every chat")]
-_Option = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of a built-in task")]
+_Option = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="option of a built-in task: digits=2, instruction=true; several times"),
+]
 _Reward = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME|FILE.py:FUNCTION", help='or NAME:{"option": value}; may be given several times'),
 ]
-_Template = Annotated[str | None, typer.Option(help="text with {prompt} in it")]
+_Template = Annotated[
+    str | None, typer.Option(help="text with {prompt} in it; default: the task's own (gsm8k has one)")
+]
 _Completions = Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")]
 _Samples = Annotated[int | None, typer.Option(help="the first so many prompts; default: all, or the run's")]
 _Tag = Annotated[str | None, typer.Option(metavar="COLUMN", help="also a line for each value of this column")]

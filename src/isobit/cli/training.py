@@ -24,7 +24,9 @@ def train(
         Path | None, typer.Option(metavar="RUN", help="repeat the learning of a recorded run, in a new run")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="validate, load, plan the memory, and stop")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="validate, load, plan the memory, show the first prompt, and stop")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a model with reinforcement learning.
@@ -32,7 +34,7 @@ def train(
     \b
     isobit train configs/quickstart.yaml                          the main job
     isobit train configs/quickstart.yaml steps=50 precision=bf16  the same, changed
-    isobit train configs/quickstart.yaml --dry-run                check everything, plan the memory, stop
+    isobit train configs/quickstart.yaml --dry-run                check all, show memory and the first prompt, stop
     isobit train --resume runs/quickstart                         go on after an interruption, bit for bit
     isobit train --resume runs/quickstart steps=200               the same, and extend it
     isobit train --from-rollouts runs/quickstart --out runs/again repeat the learning without rolling out

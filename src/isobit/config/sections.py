@@ -56,8 +56,10 @@ class TaskConfig(Section):
     columns: dict[str, str] = Field(
         default_factory=dict, description="role or new name to column of the data, such as {prompt: question}"
     )
-    prompt_template: str | None = Field(None, description="text with {prompt} in it, put around every text prompt")
-    chat: bool = Field(False, description="a text prompt becomes the message of a user, for the model's chat template")
+    prompt_template: str | None = Field(
+        None, description="text with {prompt} in it, put around every text prompt; gsm8k has one of its own"
+    )
+    chat: bool = Field(False, description="a text prompt becomes a user's message in the model's chat template")
     system: str | None = Field(None, description="system message, put before every chat")
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="limit, besides the model's context less max_new_tokens"
@@ -65,7 +67,10 @@ class TaskConfig(Section):
     min_prompt_tokens: int = Field(0, ge=0, description="the same from below")
     too_long: Literal["stop", "drop"] = Field("stop", description="what a prompt outside the limits of length does")
     shuffle: bool = Field(True, description="another order in each epoch, by the seed; false: the order of the data")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of a built-in task, such as digits")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="options of a built-in task, such as digits of arithmetic or instruction of gsm8k",
+    )
 
     @model_validator(mode="after")
     def _limits(self) -> "TaskConfig":

@@ -87,9 +87,9 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises plain Exception
             raise IsobitError(f"the tokenizer cannot encode {text[:80]!r}: {error}") from None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self.fast.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text without special tokens, or with them where `special` is true."""
+        return self.fast.decode(list(ids), skip_special_tokens=not special)
 
     def decode_completion(self, prompt: Sequence[int], completion: Sequence[int]) -> str:
         """The text that `completion` adds to `prompt`: decoders may treat the first token of a text differently."""

@@ -36,18 +36,20 @@ class FileOptions:
 
 def load(settings: TaskSettings) -> Task:
     """A file or directory as a task. Raises IsobitError, with the place, for whatever is wrong with it."""
-    train, held_out = read_splits(settings)
+    train, held_out = read_splits(settings, parse_options("file", FileOptions, settings.options))
     return Task("file", train, held_out)
 
 
 def read_splits(
-    settings: TaskSettings, columns: Mapping[str, str] | None = None, text_template: str | None = None
+    settings: TaskSettings,
+    options: FileOptions,
+    columns: Mapping[str, str] | None = None,
+    text_template: str | None = None,
 ) -> tuple[Dataset, Dataset]:
     """(train, held out) of what the settings name; `columns` and `text_template` are for where they name none."""
     if settings.path is None:
         hint = "; built-in tasks by task.name: arithmetic, countdown, gsm8k" if settings.name == "file" else ""
         raise IsobitError(f"task.path: task {settings.name} needs a file or directory of data{hint}")
-    options = parse_options(settings.name, FileOptions, settings.options)
     check_template(settings.prompt_template)
     columns = {**(columns or {}), **settings.columns}
     for name in columns:

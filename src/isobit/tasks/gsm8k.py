@@ -1,23 +1,28 @@
 """GSM8K-style word problems (Cobbe et al. 2021, arXiv 2110.14168), scored by their final number.
 
-Rows have `question` and `answer`. The final number of a text is the first number after its last `####`, else its last
-number. Numbers compare by value: 1,000 = 1000 = 1000.0 = $1,000 = 1000% = "1000.". A minus sign belongs to the number
-that it touches unless it follows a term: `= -3` is minus three, `16-3` and `16 - 3` end in three. Left out: fractions,
-exponents, number words.
+Rows have `question` and `answer`. A text prompt is the question inside `TEXT_TEMPLATE`. Under `task.chat` the user's
+message is the question alone, and the model's chat template does the rest. `task.options.instruction` adds the line
+that asks for the answer's format, or leaves it out; `task.prompt_template` replaces all of this.
+
+The final number of a text is the first number after its last `####`, else its last number. Numbers compare by value:
+1,000 = 1000 = 1000.0 = $1,000 = 1000% = "1000.". A minus sign belongs to the number that it touches unless it follows a
+term: `= -3` is minus three, `16-3` and `16 - 3` end in three. Left out: fractions, exponents, number words.
 """
 
 import re
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.tasks.data import TaskSettings, completion_text
-from isobit.tasks.files import read_splits
-from isobit.tasks.task import RewardSpec, Task
+from isobit.tasks.files import FileOptions, read_splits
+from isobit.tasks.task import RewardSpec, Task, parse_options
 
-TEXT_TEMPLATE = "Question: {prompt}\nEnd your answer with #### and the number.\nAnswer:"
+INSTRUCTION = "End your answer with #### and the number."
+TEXT_TEMPLATE = f"Question: {{prompt}}\n{INSTRUCTION}\nAnswer:"
 REWARD = RewardSpec("isobit.tasks.gsm8k:reward", name="correct")
 
 _NUMBER = re.compile(
@@ -27,15 +32,35 @@ _NUMBER = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Gsm8kOptions(FileOptions):
+    """Options of the task: `instruction` asks for the answer after ####; None: in text, and not in a chat."""
+
+    instruction: bool | None = None
+
+
 def load(settings: TaskSettings) -> Task:
     """Data with `question` and `answer`, or the columns that the settings name. The answer is gold text too."""
-    train, held_out = read_splits(settings, {"prompt": "question"}, TEXT_TEMPLATE)
+    options = parse_options("gsm8k", Gsm8kOptions, settings.options)
+    if options.instruction is not None and settings.prompt_template is not None:
+        raise IsobitError("task.options.instruction: task.prompt_template says what is asked; write it there")
+    template = prompt_template(settings.chat, options.instruction)
+    train, held_out = read_splits(settings, options, {"prompt": "question"}, template)
+    if options.instruction and INSTRUCTION not in str(train.examples[0].prompt):
+        raise IsobitError(f"task.options.instruction: the prompts of {settings.path} are chats already: write it there")
     if "answer" not in train.examples[0].columns:
         raise IsobitError(f"{settings.path}: no column 'answer'; name yours with task.columns: {{answer: ...}}")
     for example in [*train.examples, *held_out.examples]:
         if final_number(str(example.columns["answer"])) is None:
             raise IsobitError(f"{example.where}: the answer has no number in it")
     return Task("gsm8k", train, held_out, (REWARD,), gold=lambda columns: str(columns["answer"]))
+
+
+def prompt_template(chat: bool, instruction: bool | None) -> str:
+    """What is put around a question where the config names no template."""
+    if chat:
+        return f"{{prompt}}\n{INSTRUCTION}" if instruction else "{prompt}"
+    return TEXT_TEMPLATE if instruction is not False else "Question: {prompt}\nAnswer:"
 
 
 def reward(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:

@@ -5,7 +5,7 @@ Options of a task are a frozen dataclass of that task, whose fields are the only
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from isobit.errors import IsobitError
 from isobit.tasks import named
@@ -84,7 +84,7 @@ def parse_options(task: str, schema: type[_Options], options: Mapping[str, Any])
         if name not in known:
             raise IsobitError(f"task.options: {task} has no option {name!r}; {did_you_mean(name, list(known))}")
         kind: Any = known[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in (kind, *get_args(kind))):
             wanted = getattr(kind, "__name__", str(kind)).replace(" | None", "")
             raise IsobitError(f"task.options.{name}: expected {wanted}, got {value!r}")
     return schema(**options)

@@ -58,6 +58,16 @@ def encode_prompt(example: Example, model: Model) -> list[int]:
         raise IsobitError(f"{example.place}: {error}") from None
 
 
+def first_prompt(data: Dataset, model: Model) -> str:
+    """The prompt that a run starts with, as the model reads it: rendered, with its special tokens."""
+    example = data.at(0)
+    ids = encode_prompt(example, model)
+    text = f"first prompt ({example.place}, {len(ids)} tokens):\n{model.tokenizer.decode(ids, special=True)}"
+    if isinstance(example.prompt, str) and model.tokenizer.chat_template is not None:
+        text += "\n\nThe model has a chat template that this prompt does not use; task.chat: true would."
+    return text
+
+
 def outside(tokens: int, limits: TaskConfig) -> str | None:
     """Which limit of the config a prompt of so many tokens breaks, or None."""
     if limits.max_prompt_tokens is not None and tokens > limits.max_prompt_tokens:

@@ -29,7 +29,7 @@ from isobit.run import refuse_existing
 from isobit.tasks import Task, load_task
 from isobit.tasks.rewards import RewardPool
 from isobit.trackers.process import check_trackers
-from isobit.training.lengths import fit_prompts
+from isobit.training.lengths import first_prompt, fit_prompts
 from isobit.training.scoring import Scorer, WeightedModel
 from isobit.training.sft import cached_model, optimizer_settings
 
@@ -351,4 +351,5 @@ def dry_run_report(config: Config) -> str:
         f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
         f"correction: {parts.objective.correction}\n{model.ops.why}; consistency: {config.consistency}"
     )
-    return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory_plan(parts)])
+    prompt = first_prompt(parts.task.train, model)
+    return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory_plan(parts), prompt])
