@@ -8,6 +8,8 @@ TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.6.0,triton)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The last line of `make install` and `make quickstart`: what to type next.
+NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 
 .PHONY: help install quickstart test lint docs bench gpu kernels clean
 
@@ -23,6 +25,7 @@ help:
 	@echo "make clean        remove $(VENV), runs and caches"
 
 install: $(VENV)/.installed
+	$(NEXT)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +45,7 @@ $(VENV)/.dev: $(VENV)/.installed
 quickstart: $(VENV)/.installed
 	rm -rf runs/quickstart
 	$(BIN)/isobit train configs/quickstart.yaml
+	$(NEXT)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal

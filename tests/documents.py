@@ -1,8 +1,8 @@
 """Documents as their readers use them: their code blocks, the commands in these, and a folder to run them in.
 
 The convention of every page: a block with a title is a file, written where it stands; every line of a `sh` block is a
-command, run where it stands, in a folder with a model, prompts, `rewards.py` and `run.yaml`. `make`, `pip` and `mkdocs`
-are checked and not run. `text` is output.
+command, run where it stands, in a folder with a model, prompts, `rewards.py` and `run.yaml`. `make`, `pip`,
+`mkdocs` and the `source` that activates the environment are checked and not run. `text` is output.
 """
 
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
-CHECKED = {"make", "pip", "mkdocs"}
+CHECKED = {"make", "pip", "mkdocs", "source"}
 """First words of commands that make or change an environment: checked, not run."""
 
 _FENCE = re.compile(r"^( *)```([\w-]*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
@@ -99,6 +99,9 @@ def check(command: str) -> None:
     if words[0] == "make":
         succeed(shlex.join(["make", "--dry-run", *words[1:]]), ROOT)
         return
+    if words[0] == "source":
+        assert f"{shlex.join(words)} " in succeed("make --dry-run install", ROOT), f"{command}: no such environment"
+        return
     assert words[:2] in (["pip", "install"], ["mkdocs", "build"], ["mkdocs", "serve"]), command
     assert words[0] == "pip" or (ROOT / "mkdocs.yml").is_file()
     declared = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
@@ -118,7 +121,7 @@ def follow(text: str, folder: Path) -> None:
             compile(block.text, "block", "exec")
         for command in block.commands():
             word = first_word(command)
-            assert word not in ("cd", "export", "source", "."), f"{command}: the next command has a shell of its own"
+            assert word not in ("cd", "export", "."), f"{command}: the next command has a shell of its own"
             if word in CHECKED:
                 check(command)
             else:
