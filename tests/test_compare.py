@@ -122,4 +122,4 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, base_model: Path) -> No
 def test_students_interval() -> None:
     assert mean_interval([0.5]) == (0.5, 0.5, 0.5)
     mean, low, high = mean_interval([1.0, 2.0, 3.0])
-    assert (mean, low, high) == (2.0, pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
+    assert (mean, low, high) == (2.0, pytest.approx(2 - 4.302653 / 3**0.5), pytest.approx(2 + 4.302653 / 3**0.5))
