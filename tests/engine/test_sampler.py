@@ -187,3 +187,10 @@ def test_every_part_of_the_key_matters() -> None:
     high_word = base.clone()
     high_word[:, 0] += torch.arange(64) << 40
     assert drawn(logits, high_word, Sampling())[0].unique().numel() > 50
+
+
+def test_top_p_ends_where_the_probability_is_reached() -> None:
+    """Four equal tokens have a quarter each, without rounding: two of them reach a half, and a third is not taken."""
+    equal = torch.zeros(1, 4)
+    for top_p, count in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)):
+        assert torch.isfinite(truncate(equal, Sampling(top_p=top_p))).sum() == count

@@ -187,3 +187,9 @@ def test_a_sequence_does_not_depend_on_the_others(
 def test_rules_have_readable_names() -> None:
     assert str(CORRECTIONS["token_tis"]) == "token_tis"
     assert str(CorrectionRule("sequence", cap=4.0)) == "weight=sequence, cap=4.0"
+
+
+def test_bounds_belong_to_what_is_kept() -> None:
+    """A ratio of exactly 1 between bounds of exactly 1; beside it the next numbers, which are out."""
+    assert kept(Rejection(low=1.0, high=1.0), [1.0, 2.0, 0.5]) == [True, False, False]
+    assert kept(Rejection("k2", "sequence_sum", 0.0, 0.0), [1.0, 1.0], [1.0, 2.0]) == [True, True, False, False]

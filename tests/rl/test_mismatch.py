@@ -95,3 +95,18 @@ def test_sequence_metrics_stay_finite_at_the_extremes() -> None:
     assert all(math.isfinite(value) for value in values.values())
     same = sequence_metrics([torch.tensor([-2.0])], [torch.tensor([-2.0])])
     assert (same["mismatch/ppl_ratio"], same["mismatch/chi2_sequence"], same["mismatch/log_ppl_diff"]) == (1, 0, 0)
+
+
+def test_ratios_are_bounded_at_the_exponential_of_20_and_not_before() -> None:
+    """veRL's bound, from both sides: 15 passes as it is, 30 counts as 20."""
+    for far, counted in ((15.0, 15.0), (19.5, 19.5), (30.0, 20.0)):
+        up = mismatch_metrics(torch.tensor([-1.0]), torch.tensor([-1.0 - far]))
+        down = mismatch_metrics(torch.tensor([-1.0 - far]), torch.tensor([-1.0]))
+        assert up["mismatch/importance_ratio"] == pytest.approx(math.exp(counted))
+        assert up["mismatch/token_mult_prob_error"] == pytest.approx(math.exp(counted))
+        assert down["mismatch/kl_k3_reverse"] == pytest.approx(math.exp(counted) - counted - 1)
+        assert (up["mismatch/kl_k1"], down["mismatch/kl_k1"]) == (-counted, counted)
+        of_sequence = sequence_metrics([torch.tensor([-1.0])], [torch.tensor([-1.0 - far])])
+        assert of_sequence["mismatch/chi2_sequence"] == pytest.approx(math.exp(2 * counted) - 1)
+        perplexity = sequence_metrics([torch.tensor([-far])], [torch.tensor([-far])])
+        assert perplexity["mismatch/learner_ppl"] == pytest.approx(math.exp(counted))

@@ -107,3 +107,13 @@ def test_weights_that_blew_up_leave_the_clip_as_it_was(tmp_path: Path, base_mode
     settings = {"algorithm": algorithm, "optimizer": {"learning_rate": 1e30, "max_bad_steps": 9}, "steps": 1}
     result = train(load_config(write_config(tmp_path, base_model, **settings)))
     assert "shadow/clip_low" not in result.metrics[0]
+
+
+def test_bounds_are_never_tighter_than_given() -> None:
+    """A flow whose noise pulls ratios towards 1 clips less than BF16; the bounds stay, and the other way they move."""
+    clean, calm = logs(0.5, 0.9, 1.1, 2.0), logs(0.95, 0.97, 1.01, 1.02)
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    assert calibrated_bounds(calm, clean, advantages, 0.2, 0.28) == (0.2, 0.28)
+    low, high = calibrated_bounds(logs(0.3, 0.6, 1.4, 3.0), clean, advantages, 0.2, 0.28)
+    assert low == pytest.approx(1 - math.sqrt(0.3 * 0.6))
+    assert high == pytest.approx(math.sqrt(1.4 * 3.0) - 1)
