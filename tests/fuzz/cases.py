@@ -1,0 +1,219 @@
+"""A case: a tiny model, a unified flow, a batch and two schedules, all of them functions of one seed."""
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from isobit.engine import Sampling
+from isobit.engine.pages import pages_needed
+from isobit.model import Experts, ModelConfig
+from isobit.model.rope import Rope
+from isobit.precision import Precision, precision_from
+from isobit.precision.flow import LINEAR_LAYERS
+
+from .weights import KINDS
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-=.,!?"
+VOCABULARIES = (64, 130, 260)
+_STEPS = 40  # of an engine, about so many at most
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How an engine is set up, in which order it gets the prompts, and with how many threads it computes."""
+
+    kv_pages: int
+    page_size: int
+    max_batch_tokens: int
+    max_sequences: int
+    order: tuple[int, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How the learner gets the samples: shuffled by `seed`, in so many `parts`."""
+
+    seed: int
+    parts: int
+    threads: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """`updates`: how often the weights are changed by a gradient step and everything is compared again."""
+
+    seed: int
+    config: ModelConfig
+    flow: Precision
+    weights: str
+    prompts: tuple[tuple[int, ...], ...]
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    schedules: tuple[Schedule, Schedule]
+    learning: Learning
+    updates: int
+
+    def __str__(self) -> str:
+        c = self.config
+        return (
+            f"{c.family} {c.num_layers} x {c.hidden_size}, {c.num_heads}/{c.num_kv_heads} heads of {c.head_dim}, "
+            f"rope {c.rope.kind}, {self.weights} weights, {self.flow.name}"
+        )
+
+
+def draw(seed: int) -> Case:
+    """The case of this seed."""
+    rng = Random(seed)
+    config = _model(rng)
+    lengths = _lengths(rng, config.max_positions)
+    prompts = _prompts(rng, lengths, config.vocab_size)
+    sampling = _sampling(rng)
+    ids = tuple(rng.sample([*range(40), *(2**32 - 1 - i for i in range(20))], len(prompts)))
+    schedules = _schedule(rng, lengths, sampling, config), _schedule(rng, lengths, sampling, config)
+    learning = Learning(rng.randrange(2**31), rng.choice((1, 1, 2, 3, 7)), rng.choice((1, 2)), rng.random() < 0.3)
+    flow = precision_from(_flow(rng, config.num_layers))
+    return Case(
+        seed, config, flow, rng.choice(KINDS), prompts, ids, sampling, schedules, learning, int(rng.random() < 0.4)
+    )
+
+
+def _model(rng: Random) -> ModelConfig:
+    family = rng.choice(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"))
+    layers, kv_heads = rng.randint(1, 3), rng.choice((1, 1, 2, 3))
+    bias = rng.random() < 0.3 and family in ("llama", "qwen3", "qwen3_moe")
+    inner = _size(rng)
+    return ModelConfig(
+        family=family,
+        vocab_size=rng.choice(VOCABULARIES),
+        hidden_size=_size(rng),
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=kv_heads * rng.choice((1, 2, 3, 4, 8)),
+        num_kv_heads=kv_heads,
+        head_dim=rng.choice((2, 4, 8, 12, 16, 20, 32, 36, 64, 80, 128)),
+        rms_eps=rng.choice((1e-5, 1e-6)),
+        rope=_rope(rng),
+        qkv_bias=bias or family == "qwen2",
+        o_bias=bias,
+        mlp_bias=family == "llama" and rng.random() < 0.3,
+        qk_norm=family.startswith("qwen3"),
+        tie_embeddings=rng.random() < 0.4,
+        max_positions=rng.choice((64, 96, 128, 640)),
+        eos_ids=(2,),
+        experts=_experts(rng, family, layers, inner),
+    )
+
+
+def _size(rng: Random) -> int:
+    """Of a hidden dimension: below, at and above the blocks of 128, mostly no multiple of anything."""
+    return rng.choice((16, 30, 36, 48, 64, 96, 128, 130, 144, 160, 200, 256, 258, 272, 330, 400))
+
+
+def _experts(rng: Random, family: str, layers: int, inner: int) -> Experts | None:
+    count = rng.choice((2, 3, 5, 8, 11))
+    chosen = rng.randint(1, min(count, 4))
+    if family == "mixtral":
+        return Experts(count, chosen, inner)
+    dense = tuple(layer for layer in range(1, layers) if rng.random() < 0.2)
+    return Experts(count, chosen, _size(rng) // 2, rng.random() < 0.5, dense) if family == "qwen3_moe" else None
+
+
+def _rope(rng: Random) -> Rope:
+    theta = rng.choice((100.0, 500.0, 1e4, 1e6))
+    scaled: dict[str, dict[str, float]] = {
+        "default": {},
+        "linear": {"factor": rng.choice((2.0, 2.5))},
+        "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 32},
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    }
+    kind = rng.choice(("default", "default", *scaled))
+    return Rope(theta, kind, tuple(sorted(scaled[kind].items())))
+
+
+def _flow(rng: Random, layers: int) -> dict[str, Any]:
+    """A unified flow: a preset, often with some of its options changed for both uses alike."""
+    preset = rng.choice(("bf16", "float32", "fp8", "fp8", "fp8-unified", "fp8-unified", "mxfp8", "nvfp4"))
+    choices: dict[str, tuple[Any, ...]] = {
+        "kv_cache": ("bf16", "e4m3", "e4m3-calibrated", "e4m3-calibrated"),
+        "query": ("bf16", "e4m3"),
+    }
+    if preset not in ("bf16", "float32"):
+        choices |= {
+            "bf16_first_layers": (0, 1),
+            "bf16_last_layers": (0, 1),
+            "bf16_layers": (rng.sample(LINEAR_LAYERS, rng.randint(1, 3)),),
+        }
+    if preset in ("fp8", "fp8-unified"):
+        choices |= {
+            "weight_scale": ("fp32", "ue8m0"),
+            "activation_scale": ("fp32", "ue8m0"),
+            "weight_granularity": ("128x128", "row", "tensor"),
+            "activation_granularity": ("1x128", "row"),
+        }
+    if preset in ("fp8", "fp8-unified", "mxfp8"):
+        choices |= {
+            "dgrad": ("fp8", "bf16"),
+            "wgrad": ("fp8", "bf16"),
+            "gradient_scale": ("fp32", "ue8m0"),
+            "gradient_format": ("e4m3", "e5m2"),
+        }
+    often = rng.choice((0.0, 0.2, 0.5))
+    return {"preset": preset} | {key: rng.choice(values) for key, values in choices.items() if rng.random() < often}
+
+
+def _lengths(rng: Random, positions: int) -> list[int]:
+    longest = min(positions - 24, rng.choice((8, 40, 40, 90, 600)))
+    lengths = [rng.randint(1, min(longest, 60)) for _ in range(rng.randint(1, 5))]
+    return [longest, *lengths] if longest > 60 else lengths
+
+
+def _prompts(rng: Random, lengths: list[int], vocabulary: int) -> tuple[tuple[int, ...], ...]:
+    """Random tokens, one token repeated, a short period, or the beginning of the longest prompt."""
+    whole = _tokens(rng, max(lengths), vocabulary)
+    prompts = []
+    for length in lengths:
+        kind = rng.choice(("random", "repeated", "period", "shared"))
+        period = _tokens(rng, {"repeated": 1, "period": rng.randint(2, 5)}.get(kind, length), vocabulary)
+        shared = rng.randint(0, length)
+        repeated = (period * length)[:length]
+        prompts.append((*whole[:shared], *repeated[shared:]) if kind == "shared" else repeated)
+    return tuple(prompts)
+
+
+def _tokens(rng: Random, count: int, vocabulary: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(3, vocabulary) for _ in range(count))
+
+
+def _sampling(rng: Random) -> Sampling:
+    plain = Sampling(
+        n=rng.randint(1, 5),
+        max_new_tokens=rng.choice((1, 2, 7, 13, 20)),
+        temperature=rng.choice((1.0, 1.0, 1.0, 0.7, 1.3, 0.05, 0)),
+        seed=rng.randrange(2**63),
+        stop=rng.choice(((), (), (), ("a",), ("e", "xy"))),
+        ignore_eos=rng.random() < 0.3,
+    )
+    if rng.random() < 0.9:
+        return plain
+    return replace(plain, top_k=rng.choice((0, 3)), top_p=rng.choice((1.0, 0.8)), min_p=rng.choice((0.0, 0.05)))
+
+
+def _schedule(rng: Random, lengths: list[int], sampling: Sampling, config: ModelConfig) -> Schedule:
+    """Mostly a tight one: few pages, so that sequences are preempted, and steps that cut prompts into chunks."""
+    page_size = rng.choice((1, 2, 3, 4, 5, 8, 16, 32))
+    limits = [min(sampling.max_new_tokens, config.max_positions - length) for length in lengths]
+    needed = [pages_needed(length, limit, page_size) for length, limit in zip(lengths, limits)]
+    everything = sum(needed) * sampling.n + len(needed)
+    sequences = len(lengths) * sampling.n
+    least = 1 + (sum(lengths) + sampling.n * sum(limits)) // _STEPS
+    return Schedule(
+        kv_pages=rng.choice((max(needed), max(needed) + rng.randint(0, max(needed)), everything)),
+        page_size=page_size,
+        max_batch_tokens=rng.choice((least, least + rng.randint(0, 30), 2048)),
+        max_sequences=rng.choice((1 + sequences // 4, rng.randint(1 + sequences // 3, sequences + 1), 512)),
+        order=tuple(rng.sample(range(len(lengths)), len(lengths))),
+        threads=rng.choice((1, 2)),
+    )

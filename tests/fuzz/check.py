@@ -1,0 +1,132 @@
+"""Run a case: roll out, compare with the learner's packed log-probabilities and with another schedule; all bits."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+
+from isobit.engine import Completion, Engine
+from isobit.model import Model, Tokenizer
+from isobit.rl import Sample
+from isobit.rl.forward import forward
+from isobit.rl.packing import pack
+
+from .cases import ALPHABET, Case, Schedule
+from .weights import fill
+
+Key = tuple[int, int]
+"""(prompt id, sample index)"""
+
+
+@dataclass
+class Found:
+    """What differed, in words, and how many log-probabilities were compared with the learner's."""
+
+    differences: list[str] = field(default_factory=list)
+    tokens: int = 0
+
+
+def check(case: Case, backend: str) -> Found:
+    """Everything that a case compares. Whatever is raised is a failure too, and the caller's."""
+    model = Model.init(case.config, Tokenizer.characters(ALPHABET), case.flow, 0, backend)
+    fill(model.named_parameters(), case.weights, case.seed)
+    model.transformer.recompute = case.learning.recompute
+    model.sync()
+    found = Found()
+    for version in range(case.updates + 1):
+        when = f" after {version} update" if version else ""
+        rolled = [_roll_out(model, case, schedule, not i) for i, schedule in enumerate(case.schedules)]
+        _compare_schedules(rolled[0], rolled[1], when, found)
+        learner = _learner(model, case, list(rolled[version % 2].values()), update=version < case.updates)
+        if not case.sampling.truncated:  # its probabilities are renormalized, and the learner's are not
+            _compare_learner(rolled[version % 2], learner, when, found)
+    return found
+
+
+def _roll_out(model: Model, case: Case, schedule: Schedule, calibrate: bool) -> dict[Key, Completion]:
+    torch.set_num_threads(schedule.threads)
+    engine = Engine(model, schedule.kv_pages, schedule.page_size, schedule.max_batch_tokens, schedule.max_sequences)
+    engine.record_routes = model.config.experts is not None
+    prompts = [list(case.prompts[i]) for i in schedule.order]
+    if calibrate:
+        engine.calibrate(prompts)
+    groups = engine.generate(prompts, case.sampling, [case.prompt_ids[i] for i in schedule.order])
+    engine.integrity()
+    return {(c.prompt_id, c.sample_index): c for group in groups for c in group}
+
+
+def _learner(model: Model, case: Case, completions: list[Completion], update: bool) -> dict[Key, torch.Tensor]:
+    """The learner's log-probabilities by key; with `update`, the masters then take a step, and the model is synced."""
+    learning = case.learning
+    torch.set_num_threads(learning.threads)
+    samples = [_sample(c) for c in completions]
+    rng = Random(learning.seed)
+    rng.shuffle(samples)
+    cuts = sorted(rng.choices(range(1, len(samples) + 1), k=learning.parts - 1))
+    parts = [samples[a:b] for a, b in zip([0, *cuts], [*cuts, len(samples)]) if b > a]
+    temperature = 1.0 if case.sampling.greedy else case.sampling.temperature
+    results: dict[Key, torch.Tensor] = {}
+    for part in parts:
+        logprobs, entropy = forward(model, pack(part), temperature)
+        if update:
+            (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        rows = logprobs.detach().split([len(s.completion_ids) for s in part])
+        results |= {(s.prompt_index, s.sample_index): row for s, row in zip(part, rows)}
+    if update:
+        _step(model)
+    return results
+
+
+@torch.no_grad()
+def _step(model: Model) -> None:
+    """Every master moves by a hundredth of its size, along its gradient."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and (norm := float(parameter.grad.norm())) > 0:
+            parameter.add_(parameter.grad, alpha=0.01 * float(parameter.norm()) / norm)
+            parameter.grad = None
+    model.sync()
+
+
+def _sample(c: Completion) -> Sample:
+    return Sample(
+        prompt_index=c.prompt_id,
+        sample_index=c.sample_index,
+        prompt_ids=tuple(c.prompt_token_ids),
+        completion_ids=tuple(c.token_ids),
+        rollout_logprobs=tuple(c.logprobs),
+        completion=c.text,
+        truncated=c.finish_reason == "length",
+        weights_version=c.weights_version,
+    )
+
+
+def _compare_schedules(left: dict[Key, Completion], right: dict[Key, Completion], when: str, found: Found) -> None:
+    other = [key for key, c in left.items() if c.token_ids != right[key].token_ids]
+    if other:
+        found.differences.append(
+            f"{len(other)} of {len(left)} completions have other tokens under the second schedule{when}, the first: "
+            f"prompt id {other[0][0]}, sample {other[0][1]}"
+        )
+        return
+    differing = [key for key, c in left.items() if c != right[key]]
+    if differing:
+        names = sorted({n for key in differing for n, v in vars(left[key]).items() if v != getattr(right[key], n)})
+        found.differences.append(
+            f"{', '.join(names)} of {len(differing)} of {len(left)} completions differ under the second schedule{when}"
+        )
+
+
+def _compare_learner(rolled: dict[Key, Completion], learner: dict[Key, torch.Tensor], when: str, found: Found) -> None:
+    differing, first = 0, ""
+    for key, completion in rolled.items():
+        recorded = torch.tensor(completion.logprobs, dtype=torch.float32)
+        assert recorded.shape == learner[key].shape
+        unlike = (recorded.view(torch.int32) != learner[key].view(torch.int32)).nonzero().flatten().tolist()
+        if unlike and not differing:
+            i = unlike[0]
+            first = f"prompt id {key[0]}, sample {key[1]}, token {i}: {recorded[i]:.9g} and {learner[key][i]:.9g}"
+        differing += len(unlike)
+        found.tokens += len(recorded)
+    if differing:
+        total = sum(len(c.token_ids) for c in rolled.values())
+        found.differences.append(f"{differing} of {total} log-probabilities are not the learner's{when}, first {first}")

@@ -1,0 +1,127 @@
+"""A minute of fuzzing, and the controls: with a broken part the fuzzer must say so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.engine import Engine
+from isobit.engine.scheduler import Scheduler
+from isobit.kernels.native.ops import available
+from tests.engine.helpers import require
+
+from . import cases
+from .__main__ import fuzz, main
+from .weights import KINDS
+
+BACKENDS = ("native", "reference")
+SEED = 20260901
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_a_minute_without_a_differing_bit(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    require(backend)
+    assert main(["--backend", backend, "--seed", str(SEED), "--minutes", "0.5", "--cases", "400"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"backend {backend}, cases from seed {SEED} on"
+    assert " cases, 0 failures, " in printed[-1]
+    assert not printed[-1].startswith("0 ")
+
+
+def _activation_scale_per_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = {"preset": "fp8-unified", "activation_granularity": "tensor"}
+    monkeypatch.setattr(cases, "_flow", lambda *_: flow)
+    monkeypatch.setattr(cases, "KINDS", ("normal",))
+
+
+def _stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = Engine.generate
+
+    @torch.no_grad()
+    def then_change(self: Engine, *arguments: Any) -> Any:
+        groups = generate(self, *arguments)
+        for parameter in self.model.parameters():
+            parameter.mul_(1.5)
+        self.model.sync()
+        return groups
+
+    monkeypatch.setattr(Engine, "generate", then_change)
+    monkeypatch.setattr(cases, "_flow", lambda *_: {"preset": "bf16"})
+
+
+def _tokens_by_place_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "key", lambda self, i: (self.seed, i // self.n, i % self.n))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "least", "said"),
+    [
+        (_activation_scale_per_tensor, 3, "log-probabilities are not the learner's"),
+        (_stale_weights, 3, "log-probabilities are not the learner's"),
+        (_tokens_by_place_in_the_call, 1, "have other tokens under the second schedule"),
+    ],
+)
+def test_negative_control_a_broken_part_is_found(
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    least: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    backend = "native" if available()[0] else "reference"
+    break_it(monkeypatch)
+    assert main(["--backend", backend, "--seed", str(SEED), "--cases", "5"]) == 1
+    failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED seed ")]
+    assert len(failures) >= least
+    assert any(said in line for line in failures)
+    # each line carries what repeats it alone
+    command = failures[0].rpartition("python -m tests.fuzz ")[2].split()
+    assert command[:2] == ["--backend", backend]
+    assert main(command) == 1
+    assert failures[0] in capsys.readouterr().out.splitlines()
+
+
+def test_a_crash_is_a_failure_and_the_next_case_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("of no use")
+
+    monkeypatch.setattr("tests.fuzz.__main__.check", fail)
+    said: list[str] = []
+    totals = fuzz("reference", 7, cases=2, say=said.append)
+    assert str(totals) == "2 cases, 2 failures, 0 tokens compared"
+    assert [line.partition(" (")[0] for line in said] == [
+        f"FAILED seed {seed}: ZeroDivisionError: of no use" for seed in (7, 8)
+    ]
+
+
+def test_cases_repeat_and_cover_what_they_should() -> None:
+    drawn = [cases.draw(seed) for seed in range(400)]
+    assert drawn == [cases.draw(seed) for seed in range(400)]
+    assert all(case.flow.unified and case.flow.varies_with_batch() is None for case in drawn)
+    assert {case.config.family for case in drawn} == {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
+    assert {case.weights for case in drawn} == set(KINDS)
+    assert {case.config.rope.kind for case in drawn} == {"default", "linear", "llama3", "yarn"}
+    assert {case.flow.name.partition("[")[0] for case in drawn} == {
+        "bf16",
+        "float32",
+        "fp8",
+        "fp8-unified",
+        "mxfp8",
+        "nvfp4",
+    }
+    for what in (
+        [case.flow.calibrated for case in drawn],
+        [case.flow.learner.query is not None for case in drawn],
+        [bool(case.flow.bf16_layers) for case in drawn],
+        [case.flow.bf16_first_layers > 0 for case in drawn],
+        [case.config.hidden_size > 128 for case in drawn],
+        [case.config.tie_embeddings for case in drawn],
+        [case.sampling.truncated for case in drawn],
+        [case.updates > 0 for case in drawn],
+        [case.learning.recompute for case in drawn],
+        [any(len(set(prompt)) == 1 < len(prompt) for prompt in case.prompts) for case in drawn],
+        [max(map(len, case.prompts)) > 256 for case in drawn],
+    ):  # fmt: skip
+        assert 10 < sum(what) < 390
