@@ -63,6 +63,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm={correction: token_tis, recompute_old_logprobs: never}", "makes equal"),
         ("algorithm.correction={weight: token, cap: 1, floor: 2}", "floor 2.0 exceeds cap 1.0"),
         ("algorithm.kl_in_reward=true", "needs a kl_coefficient above 0"),
+        ("algorithm={kl_coefficient: 0.1, kl_estimator: k1}", "take k2 or k3"),
         ("algorithm={preset: cispo, dual_clip: 3}", "leave one of them out"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: input should be greater than 1"),
         ("algorithm.correction={cap: 2}", "need a weight"),

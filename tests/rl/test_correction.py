@@ -18,6 +18,8 @@ from isobit.rl.correction import (
     Rejection,
     correct,
     correction_metrics,
+    small_step,
+    step_metrics,
 )
 
 
@@ -51,9 +53,12 @@ def test_a_sequence_has_one_weight_the_product_of_its_ratios() -> None:
     close(found.untruncated, [0.25, 0.25, 1.5, 1.5, 1.5, 4.0])
 
 
-def test_normalized_weights_have_mean_one_over_what_is_kept() -> None:
+def test_normalized_weights_have_mean_one_before_anything_is_rejected() -> None:
+    """Over tokens; of sequences, over sequences, however long they are."""
     rule = CorrectionRule("token", cap=3.0, normalize=True, rejection=Rejection(high=5.0))
-    close(of_ratios(rule, [1.0, 2.0, 9.0]).weights, [1 / 1.5, 2 / 1.5, 0.0])
+    close(of_ratios(rule, [1.0, 2.0, 9.0]).weights, [1 / 2, 2 / 2, 0.0])
+    sequences = CorrectionRule("sequence", cap=3.0, normalize=True)
+    close(of_ratios(sequences, [1.0, 1.0, 1.0], [], [2.0]).weights, [1 / 1.5] * 3 + [2 / 1.5])
 
 
 def test_token_rejection_is_asymmetric_and_keeps_its_bounds() -> None:
@@ -89,6 +94,7 @@ def test_ratios_of_sequences(level: str, low: float, high: float, expected: list
         ("k2", lambda lr: lr * lr / 2),
         ("k3", lambda lr: math.exp(lr) - 1 - lr),
         ("ratio", lambda lr: math.exp(lr)),
+        ("inverse_ratio", lambda lr: math.exp(-lr)),
     ],
 )
 def test_divergences_per_token_and_sequence(measure: str, values: object) -> None:
@@ -99,8 +105,8 @@ def test_divergences_per_token_and_sequence(measure: str, values: object) -> Non
         below = kept(Rejection(measure, "token", low=value - 1e-5), ratios)
         assert above == [v <= value + 1e-5 for v in by_hand]
         assert below == [v >= value - 1e-5 for v in by_hand]
-    if measure == "ratio":
-        return  # of a sequence: above
+    if "ratio" in measure:
+        return  # of a sequence: above, and tests/rl/test_sources.py
     for level, total in (
         ("sequence_sum", sum(by_hand)),
         ("sequence_mean", sum(by_hand) / 3),
@@ -182,6 +188,23 @@ def test_a_sequence_does_not_depend_on_the_others(
     whole = correct(rule, flat, torch.zeros_like(flat), [len(row) for row in rows]).weights
     alone = [correct(rule, torch.tensor(row), torch.zeros(len(row)), [len(row)]).weights for row in rows]
     assert torch.equal(whole, torch.cat(alone))
+
+
+def test_what_a_correction_leaves_of_the_step_is_measured_and_said() -> None:
+    """Two of three completions are out, which had 2 + 2 of 5 of the advantages; the last has the weight 1.5."""
+    rule = CORRECTIONS["sequence_mis"]
+    found = of_ratios(rule, [3.0, 1.0], [], [0.2], [1.5, 1.0])
+    advantages = torch.tensor([1.0, 1.0, -2.0, 0.5, 0.5])
+    metrics = step_metrics(found, advantages, [2, 0, 1, 2])
+    assert metrics["correction/kept_fraction"] == pytest.approx(1 / 3)
+    assert metrics["correction/effective_step"] == pytest.approx(1.5 / 5, rel=1e-6)
+    assert "keeps 33% of the completions and 30% of the step's size" in str(small_step(rule, metrics))
+    assert "sequence_mis" in str(small_step(rule, metrics))
+    whole = step_metrics(of_ratios(rule, [1.0, 1.0], [], [1.0], [1.0, 1.0]), advantages, [2, 0, 1, 2])
+    assert whole == {"correction/kept_fraction": 1.0, "correction/effective_step": 1.0}
+    assert small_step(rule, whole) is None
+    assert small_step(rule, {}) is None  # no correction
+    assert step_metrics(found, advantages * 0, [2, 0, 1, 2]) == {}
 
 
 def test_rules_have_readable_names() -> None:

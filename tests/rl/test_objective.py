@@ -36,7 +36,7 @@ def test_presets_are_the_papers() -> None:
 def test_the_config_has_the_same_fields_and_defaults() -> None:
     given = AlgorithmConfig().model_dump()
     shared = {key: value for key, value in given.items() if key in Objective.__dataclass_fields__ and value is not None}
-    assert {"kl_coefficient", "kl_estimator", "updates_per_batch", "epochs"} <= shared.keys()
+    assert {"kl_coefficient", "kl_in_reward", "updates_per_batch", "epochs"} <= shared.keys()
     defaults = {key: getattr(Objective(), key) for key in shared if key != "correction"}
     assert defaults == {key: value for key, value in shared.items() if key != "correction"}
 

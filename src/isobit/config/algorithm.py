@@ -10,7 +10,10 @@ from isobit.config.sections import Section
 class RejectionConfig(Section):
     """Which tokens or sequences a correction leaves out: those whose value is outside [low, high]."""
 
-    measure: Literal["ratio", "k1", "k2", "k3"] = Field("ratio", description="of log learner - log rollout")
+    measure: Literal["ratio", "inverse_ratio", "k1", "k2", "k3", "binary_kl"] = Field(
+        "ratio",
+        description="of learner to rollout; inverse_ratio: of rollout to learner, as verl's k1 modes are bounded",
+    )
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
     low: float | None = None
     high: float | None = None
@@ -30,7 +33,7 @@ class CorrectionConfig(Section):
     weight: Literal["none", "token", "sequence"] = "none"
     cap: float | None = Field(None, gt=0, description="largest weight; default: none")
     floor: float = Field(0.0, ge=0, description="smallest weight")
-    normalize: bool = Field(False, description="divide weights by their mean over the batch")
+    normalize: bool = Field(False, description="divide weights by their mean over the batch, rejected ones included")
     rejection: RejectionConfig | None = None
     veto: float = Field(0.0, ge=0, lt=1, description="a sequence is out if any token's ratio is below this; 0: off")
 
@@ -46,7 +49,15 @@ class CorrectionConfig(Section):
 
 
 CorrectionName = Literal[
-    "auto", "none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric_mask", "k3_mask"
+    "auto",
+    "none",
+    "token_tis",
+    "sequence_tis",
+    "token_mis",
+    "sequence_mis",
+    "geometric_mask",
+    "k3_mask",
+    "binary_kl_mask",
 ]
 
 
@@ -75,10 +86,10 @@ class AlgorithmConfig(Section):
     overlong_buffer: int = Field(0, ge=0, description="tokens before the limit, penalized softly; 0: off")
     overlong_penalty: float = Field(1.0, ge=0)
     kl_coefficient: float = Field(0.0, ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_in_reward: bool = Field(
-        False, description="take k1, summed over the completion, from the reward; not in the loss"
+    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] | None = Field(
+        None, description="default: k3 in the loss, k1 in the reward; low_var_kl: k3, at most 10"
     )
+    kl_in_reward: bool = Field(False, description="take the KL from the reward, token by token; not in the loss")
     correction: Correction = Field("auto", description="auto: the precision preset's; a name; or a rule of your own")
     recompute_old_logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: never under a unified precision, whose rollout log-probabilities are the old ones"
@@ -95,3 +106,12 @@ class AlgorithmConfig(Section):
     shadow_calibrates_clip: bool = Field(False, description="widen the clip so that it clips what BF16 would clip")
     updates_per_batch: int = Field(1, ge=1, description="optimizer steps per pass over a rollout batch")
     epochs: int = Field(1, ge=1, description="passes over a rollout batch")
+
+    @model_validator(mode="after")
+    def _pulls(self) -> "AlgorithmConfig":
+        if self.kl_estimator == "k1" and self.kl_coefficient and not self.kl_in_reward:
+            raise ValueError(
+                "kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
+                "take k2 or k3, or charge it to the reward with kl_in_reward: true"
+            )
+        return self

@@ -1,34 +1,41 @@
 """Importance weights and rejection between the policy that sampled and the learner's, where the two differ.
 
 A correction is a weight and a rejection, each on its own: both multiply the per-token loss and carry no gradient. All
-is said in lr = log π_old - log π_rollout per token, clamped to ±20 before any exponential (veRL's safety bound), and
-bounds are bounds on the ratio π_old/π_rollout. Rejected tokens stay in the denominator of the loss. Under a unified
+is said in lr = log π_old - log π_rollout per token, clamped to ±20 before any exponential (veRL's safety bound). Bounds
+on `ratio` are bounds on π_old/π_rollout, those on `inverse_ratio` bounds on π_rollout/π_old, which is what veRL's are
+on in its modes `*_k1`. Rejected tokens stay in the denominator of the loss. Under a unified
 precision lr is 0 and there is nothing to correct. Left out: the metrics of the mismatch itself (`mismatch.py`).
 
 Sources: token and sequence TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-training"; masks: Liu et al. 2025, "When speed kills stability"; IcePop: Ling team 2025.
+training"; masks: Liu et al. 2025, "When speed kills stability"; IcePop: Ling team 2025; KPop, which is binary_kl per
+token: Guo et al. 2026, as AReaL's `compute_binary_kl_divergence` writes it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+LEAST_STEP = 0.5
+"""Of the step without a correction: below it a run warns."""
 WEIGHTS = ("none", "token", "sequence")
-MEASURES = ("ratio", "k1", "k2", "k3")
+MEASURES = ("ratio", "inverse_ratio", "k1", "k2", "k3", "binary_kl")
 LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 _LOG_RATIO_LIMIT = 20.0
+_LEAST_PROBABILITY = 1e-8  # of a token and of its complement, in binary_kl
 
 
 @dataclass(frozen=True)
 class Rejection:
     """Keep what has `low` <= value <= `high`.
 
-    `measure` per token: ratio = exp(lr), k1 = -lr, k2 = lr²/2, k3 = exp(lr) - 1 - lr. `level`: the token's own value,
-    or that of its sequence: the sum, the mean or the maximum over its tokens. A sequence's ratio is exp of the sum or
-    of the mean (the geometric mean) of lr; its maximum is that of the tokens' ratios.
+    `measure` per token: ratio = exp(lr), inverse_ratio = exp(-lr), k1 = -lr, k2 = lr²/2, k3 = exp(lr) - 1 - lr, and
+    binary_kl = max(KL(p ‖ q), KL(q ‖ p)) of the two events "this token" and "any other", whose probability is p under
+    the old policy and q under the rollout's, both within [1e-8, 1 - 1e-8]. `level`: the token's own value, or that of
+    its sequence: the sum, the mean or the maximum over its tokens. A sequence's ratio is exp of the sum or of the mean
+    (the geometric mean) of lr; its maximum is that of the tokens' ratios.
     """
 
     measure: str = "ratio"
@@ -40,8 +47,9 @@ class Rejection:
 @dataclass(frozen=True)
 class CorrectionRule:
     """`weight`: none (1), token (exp(lr)) or sequence (exp of the sum of lr, for all its tokens); clamped to [`floor`,
-    `cap`]; with `normalize` divided by its mean over the batch. `rejection`, and `veto`: a sequence is out if any of
-    its tokens has a ratio below it."""
+    `cap`]; with `normalize` divided by its mean over the batch before anything is rejected: over all tokens, or, for
+    weights of sequences, over all sequences that have tokens. `rejection`, and `veto`: a sequence is out if any of its
+    tokens has a ratio below it."""
 
     weight: str = "none"
     cap: float = math.inf
@@ -68,8 +76,9 @@ CORRECTIONS: dict[str, CorrectionRule] = {
     "sequence_mis": CorrectionRule("sequence", cap=2.0, rejection=Rejection("ratio", "sequence_sum", 0.5, 2.0)),
     "geometric_mask": CorrectionRule("token", rejection=Rejection("ratio", "sequence_mean", 0.999, 1.002)),
     "k3_mask": CorrectionRule(rejection=Rejection("k3", "sequence_mean", high=0.01)),
+    "binary_kl_mask": CorrectionRule(rejection=Rejection("binary_kl", "token", high=0.1)),
 }
-"""Named rules with the field's defaults; token_mis is IcePop, geometric_mask is seq-mask-TIS."""
+"""Named rules with the field's defaults; token_mis is IcePop, geometric_mask seq-mask-TIS, binary_kl_mask KPop."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +105,9 @@ def correct(rule: CorrectionRule, old_logprobs: Tensor, rollout_logprobs: Tensor
         untruncated = _exp(lr)
     weights = torch.ones_like(lr) if rule.weight == "none" else untruncated.clamp(rule.floor, rule.cap)
     clipped = torch.zeros_like(lr, dtype=torch.bool) if rule.weight == "none" else weights != untruncated
-    kept = _kept(rule, lr, counts, sequence)
-    if rule.normalize and bool(kept.any()):
-        weights = weights / weights[kept].mean()
+    kept = _kept(rule, old_logprobs, rollout_logprobs, counts, sequence)
+    if rule.normalize:
+        weights = weights / _mean_weight(weights, rule.weight, counts)
     weights = torch.where(kept, weights, 0.0)
     return Correction(weights.float(), untruncated.float(), clipped, kept)
 
@@ -117,10 +126,48 @@ def correction_metrics(correction: Correction) -> dict[str, float]:
     }
 
 
-def _kept(rule: CorrectionRule, lr: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
+def step_metrics(correction: Correction, advantages: Tensor, lengths: Sequence[int]) -> dict[str, float]:
+    """What a correction leaves of the step: the fraction of completions with a token that it kept, and Σ w·|A| / Σ |A|
+    over the tokens, w the weights and A the `advantages` [tokens]; nothing where no advantage differs from 0."""
+    sizes = advantages.double().abs()
+    if not bool(sizes.any()):
+        return {}
+    kept = [bool(part.any()) for part in correction.kept.split(list(lengths)) if part.numel()]
+    left = float((correction.weights.double() * sizes).sum() / sizes.sum())
+    return {"correction/kept_fraction": sum(kept) / len(kept), "correction/effective_step": left}
+
+
+def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None:
+    """One line that warns of a correction that leaves little of the step."""
+    left = metrics.get("correction/effective_step", 1.0)
+    if left >= LEAST_STEP:
+        return None
+    kept = metrics["correction/kept_fraction"]
+    return (
+        f"algorithm.correction ({rule}) keeps {kept:.0%} of the completions and {left:.0%} of the step's size: "
+        "widen its bounds, or take token_tis, or precision: fp8, which needs none "
+        "(said once; the metrics have correction/effective_step)"
+    )
+
+
+def _mean_weight(weights: Tensor, kind: str, counts: Tensor) -> Tensor:
+    """Over tokens, or over sequences; 1 where there is nothing to divide by (veRL's bound)."""
+    if kind == "sequence":
+        filled = counts[counts > 0]
+        weights = weights[filled.cumsum(0) - 1]  # one of each sequence, whose tokens have it in common
+    mean = weights.mean()
+    return torch.where(mean > 1e-8, mean, 1.0)
+
+
+def _kept(rule: CorrectionRule, old: Tensor, rollout: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
+    lr = (old - rollout).double()
     kept = torch.ones(lr.shape, dtype=torch.bool)
     if rule.rejection is not None:
-        value = _measured(rule.rejection, lr, counts, sequence)
+        if rule.rejection.measure == "binary_kl":
+            divergence = _binary_kl(old, rollout)
+            value = _of_level(rule.rejection.level, divergence, counts, sequence)
+        else:
+            value = _measured(rule.rejection, lr, counts, sequence)
         kept &= (value >= rule.rejection.low) & (value <= rule.rejection.high)
     if rule.veto > 0:
         vetoed = torch.zeros(len(counts), dtype=torch.bool)
@@ -130,19 +177,35 @@ def _kept(rule: CorrectionRule, lr: Tensor, counts: Tensor, sequence: Tensor) ->
 
 
 def _measured(rejection: Rejection, lr: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
-    """The rejection's value for every token."""
-    if rejection.measure == "ratio" and rejection.level in ("sequence_sum", "sequence_mean"):
-        return _exp(_over_sequences(lr, rejection.level, counts, sequence))[sequence]
+    """The rejection's value for every token, of what is a function of lr."""
+    measure, level = rejection.measure, rejection.level
+    if measure in ("ratio", "inverse_ratio"):
+        signed = lr if measure == "ratio" else -lr
+        if level == "sequence_max":
+            return _of_level(level, _exp(signed), counts, sequence)
+        return _exp(_of_level(level, signed, counts, sequence))
     bounded = lr.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     values = {
-        "ratio": lambda: torch.exp(bounded),
         "k1": lambda: -bounded,
         "k2": lambda: 0.5 * bounded * bounded,
         "k3": lambda: torch.expm1(bounded) - bounded,
-    }[rejection.measure]()
-    if rejection.level == "token":
-        return values
-    return _over_sequences(values, rejection.level, counts, sequence)[sequence]
+    }[measure]()
+    return _of_level(level, values, counts, sequence)
+
+
+def _binary_kl(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    """The larger of the two divergences between Bernoulli distributions; [tokens] float64."""
+    p, q = (
+        torch.exp(logprobs.double()).clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
+        for logprobs in (old_logprobs, rollout_logprobs)
+    )
+    tokens, others = torch.log(p / q), torch.log((1 - p) / (1 - q))
+    return torch.maximum(p * tokens + (1 - p) * others, -q * tokens - (1 - q) * others)
+
+
+def _of_level(level: str, values: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
+    """A token's own value, or its sequence's."""
+    return values if level == "token" else _over_sequences(values, level, counts, sequence)[sequence]
 
 
 def _over_sequences(values: Tensor, level: str, counts: Tensor, sequence: Tensor) -> Tensor:

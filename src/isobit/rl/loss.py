@@ -14,8 +14,10 @@ from torch import Tensor
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 SURROGATES = ("clip", "cispo")
 RATIOS = ("token", "sequence")
-KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
 _LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
+_SEQUENCE_LIMIT = 10.0  # veRL's, of the mean log ratio of a sequence
+_LOW_VARIANCE_LIMIT = 10.0  # veRL's and NeMo RL's, of a token's KL
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,17 @@ def policy_loss(
     clip_high > clip_low DAPO's clip-higher), for A < 0 at most dual_clip·|A| (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     cispo: -clip(ratio)·A·log policy, no gradient through the clipped ratio (MiniMax 2025, arXiv 2506.13585, eq. 4).
     With `sequence` (the number of each token's sequence, from 0 on) the ratio is one for the whole sequence, exp of the
-    mean over its tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, eq. 7). `weights` (importance weights of the
-    rollout, no gradient) multiply the result. The log of the ratio is bounded to ±20 before exp; beyond, the clipped
-    surrogate has no gradient.
+    mean over its tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, eq. 7), of which each token carries its own part of
+    the gradient (GSPO-token, eq. 13 and 14; veRL's form): the sum over a sequence is the same, and a weight or an
+    advantage of one token reaches that token. `weights` (importance weights of the rollout, no gradient) multiply the
+    result. The log of the ratio is bounded to ±20 before exp, of a sequence to 10 above; beyond, the clipped surrogate
+    has no gradient.
     """
     assert surrogate in SURROGATES
     log_ratio = policy_logprobs - old_logprobs
     if sequence is not None:
-        log_ratio = _mean_of_sequence(log_ratio, sequence)
+        mean = _mean_of_sequence(log_ratio.detach(), sequence)
+        log_ratio = (policy_logprobs - policy_logprobs.detach() + mean).clamp(max=_SEQUENCE_LIMIT)
     ratio = torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
     bounded_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     if surrogate == "cispo":
@@ -82,13 +87,17 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
     With d = log reference - log policy: k1 = -d, k2 = d²/2, k3 = e^d - d - 1 (constant above d = 20, where e^d would
     drown the batch). As a term of the loss the gradients by log policy are 1, -d and 1 - e^d: that of k2 estimates the
     gradient of KL(policy ‖ reference), that of k3 the gradient of KL(reference ‖ policy), and that of k1 is 0 in the
-    mean: k1 is for measuring.
+    mean: k1 is for the reward. low_var_kl is k3 as veRL and NeMo RL bound it: d within ±20, the value at most 10, and
+    beyond either no gradient.
     """
     difference = reference_logprobs - policy_logprobs
     if estimator == "k1":
         return -difference
     if estimator == "k2":
         return 0.5 * difference * difference
+    if estimator == "low_var_kl":
+        difference = difference.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+        return (torch.exp(difference) - difference - 1.0).clamp(max=_LOW_VARIANCE_LIMIT)
     assert estimator == "k3"
     difference = difference.clamp(max=_LOG_RATIO_LIMIT)
     return torch.exp(difference) - difference - 1.0

@@ -193,6 +193,8 @@ def objective_of(config: Config, model: Model) -> Objective:
     algorithm = config.algorithm
     given = {key: value for key, value in algorithm.model_dump().items() if value is not None}
     known = {key: given[key] for key in given if key in Objective.__dataclass_fields__ and key != "correction"}
+    if algorithm.kl_in_reward:
+        known.setdefault("kl_estimator", "k1")
     sampling = config.sampling
     objective = replace(
         OBJECTIVES[algorithm.preset],
