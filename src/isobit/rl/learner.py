@@ -24,7 +24,7 @@ from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder
 from isobit.model.moe import RouteTape, decode_routes
-from isobit.rl.correction import correct, correction_metrics
+from isobit.rl.correction import correct, correction_metrics, step_metrics
 from isobit.rl.forward import forward
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
@@ -198,7 +198,8 @@ class Learner:
         lengths = [len(r) for r in rollout]
         if self.objective.correction.active and any(lengths):
             correction = correct(self.objective.correction, torch.cat(batch.old), torch.cat(rollout), lengths)
-            metrics |= correction_metrics(correction)
+            credit = torch.repeat_interleave(torch.tensor(advantages, dtype=torch.float32), torch.tensor(lengths))
+            metrics |= correction_metrics(correction) | step_metrics(correction, credit, lengths)
             batch.weights = list(correction.weights.split(lengths))
         return batch
 

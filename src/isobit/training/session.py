@@ -20,6 +20,7 @@ from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
+from isobit.rl.correction import small_step
 from isobit.run import Interruption, Run
 from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, staleness_metrics
 from isobit.trackers.process import Trackers
@@ -68,6 +69,7 @@ class Session:
         self._metrics: dict[str, float] = {}
         self._weights: WeightTotals
         self._began = 0.0
+        self._warned = False
         self.saved_step: int | None = None
         self._stack = ExitStack()
 
@@ -184,6 +186,10 @@ class Session:
         self.parts.calibrator.learner_amax = self.parts.learner.kv_amax
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
         self._metrics["throughput/learn_tokens_per_s"] = tokens / max(self._metrics["time/learn"], 1e-9)
+        warning = small_step(self.objective.correction, learned)
+        if warning is not None and not self._warned:
+            self._warned = True
+            self.display.note(f"step {self.state.step + 1}: {warning}")
         return learned
 
     def record(self, batch: StepBatch, learned: dict[str, float]) -> None:
