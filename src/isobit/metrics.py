@@ -13,7 +13,7 @@ METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the scored completions",
     "reward/std": "their standard deviation (over n - 1)",
     "reward/function/*": "mean of one reward function, unweighted",
-    "reward/reference_kl": "log π_rollout - log π_reference of a completion, which the reward pays for; mean over them",
+    "reward/reference_kl": "KL to the reference, by kl_estimator, that the reward of a completion pays for; mean",
     "accuracy/held_out": "greedy completions of the held-out split whose reward is at least 1, as a fraction",
     "reward/held_out": "mean reward of the greedy completions of the held-out split",
     "accuracy/pass_at_*": "pass@k on the held-out split, from samples: the chance that one of k is correct (unbiased)",

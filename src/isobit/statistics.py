@@ -33,7 +33,7 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
     for name in sorted({name for s in samples for name in s.rewards}):
         values = [value for s in samples if (value := s.rewards.get(name)) is not None]
         metrics[f"reward/function/{name}"] = _mean(values)
-    distances = [s.reference_kl for s in samples if s.reference_kl is not None]
+    distances = [math.fsum(s.reference_kl) for s in samples if s.reference_kl is not None]
     if distances:
         metrics["reward/reference_kl"] = _mean(distances)
     return metrics

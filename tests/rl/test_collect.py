@@ -69,7 +69,7 @@ def test_the_overlong_penalty_shapes_advantages_and_not_rewards() -> None:
 
 def test_kl_in_the_reward_shapes_the_credit() -> None:
     """Rewards 1 and 1 with distances 2 and 4 at 0.25 are 0.5 and 0: without the penalty there is nothing to learn."""
-    samples = [replace(s, reference_kl=kl) for s, kl in zip(group(0, 1.0, 1.0), (2.0, 4.0))]
+    samples = [replace(s, reference_kl=kl) for s, kl in zip(group(0, 1.0, 1.0), ((0.5, 0.5, 1.0), (1.0, 0.0, 3.0)))]
     objective = Objective(advantage="dr_grpo", kl_coefficient=0.25, kl_in_reward=True)
     assert assign_credit([samples], objective)[1] == pytest.approx([0.25, -0.25])
     assert assign_credit([samples], replace(objective, kl_in_reward=False))[1] == [0.0, 0.0]

@@ -1,5 +1,6 @@
 """From scored groups to what the learner takes: which groups fill a step, and the credit of each sample."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,5 +117,5 @@ def _shaping(sample: Sample, objective: Objective) -> float:
     shaping = overlong_penalty(length, limit, objective.overlong_buffer, objective.overlong_penalty)
     if objective.kl_in_reward and sample.reward is not None:
         assert sample.reference_kl is not None, "the reference has not seen this sample"
-        shaping -= objective.kl_coefficient * sample.reference_kl
+        shaping -= objective.kl_coefficient * math.fsum(sample.reference_kl)
     return shaping

@@ -1,7 +1,8 @@
 """The learner: one rollout batch in, some optimizer steps, metrics out.
 
 Old log-probabilities are the rollout's own under a unified precision, where they are the learner's bit for bit (the
-mismatch metrics of the first optimizer step prove it in every batch), and recomputed before any update otherwise.
+mismatch metrics of the first optimizer step prove it in every batch), and recomputed before any update otherwise: once,
+also where the KL in the reward has asked for them before (`reference_kl`).
 Between optimizer steps the working weights are requantized; after the last one that is the training loop's `sync`.
 
 The gradient is that of the whole optimizer batch, however it is split into micro-batches: up to the rounding of sums,
@@ -15,7 +16,6 @@ Left out: rewards and rollouts.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -24,47 +24,17 @@ from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder
 from isobit.model.moe import RouteTape, decode_routes
+from isobit.rl.batch import Advantage, Batch, per_token
 from isobit.rl.correction import correct, correction_metrics, step_metrics
 from isobit.rl.forward import forward
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
-from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer, learning_rate
 from isobit.rl.packing import PackedBatch, micro_batches, minibatches, pack
 from isobit.rl.routing import RoutingTotals
 from isobit.rl.samples import Sample
 from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Per sample: fixed log-probabilities [completion tokens] that the loss compares with; `fresh`: it has to be of the
-    weights that learning begins with, so that a difference is a mismatch."""
-
-    samples: Sequence[Sample]
-    advantages: Sequence[float]
-    rollout: list[Tensor]
-    old: list[Tensor]
-    fresh: list[bool]
-    reference: list[Tensor] | None = None
-    weights: list[Tensor] | None = None
-
-
-@dataclass(eq=False)
-class _Totals:
-    """Sums over the tokens of one or more optimizer steps, and the norm of each step's gradient."""
-
-    loss: float = 0.0
-    kl: float = 0.0
-    entropy: float = 0.0
-    clipped: int = 0
-    tokens: int = 0
-    norms: list[float] = field(default_factory=list)
-    skipped: int = 0
-
-    def add(self, other: "_Totals") -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+from isobit.rl.totals import Totals
 
 
 class Learner:
@@ -96,8 +66,10 @@ class Learner:
         self.compared: dict[tuple[int, int], list[float]] = {}
         self.clip_bounds = (objective.clip_low, objective.clip_high)
         self._routing = RoutingTotals()
+        self._old: dict[tuple[int, int], Tensor] = {}
+        self._old_version = model.weights_version
 
-    def learn(self, samples: Sequence[Sample], advantages: Sequence[float], step: int) -> dict[str, float]:
+    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> dict[str, float]:
         """`optimize`, recording the amax of keys and values where they are calibrated from it."""
         precision, transformer = self.model.precision, self.model.transformer
         if not (precision.calibrated and precision.calibration.side == "learner"):
@@ -110,7 +82,7 @@ class Learner:
             if recorder.batches:
                 self.kv_amax = recorder.amax(precision.calibration.percentile)
 
-    def optimize(self, samples: Sequence[Sample], advantages: Sequence[float], step: int) -> dict[str, float]:
+    def optimize(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> dict[str, float]:
         """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate. Returns metrics.
 
         The working weights must be those that sampled. Mismatch is measured with them: over all samples where old
@@ -118,13 +90,13 @@ class Learner:
         are meant to be there, they have no part in it, and how far they are is told apart.
         """
         objective, metrics = self.objective, dict[str, float]()
-        self._routing, self.compared = RoutingTotals(), {}
-        totals, rate = _Totals(), learning_rate(step, self.optimizer.settings)
+        self.compared = {}
+        totals, rate = Totals(), learning_rate(step, self.optimizer.settings)
         try:
             batch = self._prepare(samples, advantages, metrics)
         except NonFiniteError:
             self._count_bad(totals)
-            return metrics | _learning_metrics(totals, rate)
+            return metrics | totals.metrics(rate)
         due = objective.shadow_every > 0 and step % objective.shadow_every == 0
         shadow = self._shadow(samples) if due and any(s.completion_ids for s in samples) else None
         first: list[tuple[int, Tensor]] | None = None if objective.recompute_old else []
@@ -138,28 +110,44 @@ class Learner:
                     metrics |= self._compare(batch, first)
         if shadow is not None:
             metrics |= self._compare_with_shadow(batch, shadow)
-        return metrics | _learning_metrics(totals, rate) | self._routing.metrics()
+        routing, self._routing = self._routing, RoutingTotals()
+        return metrics | totals.metrics(rate) | routing.metrics()
 
-    def _compare(self, batch: _Batch, found: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
+    def _compare(self, batch: Batch, found: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
         """The mismatch over samples of the present weights, by index, which are kept in `compared`."""
         fresh = [(i, logprobs) for i, logprobs in found if batch.fresh[i]]
         for i, logprobs in fresh:
             sample = batch.samples[i]
-            self.compared[sample.prompt_index, sample.sample_index] = logprobs.tolist()
-        return _mismatch([(logprobs, batch.rollout[i]) for i, logprobs in fresh])
+            self.compared[_key(sample)] = logprobs.tolist()
+        return batch.mismatch(fresh)
 
-    def reference_kl(self, samples: Sequence[Sample]) -> list[float]:
-        """Per sample, the sum over its tokens of log π_rollout - log π_reference: k1, for the reward."""
+    def reference_kl(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Per sample and token, the estimate of KL(policy ‖ reference) that the reward pays for.
+
+        Of the old log-probabilities, as verl's `apply_kl_penalty` takes them, not of the rollout's where those are
+        another flow's: a reference that is the policy costs exactly nothing (tests/rl/test_reference_kl.py).
+        """
         assert self.reference is not None
-        found = self._logprobs(self.reference, samples)
-        rollout = [torch.tensor(s.rollout_logprobs, dtype=torch.float32) for s in samples]
-        return [float((old.double() - new.double()).sum()) for old, new in zip(rollout, found)]
+        reference = self._logprobs(self.reference, samples)
+        old = self._old_logprobs(samples) if self.objective.recompute_old else _rollout_logprobs(samples)
+        return [
+            tuple(kl_penalty(mine.double(), other.double(), self.objective.kl_estimator).tolist())
+            for mine, other in zip(old, reference)
+        ]
+
+    def _old_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Of the working weights; computed once for as long as they last."""
+        if self._old_version != self.model.weights_version:
+            self._old, self._old_version = {}, self.model.weights_version
+        missing = [sample for sample in samples if _key(sample) not in self._old]
+        self._old |= zip(map(_key, missing), self._logprobs(self.model, missing))
+        return [self._old[_key(sample)] for sample in samples]
 
     def _shadow(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Log-probabilities of the masters as they are, in BF16."""
         return self._logprobs(self.model.under("bf16"), samples)
 
-    def _compare_with_shadow(self, batch: _Batch, before: list[Tensor]) -> dict[str, float]:
+    def _compare_with_shadow(self, batch: Batch, before: list[Tensor]) -> dict[str, float]:
         """Once the weights have moved: the ratio's noise, and bounds of the clip that allow for it."""
         objective = self.objective
         moved = self.model.under(self.model.precision)
@@ -171,35 +159,32 @@ class Learner:
         clean = log_ratios(self._shadow(batch.samples), before)
         if not bool(torch.isfinite(noisy).all() & torch.isfinite(clean).all()):
             return {}
-        lengths = torch.tensor([len(s.completion_ids) for s in batch.samples])
-        advantages = torch.repeat_interleave(torch.tensor(batch.advantages, dtype=torch.float32), lengths)
-        arguments = (noisy, clean, advantages, objective.clip_low, objective.clip_high)
+        arguments = (noisy, clean, torch.cat(batch.advantages), objective.clip_low, objective.clip_high)
         metrics = shadow_metrics(*arguments)
         if objective.shadow_calibrates_clip:
             self.clip_bounds = calibrated_bounds(*arguments)
             metrics |= {"shadow/clip_low": self.clip_bounds[0], "shadow/clip_high": self.clip_bounds[1]}
         return metrics
 
-    def _count_bad(self, totals: _Totals) -> None:
+    def _count_bad(self, totals: Totals) -> None:
         totals.skipped += 1
         self.bad_steps_in_a_row += 1
 
-    def _prepare(self, samples: Sequence[Sample], advantages: Sequence[float], metrics: dict[str, float]) -> _Batch:
-        rollout = [torch.tensor(s.rollout_logprobs, dtype=torch.float32) for s in samples]
+    def _prepare(self, samples: Sequence[Sample], advantages: Sequence[Advantage], metrics: dict[str, float]) -> Batch:
+        rollout = _rollout_logprobs(samples)
         version, stale = self.model.weights_version, self.objective.stale_samples
         fresh = [not stale or s.weights_version == version for s in samples]
-        batch = _Batch(samples, advantages, rollout, rollout, fresh)
+        batch = Batch(samples, per_token(samples, advantages), rollout, rollout, fresh)
         if self.objective.recompute_old:
-            batch.old = self._logprobs(self.model, samples)
+            batch.old = self._old_logprobs(samples)
             metrics |= self._compare(batch, list(enumerate(batch.old)))
-            metrics |= _staleness([pair for pair, new in zip(zip(batch.old, rollout), fresh) if not new])
+            metrics |= batch.staleness()
         if self.reference is not None and not self.objective.kl_in_reward:
             batch.reference = self._logprobs(self.reference, samples)
         lengths = [len(r) for r in rollout]
         if self.objective.correction.active and any(lengths):
             correction = correct(self.objective.correction, torch.cat(batch.old), torch.cat(rollout), lengths)
-            credit = torch.repeat_interleave(torch.tensor(advantages, dtype=torch.float32), torch.tensor(lengths))
-            metrics |= correction_metrics(correction) | step_metrics(correction, credit, lengths)
+            metrics |= correction_metrics(correction) | step_metrics(correction, torch.cat(batch.advantages), lengths)
             batch.weights = list(correction.weights.split(lengths))
         return batch
 
@@ -233,7 +218,7 @@ class Learner:
         return *found, tape
 
     def _update(
-        self, batch: _Batch, part: list[int], rate: float, totals: _Totals, first: list[tuple[int, Tensor]] | None
+        self, batch: Batch, part: list[int], rate: float, totals: Totals, first: list[tuple[int, Tensor]] | None
     ) -> None:
         """One optimizer step over the samples `part`; keeps the policy's log-probabilities in `first`, if given."""
         lengths = [len(batch.samples[i].completion_ids) for i in part]
@@ -244,7 +229,7 @@ class Learner:
             return
         weights = token_weights(lengths, self.objective.loss_aggregation, self.objective.max_new_tokens)
         self.optimizer.zero_grad()
-        own = _Totals()
+        own = Totals()
         try:
             for span in micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens):
                 chosen = [part[i] for i in span]
@@ -264,11 +249,11 @@ class Learner:
 
     def _accumulate(
         self,
-        batch: _Batch,
+        batch: Batch,
         chosen: list[int],
         weights: list[float],
         batch_tokens: int,
-        totals: _Totals,
+        totals: Totals,
         first: list[tuple[int, Tensor]] | None,
     ) -> None:
         """Forward and backward of one micro-batch: its part of the loss of the whole optimizer batch."""
@@ -282,7 +267,7 @@ class Learner:
         surrogate = policy_loss(
             logprobs,
             torch.cat([batch.old[i] for i in chosen]),
-            torch.tensor([batch.advantages[i] for i in chosen], dtype=torch.float32)[packed.sequence],
+            torch.cat([batch.advantages[i] for i in chosen]),
             clip_low=self.clip_bounds[0],
             clip_high=self.clip_bounds[1],
             weights=None if batch.weights is None else torch.cat([batch.weights[i] for i in chosen]),
@@ -308,30 +293,9 @@ class Learner:
             first += zip(chosen, logprobs.detach().split([len(s.completion_ids) for s in samples]))
 
 
-def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Nothing if no token was compared: that is not agreement."""
-    measured = [pair for pair in pairs if pair[0].numel()]
-    if not measured:
-        return {}
-    learner, rollout = [pair[0] for pair in measured], [pair[1] for pair in measured]
-    return mismatch_metrics(torch.cat(learner), torch.cat(rollout)) | sequence_metrics(learner, rollout)
+def _rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
+    return [torch.tensor(sample.rollout_logprobs, dtype=torch.float32) for sample in samples]
 
 
-def _staleness(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """How far samples of older weights are from the policy of now."""
-    found = _mismatch(pairs)
-    names = ("kl_k3", "token_mult_prob_error")
-    return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
-
-
-def _learning_metrics(totals: _Totals, rate: float) -> dict[str, float]:
-    tokens, steps = totals.tokens or math.nan, len(totals.norms) or math.nan
-    return {
-        "loss/policy": totals.loss / steps,
-        "loss/kl": totals.kl / tokens,
-        "entropy": totals.entropy / tokens,
-        "clip_fraction": totals.clipped / tokens,
-        "grad_norm": sum(totals.norms) / steps,
-        "learning_rate": rate,
-        "steps/skipped": float(totals.skipped),
-    }
+def _key(sample: Sample) -> tuple[int, int]:
+    return sample.prompt_index, sample.sample_index

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from isobit.errors import IsobitError
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -17,8 +19,8 @@ class Sample:
     `rollout_logprobs` were recorded while sampling, one per token of `completion_ids`. `reward` is None if the
     completion could not be scored. `truncated`: it ended at the length limit. `weights_version`: of the weights that
     sampled it; `rollout_step`: how many steps had been learned by then. `routes`: the experts that served it in the
-    rollout, as text (`model/moe.py`). `reference_kl`: log π_rollout - log π_reference summed over its tokens, where
-    the reward pays for it.
+    rollout, as text (`model/moe.py`). `reference_kl`: of each token, the estimate of KL(policy ‖ reference), where the
+    reward pays for it.
     """
 
     prompt_index: int
@@ -31,7 +33,7 @@ class Sample:
     weights_version: int
     reward: float | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    reference_kl: float | None = None
+    reference_kl: tuple[float, ...] | None = None
     routes: str | None = None
     rollout_step: int = 0
 
@@ -49,6 +51,10 @@ class Sample:
         given = {key: value for key, value in values.items() if key in known}
         for key in ("prompt_ids", "completion_ids", "rollout_logprobs"):
             given[key] = tuple(given[key])
+        if (distance := given.get("reference_kl")) is not None:
+            if not isinstance(distance, list):
+                raise IsobitError("reference_kl is of a whole completion, as isobit 0.1.0 recorded it: begin a new run")
+            given["reference_kl"] = tuple(distance)
         return Sample(**given)
 
 

@@ -168,9 +168,9 @@ class Session:
         for reward in rewards:
             if reward.error is not None:
                 self.display.note(f"unscored: {reward.error}")
-        distances: Sequence[float | None] = [None] * len(samples)
+        distances: Sequence[tuple[float, ...] | None] = [None] * len(samples)
         if self.objective.kl_in_reward:
-            with self._timed("score"):
+            with self._timed("score"), self._broken_weights_end_the_run():
                 distances = self.parts.learner.reference_kl(samples)
         scored = iter(
             replace(s, reward=r.total, rewards=r.by_function, reference_kl=kl)
