@@ -69,7 +69,7 @@ METRICS: dict[str, str] = {
     "quant/kv_saturated_fraction": "elements of keys and values that a calibrated scale clamped in the last rollout",
     "router/load_max_over_mean": "tokens of the busiest expert over those of the average one, mean over layers",
     "router/idle_fraction": "experts that served no token in the step's forwards",
-    "router/auxiliary_loss": "load-balancing loss (Switch), mean over layers and micro-batches; 1 · k where balanced",
+    "router/auxiliary_loss": "load-balancing loss (Switch) over the step's forwards and all layers; k where balanced",
     "router/differing_choices": "(token, layer) pairs for which the learner would choose other experts",
     "staleness/mean": "steps learned between the sampling of a completion and the learning from it, mean",
     "staleness/max": "the largest of them",

@@ -31,13 +31,12 @@ def test_probabilities_are_the_softmax_and_a_row_does_not_see_the_others() -> No
         assert torch.equal(router_probabilities(logits[rows].clone()), found[rows])
 
 
-def test_the_auxiliary_loss_is_k_where_balanced_and_grows_with_imbalance() -> None:
+def test_a_tape_sums_the_probabilities_of_each_layer() -> None:
     tape = RouteTape()
-    balanced = torch.full((4, 4), 0.25)
-    tape.follow(balanced, torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]]))
+    tape.follow(torch.full((4, 4), 0.25), torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]]))
     tape.follow(torch.tensor([[0.7, 0.1, 0.1, 0.1]] * 4), torch.tensor([[0, 1]] * 4))
-    assert tape.auxiliary[0].item() == pytest.approx(2.0)
-    assert tape.auxiliary[1].item() == pytest.approx(4 * (0.7 + 0.1))
+    torch.testing.assert_close(torch.stack(tape.probabilities), torch.tensor([[1.0] * 4, [2.8, 0.4, 0.4, 0.4]]))
+    assert tape.routes().shape == (4, 2, 2)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

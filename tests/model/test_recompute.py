@@ -37,11 +37,13 @@ def run(model: Model, recompute: bool, given: Tensor | None = None) -> dict[str,
     logprobs, _ = transformer.head_logprobs(hidden, ids.roll(1))
     loss = logprobs.sum()
     if tape is not None:
-        loss = loss + 0.5 * torch.stack(tape.auxiliary).sum()
+        loss = loss + (torch.stack(tape.probabilities) * torch.arange(1.0, 7.0)).sum()
     loss.backward()
     found = {"loss": loss.detach(), "hidden": hidden.detach(), "amax": transformer.recorder.amax(100.0)}
     found |= {name: p.grad for name, p in model.named_parameters().items() if p.grad is not None}
-    found |= {} if tape is None else {"routes": tape.routes(), "auxiliary": torch.stack(tape.auxiliary).detach()}
+    found |= (
+        {} if tape is None else {"routes": tape.routes(), "probabilities": torch.stack(tape.probabilities).detach()}
+    )
     return found | {"forwards": torch.tensor(len(transformer.recorder.batches))}
 
 

@@ -98,7 +98,7 @@ class AlgorithmConfig(Section):
         False, description="mixture of experts: the learner takes the experts that the rollout chose (R3)"
     )
     router_aux_coefficient: float = Field(
-        0.0, ge=0, description="mixture of experts: weight of the load-balancing loss, per micro-batch"
+        0.0, ge=0, description="mixture of experts: weight of the load-balancing loss of an optimizer batch"
     )
     shadow_every: int = Field(
         0, ge=0, description="steps between BF16 shadow passes, which measure the noise in the ratio; 0: none"

@@ -7,7 +7,8 @@ first, and rounded once. So a token's bits depend on the token and the weights, 
 (`tests/model/test_moe.py`). How rows get to their experts is in `experts.py`.
 
 `RouteTape` follows one forward: which experts were chosen, or which must be (router replay, R3: Ma et al. 2025, arXiv
-2510.11370), and the auxiliary loss. Left out: experts over several processes, capacity limits, shared experts.
+2510.11370), and what the load-balancing loss is made of. Left out: experts over several processes, capacity limits,
+shared experts.
 """
 
 import base64
@@ -27,25 +28,20 @@ class RouteTape:
     """What the routers of one forward over T rows do, MoE layer by MoE layer.
 
     `chosen` holds [T, k] int64 per layer. With `given` [T, layers, k] the routers take those experts instead, with
-    gates from their own probabilities, and `chosen` is what they would have taken. `auxiliary` holds, per layer, the
-    load-balancing loss E · Σ_e f_e · P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4, with k choices a token), f_e the
-    choices of expert e per row and P_e its mean probability.
+    gates from their own probabilities, and `chosen` is what they would have taken. `probabilities` holds, per layer,
+    each expert's probability summed over the rows, [E] float32, with gradient: what a load-balancing loss is made of.
     """
 
     def __init__(self, given: Tensor | None = None) -> None:
         self.given = given
         self.chosen: list[Tensor] = []
-        self.auxiliary: list[Tensor] = []
+        self.probabilities: list[Tensor] = []
 
     def follow(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """Take a layer's choice down; returns the experts to use."""
         layer = len(self.chosen)
         self.chosen.append(chosen.detach())
-        count = probabilities.shape[1]
-        choices = chosen.flatten()
-        served = choices.new_zeros(count).scatter_add_(0, choices, torch.ones_like(choices))
-        share = served.float() / max(chosen.shape[0], 1)
-        self.auxiliary.append(count * (share * probabilities.mean(0)).sum())
+        self.probabilities.append(probabilities.sum(0))
         if self.given is None:
             return chosen
         self.given = self.given.to(chosen.device)

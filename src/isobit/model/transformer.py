@@ -214,7 +214,7 @@ class Transformer:
         tape: RouteTape | None,
     ) -> tuple[Tensor, Tensor]:
         """`_layer`, of which the backward makes its own. The second forward tells tape and recorder nothing; a router's
-        auxiliary loss has a gradient, and so is one of the results."""
+        probabilities have a gradient, and so are one of the results."""
         recorder, routed = self.recorder, tape is not None and isinstance(layer.mlp, Mixture)
         given = tape.given[:, len(tape.chosen)] if tape is not None and routed and tape.given is not None else None
         chosen: list[Tensor] = []
@@ -227,14 +227,14 @@ class Transformer:
             if own is None:
                 return x, residual, None
             chosen[:] = own.chosen
-            return x, residual, own.auxiliary[0]
+            return x, residual, own.probabilities[0]
 
         prefix = f"layers.{index}."
         masters = [parameter for name, parameter in self.parameters.items() if name.startswith(prefix)]
-        x, residual, auxiliary = recomputed(run, x, residual, masters)
+        x, residual, probabilities = recomputed(run, x, residual, masters)
         if tape is not None and routed:
             tape.chosen += chosen
-            tape.auxiliary.append(auxiliary)
+            tape.probabilities.append(probabilities)
         return x, residual
 
     def _attend(

@@ -6,7 +6,9 @@ also where the KL in the reward has asked for them before (`reference_kl`).
 Between optimizer steps the working weights are requantized; after the last one that is the training loop's `sync`.
 
 The gradient is that of the whole optimizer batch, however it is split into micro-batches: up to the rounding of sums,
-and, where WGrad runs in FP8, up to its scales, which blocks of 128 tokens share (tests/rl/test_learner.py).
+and, where WGrad runs in FP8, up to its scales, which blocks of 128 tokens share (tests/rl/test_learner.py). A
+load-balancing loss takes the load of the whole batch, for which several micro-batches have a forward more
+(tests/rl/test_router_loss.py).
 
 A step whose loss or gradient is not finite, or whose tokens a correction has all rejected, changes neither weights nor
 optimizer; it is counted, and left out of the other metrics, which are NaN if no step was taken.
@@ -31,7 +33,7 @@ from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer, learning_rate
 from isobit.rl.packing import PackedBatch, micro_batches, minibatches, pack
-from isobit.rl.routing import RoutingTotals
+from isobit.rl.routing import BatchLoad, RoutingTotals, load_of, summed
 from isobit.rl.samples import Sample
 from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
 from isobit.rl.totals import Totals
@@ -205,17 +207,37 @@ class Learner:
         experts = model.config.experts
         if experts is None or model is not self.model:
             return *forward(model, packed, self.objective.temperature), None
-        recorded = None
-        if all(s.routes is not None for s in samples):
-            layers = model.config.num_mixtures
-            compare &= all(s.weights_version == model.weights_version for s in samples)
-            recorded = torch.cat([decode_routes(s.routes or "", layers, experts.per_token) for s in samples])
-        assert recorded is not None or not self.objective.router_replay, "the rollout did not record its routes"
-        given = recorded.to(model.ops.device) if recorded is not None and self.objective.router_replay else None
-        tape = RouteTape(given)
+        tape, recorded = self._tape(samples)
+        compare &= all(s.weights_version == model.weights_version for s in samples)
         found = forward(model, packed, self.objective.temperature, tape)
         self._routing.see(tape, experts.count, recorded if compare else None)
         return *found, tape
+
+    def _tape(self, samples: Sequence[Sample]) -> tuple[RouteTape, Tensor | None]:
+        """For a forward over the samples, and what the rollout recorded for all of its rows, if it did."""
+        config, recorded = self.model.config, None
+        assert config.experts is not None
+        if all(s.routes is not None for s in samples):
+            layers, per_token = config.num_mixtures, config.experts.per_token
+            recorded = torch.cat([decode_routes(s.routes or "", layers, per_token) for s in samples])
+        assert recorded is not None or not self.objective.router_replay, "the rollout did not record its routes"
+        replayed = recorded is not None and self.objective.router_replay
+        return RouteTape(recorded.to(self.model.ops.device) if recorded is not None and replayed else None), recorded
+
+    @torch.no_grad()
+    def _batch_load(self, batch: Batch, spans: Sequence[Sequence[int]]) -> BatchLoad | None:
+        """The experts' load over all micro-batches of an optimizer batch, by a pass of its own; None if there is no
+        router to balance, or one micro-batch, whose own forward tells."""
+        experts = self.model.config.experts
+        if experts is None or not self.objective.router_aux_coefficient or len(spans) < 2:
+            return None
+        load = BatchLoad(torch.zeros(experts.count, dtype=torch.int64), 0)
+        for chosen in spans:
+            samples = [batch.samples[i] for i in chosen]
+            tape, packed = self._tape(samples)[0], pack(samples)
+            self.model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
+            load += load_of(tape, experts.count)
+        return load
 
     def _update(
         self, batch: Batch, part: list[int], rate: float, totals: Totals, first: list[tuple[int, Tensor]] | None
@@ -228,12 +250,18 @@ class Learner:
             totals.skipped += 1  # all of it was rejected
             return
         weights = token_weights(lengths, self.objective.loss_aggregation, self.objective.max_new_tokens)
+        weight = dict(zip(part, weights))
+        part = [i for i in part if batch.samples[i].completion_ids]  # what has no token has no gradient
         self.optimizer.zero_grad()
         own = Totals()
         try:
-            for span in micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens):
-                chosen = [part[i] for i in span]
-                self._accumulate(batch, chosen, [weights[i] for i in span], sum(lengths), own, first)
+            spans = [
+                [part[i] for i in span]
+                for span in micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens)
+            ]
+            load = self._batch_load(batch, spans)
+            for chosen in spans:
+                self._accumulate(batch, chosen, [weight[i] for i in chosen], load, own, first)
             norm = self.optimizer.gradient_norm()
             self.model.ops.raise_faults()  # of the backwards
         except NonFiniteError:
@@ -252,7 +280,7 @@ class Learner:
         batch: Batch,
         chosen: list[int],
         weights: list[float],
-        batch_tokens: int,
+        load: BatchLoad | None,
         totals: Totals,
         first: list[tuple[int, Tensor]] | None,
     ) -> None:
@@ -260,8 +288,6 @@ class Learner:
         objective = self.objective
         samples = [batch.samples[i] for i in chosen]
         packed = pack(samples)
-        if not packed.num_targets:
-            return
         logprobs, entropy, tape = self._forward(self.model, packed, samples, compare=first is not None)
         token_weight = torch.tensor(weights)[packed.sequence]
         surrogate = policy_loss(
@@ -276,10 +302,11 @@ class Learner:
             sequence=packed.sequence if objective.ratio == "sequence" else None,
         )
         loss = (surrogate.loss * token_weight).sum()
-        share = packed.num_targets / max(batch_tokens, 1)
         total = loss
         if tape is not None and objective.router_aux_coefficient > 0:
-            total = total + objective.router_aux_coefficient * torch.stack(tape.auxiliary).mean().cpu() * share
+            probabilities = summed(tape)
+            load = load or load_of(tape, len(probabilities))
+            total = total + objective.router_aux_coefficient * load.loss(probabilities)
         if batch.reference is not None:
             kl = kl_penalty(logprobs, torch.cat([batch.reference[i] for i in chosen]), objective.kl_estimator)
             total = total + objective.kl_coefficient * (kl * token_weight).sum()
