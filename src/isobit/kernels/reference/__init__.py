@@ -27,6 +27,10 @@ class ReferenceOps(Composed):
         compute = product.fast_product if self.consistency == "fast" else product.product
         return compute(a, b, bias, out)
 
+    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
+        compute = self.product if self.consistency == "fast" else product.gradient_product
+        return compute(a, b, out=out)
+
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:

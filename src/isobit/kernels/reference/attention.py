@@ -6,8 +6,12 @@ probability exactly 0. The forward is the same for decoding, chunked prefill and
 backward takes packed rows only. Quantized keys and values are read as code times scale in float32, and the gradient
 goes straight through the quantization (Bengio et al. 2013).
 
-The float64 sums are in the order of the BLAS, so a row's bits are *overwhelmingly likely* the same in every batch
-(`tests/kernels/test_attention.py`), for finite keys and values.
+The sums of the forward are float64 trees (`sums.tree_sum`): a score's over the head dimension, the denominator's and
+P·V's over the keys by position, so that padded keys, whose probability is exactly 0, change nothing. A BLAS computes
+them wherever that is shown to lead to the same rounding of the output and of the log-sum-exp. So a row's bits are the
+same in every batch: *proven* for finite keys and values, if exp and log are right to 4 units in the last place and
+return the same number for the same number (`tests/kernels/test_attention.py`, `test_attention_order.py`). The backward
+only has to repeat: its sums are in the order of the BLAS.
 """
 
 from collections.abc import Iterator
@@ -19,11 +23,13 @@ from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.kernels.reference.rounding import round_once
+from isobit.kernels.reference.sums import UNIT, norm_bound, tree_sum, undecided
 from isobit.kernels.types import KVStore, Layout
 from isobit.precision import QuantSpec, nonfinite_message, quantize, quantize_with_scale
 
 _PIECE_ROWS = 256
 _BATCH_ELEMENTS = 1 << 22  # of scores, or of keys and values, in a padded batch: bounds its memory to some 100 MB
+_CHUNK_ELEMENTS = 1 << 17  # of products of a tree at a time
 _FEW_KEYS = 32  # pieces with fewer keys than this count as alike
 
 
@@ -54,8 +60,16 @@ def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tens
 
 def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1)."""
-    out, lse = attend(q, store, layout, scale, torch.float64)
-    return round_once(out, q.dtype), lse.float()
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64, device=q.device)
+    for batch in _batches(layout, q.shape[1], store, torch.float64):
+        keys, values = batch.read(store)
+        queries = batch.gather(q)
+        mixed, normalizer = _mix(batch.scores(queries, keys, scale), values, None)
+        _in_order(batch, queries, keys, values, scale, mixed, normalizer, q.dtype)
+        batch.scatter(mixed, out)
+        batch.scatter(normalizer, lse)
+    return round_once(out, q.dtype), lse.squeeze(-1).float()
 
 
 def attend(
@@ -64,23 +78,66 @@ def attend(
     layout: Layout,
     scale: float,
     dtype: torch.dtype,
-    probabilities: torch.dtype | None = None,
+    probabilities: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H]) in `dtype`; with `probabilities` the unnormalized ones are rounded to it before
-    P·V, but not in their sum."""
+    """(out [T, H, D], lse [T, H]) in `dtype`, in the order of the BLAS; the unnormalized probabilities are rounded to
+    `probabilities` before P·V, but not in their sum."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype):
         keys, values = batch.read(store)
-        scores = batch.scores(batch.gather(q), keys, scale)
-        peak = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(peak).exp_()
-        total = weights.sum(-1, keepdim=True)
-        if probabilities is not None:
-            weights = weights.to(probabilities).to(dtype)
-        batch.scatter(torch.matmul(weights, values).div_(total), out)
-        batch.scatter(peak.add_(total.log_()), lse)
+        mixed, normalizer = _mix(batch.scores(batch.gather(q), keys, scale), values, probabilities)
+        batch.scatter(mixed, out)
+        batch.scatter(normalizer, lse)
     return out, lse.squeeze(-1)
+
+
+def _mix(scores: Tensor, values: Tensor, probabilities: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """(mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1]) of scores, which are overwritten."""
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if probabilities is not None:
+        weights = weights.to(probabilities).to(scores.dtype)
+    return torch.matmul(weights, values).div_(total), peak.add_(total.log())
+
+
+def _in_order(
+    batch: "_Batch",
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mixed: Tensor,
+    normalizer: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Replace the results of rows whose rounding the order of sums might change by those of the trees.
+
+    To first order, in units of 2^-53 and with B the largest |q|·|k|·scale: two orders of a score are (D + 12) B apart;
+    a weight, relatively, twice that, 4 B for the roundings of its exponent and 16 for those of exp; numerator and
+    denominator both that and K + 32 for their own sums; and P·V is a mean of values below the largest. That is
+    (4 D + 56) B + 2 K + 96, which the log-sum-exp stays below too; an eighth more covers what is of higher order.
+    """
+    reach = norm_bound(queries).unsqueeze(-1) * (norm_bound(keys).amax(-1)[..., None, None] * abs(scale))
+    error = ((4.5 * queries.shape[-1] + 64) * reach + (2.25 * keys.shape[-2] + 128)) * UNIT
+    error.masked_fill_(error > 2.0**-10, torch.inf)
+    largest = values.abs().amax(-2, keepdim=True)
+    largest.add_(largest.sign(), alpha=2.0**-66)
+    found = torch.cat((undecided(mixed, error * largest, dtype), undecided(normalizer, error, torch.float32)))
+    groups, owner = torch.unique(found[:, :2], dim=0, return_inverse=True)
+    for index, (piece, head) in enumerate(groups.tolist()):
+        rows = torch.unique(found[owner == index, 2])
+        rows = rows[batch.valid[piece, rows % batch.valid.shape[1]]]
+        transposed, own = keys[piece, head].t().contiguous(), values[piece, head].contiguous()
+        for places in rows.split(max(1, _CHUNK_ELEMENTS // own.numel())):
+            scores = tree_sum(queries[piece, head, places].unsqueeze(-1) * transposed, dim=1).mul_(scale)
+            scores.masked_fill_(~batch.visible[piece, places % batch.valid.shape[1]], float("-inf"))
+            peak = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(peak).exp_()
+            total = tree_sum(weights).unsqueeze(-1)
+            mixed[piece, head, places] = tree_sum(weights.unsqueeze(-1) * own, dim=1).div_(total)
+            normalizer[piece, head, places] = peak.add_(total.log_())
 
 
 def attention_backward(

@@ -11,9 +11,9 @@ A block with an E5M2 operand can need more than 53 bits (57, or 71 with two). It
 part's sum is exact (43 bits at most), and the parts are added in a fixed order: large before small. So this is proven
 too, and the block sum is rounded once for one E5M2 operand, not at all for most data.
 
-Plain BF16 or FP32 operands: products are exact in float64, their sum is taken in float64 in the order of the BLAS,
-and rounded once. The order may depend on the shape, so the bits of a row are *overwhelmingly likely* the same in every
-batch: two orders can differ only where the sum lies within about 2^-50 of a rounding boundary. Under `fast` the
+Plain BF16 or FP32 operands: products are exact in float64, and their sum is that of a fixed tree over K
+(`sums.tree_sum`), within ⌈log2 K⌉ · 2^-53 · Σ|a·b| of the true one; a BLAS computes it wherever that is shown to lead
+to the same rounding. So this is *proven* too, for finite operands (`tests/kernels/test_sums.py`). Under `fast` the
 product is PyTorch's own over BF16 operands, whose bits do depend on the batch.
 """
 
@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from isobit.kernels.codes import decode
 from isobit.kernels.reference.rounding import round_once
+from isobit.kernels.reference.sums import product_sums
 from isobit.kernels.types import Operand
 from isobit.precision import BLOCK, E5M2, QTensor, expand_scale
 
@@ -36,11 +37,15 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Te
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         total = _blocks(a, b)
-    else:
-        total = values(a).double() @ values(b).double().t()
-    if bias is not None:
-        total = total + bias.double()
-    return round_once(total, out)
+        return round_once(total if bias is None else total + bias.double(), out)
+    return round_once(product_sums(values(a), values(b), bias, out), out)
+
+
+def gradient_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
+    """`product` in which a row's bits may depend on its batch: plain sums are in the order of the BLAS."""
+    if isinstance(a, QTensor) and isinstance(b, QTensor):
+        return product(a, b, None, out)
+    return round_once(values(a).double() @ values(b).double().t(), out)
 
 
 def fast_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
