@@ -1,12 +1,13 @@
 """Presets, composition, exceptions by layer, and the messages for what cannot work."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.precision import PRESETS, precision_from
-from isobit.precision.flow import LINEAR_LAYERS
+from isobit.precision import PRESETS, Precision, precision_from
+from isobit.precision.flow import LINEAR_LAYERS, Flow
 
 
 def test_presets_are_what_the_design_says() -> None:
@@ -138,3 +139,35 @@ def test_a_scale_over_the_batch_is_recognized() -> None:
     assert PRESETS["fp8"].varies_with_batch() is None
     tensorwise = precision_from({"preset": "fp8", "activation_granularity": "tensor"})
     assert "rollout" in (tensorwise.varies_with_batch() or "")
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "fp8[wgrad=bf16]"])
+def test_the_constructor_with_a_name_alone_is_the_preset(name: str) -> None:
+    assert Precision(name) == precision_from(name)
+    assert Precision("fp8") != Precision("bf16")  # the control: it was BF16 under every name
+
+
+def test_flows_of_your_own_may_have_any_name() -> None:
+    assert Precision("mine", Flow(), Flow()) == dataclasses.replace(PRESETS["bf16"], name="mine")
+    assert Precision("mine", rollout=PRESETS["fp8"].rollout).learner == Flow()
+    assert dataclasses.replace(PRESETS["fp8"], name="mine").rollout == PRESETS["fp8"].rollout
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Precision("nonsense"), "unknown precision preset 'nonsense': choose from float32, bf16"),
+        (lambda: Precision("fp9"), "did you mean 'fp8'"),
+        (lambda: Precision("fp8", wgrad="fp8"), "a preset is changed with a mapping, such as {'preset': 'fp8'"),
+        (lambda: Precision("mine", Flow(), Flow(), dgrad="int8"), "dgrad: expected one of fp8, bf16, got 'int8'"),
+        (lambda: Precision("mine", Flow(), Flow(), engines="two"), "engines: expected one of shared, separate"),
+        (lambda: Precision("mine", "fp8", "fp8"), "rollout: expected a Flow, got 'fp8'"),
+        (lambda: Precision(3), "precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got 3"),
+        (lambda: precision_from(3), "precision: expected a preset's name"),
+    ],
+)
+def test_a_constructor_that_means_nothing_gives_one_line(make: Callable[[], Precision], message: str) -> None:
+    with pytest.raises(IsobitError) as caught:
+        make()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

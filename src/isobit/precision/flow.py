@@ -5,8 +5,9 @@ the layers that are excepted. The presets are the rows of `docs/numerics.md`; `o
 Left out: the arithmetic itself (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 
+from isobit.errors import IsobitError
 from isobit.precision.formats import BF16, E2M1, E4M3, FP32, Format
 from isobit.precision.quantize import QuantSpec
 
@@ -49,9 +50,16 @@ class Calibration:
     prompts: int = 8
 
 
+_NOT_GIVEN = Flow()  # told by identity from a flow that is given; what it becomes is an equal one
+_WORDS = {"dgrad": ("fp8", "bf16"), "wgrad": ("fp8", "bf16"), "engines": ("shared", "separate")}
+
+
 @dataclass(frozen=True)
 class Precision:
-    """The whole precision flow of a run.
+    """The whole precision flow of a run: a preset by its name alone, `Precision("fp8")`, or flows of your own.
+
+    A preset's name, or a mapping such as `{"preset": "fp8", "wgrad": "bf16"}`, is taken wherever a `Precision` is.
+    Raises IsobitError for a name that is no preset where no flow is given, and for a word that is not known.
 
     `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has its own copy of the
     weights, sent at every sync, and rounds like an inference engine: `isobit.kernels.separate`). `gradient` quantizes
@@ -62,8 +70,8 @@ class Precision:
     """
 
     name: str
-    rollout: Flow = field(default_factory=Flow)
-    learner: Flow = field(default_factory=Flow)
+    rollout: Flow = _NOT_GIVEN
+    learner: Flow = _NOT_GIVEN
     gradient: QuantSpec | None = None
     dgrad: str = "bf16"
     wgrad: str = "bf16"
@@ -73,6 +81,33 @@ class Precision:
     correction: str = "none"
     engines: str = "shared"
     calibration: Calibration = Calibration()
+
+    def __post_init__(self) -> None:
+        if self.rollout is _NOT_GIVEN and self.learner is _NOT_GIVEN:
+            self._take_preset()
+        for use in ("rollout", "learner"):
+            flow = getattr(self, use)
+            if not isinstance(flow, Flow):
+                raise IsobitError(f"precision {self.name}: {use}: expected a Flow, got {flow!r}")
+        for word, known in _WORDS.items():
+            if getattr(self, word) not in known:
+                raise IsobitError(
+                    f"precision {self.name}: {word}: expected one of {', '.join(known)}, got {getattr(self, word)!r}"
+                )
+
+    def _take_preset(self) -> None:
+        """Become the preset of this name; nothing else may be given beside it."""
+        from isobit.precision.options import precision_from  # here: it composes what is defined below
+
+        preset = precision_from(self.name)
+        for each in fields(self):
+            if each.name not in ("name", "rollout", "learner") and getattr(self, each.name) != each.default:
+                raise IsobitError(
+                    f"Precision({self.name!r}, {each.name}=...): a preset is changed with a mapping, "
+                    f"such as {{'preset': {self.name!r}, 'wgrad': 'bf16'}}, or give both flows"
+                )
+        for each in fields(self):
+            object.__setattr__(self, each.name, getattr(preset, each.name))
 
     @property
     def calibrated(self) -> bool:
@@ -181,7 +216,7 @@ PRESETS: dict[str, Precision] = {
     preset.name: preset
     for preset in (
         Precision("float32", Flow(FP32), Flow(FP32)),
-        Precision("bf16"),
+        Precision("bf16", Flow(BF16), Flow(BF16)),
         Precision("fp8-rollout", _fp8_flow("fp32"), Flow(BF16), correction="token_tis", engines="separate"),
         Precision(
             "fp8-rollout-kv", _fp8_flow("fp32", "tensor"), Flow(BF16), correction="token_tis", engines="separate"
