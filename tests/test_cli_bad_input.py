@@ -55,9 +55,9 @@ def listing(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sampling.temprature=1"], "unknown key 'sampling.temprature' (did you mean 'temperature'?)"),
-        (["steps=many"], "steps: input should be a valid integer"),
-        (["steps=0"], "steps: input should be greater than or equal to 1, got 0"),
+        (["sampling.temprature=1"], "unknown key 'sampling.temprature' (did you mean 'sampling.temperature'?)"),
+        (["steps=many"], "steps: expected a whole number"),
+        (["steps=0"], "steps: expected at least 1, got 0"),
         (["sampling.top_p=0.9"], "the kept set is not replayed"),
         (["algorithm.overlong_buffer=3"], "must be below sampling.max_new_tokens"),
         (["algorithm.correction=token_tis", "algorithm.recompute_old_logprobs=never"], "makes equal"),
@@ -134,10 +134,10 @@ def test_data(config: Path, refused: Callable[..., str], content: str | None, me
         ("path: folder", "folder: no data in this directory: expected Parquet, JSONL or CSV files"),
         ("path: splits, split: trian", "task.split: splits has no split 'trian'; known: test, train"),
         ("path: splits, format: csv", "splits: no data in this directory: expected csv files"),
-        ("path: splits, format: arrow", "task.format: input should be 'auto', 'jsonl', 'csv', 'parquet' or 'dataset'"),
+        ("path: splits, format: arrow", "task.format: expected auto, jsonl, csv, parquet or dataset"),
         ("path: splits, columns: {prompt: question}", "no column 'question' (task.columns.prompt)"),
-        ("path: splits, columns: [question]", "task.columns: input should be a valid dictionary"),
-        ("path: splits, too_long: skip", "task.too_long: input should be 'stop' or 'drop'"),
+        ("path: splits, columns: [question]", "task.columns: expected a mapping"),
+        ("path: splits, too_long: skip", "task.too_long: expected stop or drop"),
         ("path: splits, max_prompt_tokens: 2", "splits/train.jsonl:1: the prompt has 4 tokens"),
         ("path: splits, chat: true", "splits/train.jsonl:1: the prompt is a chat, but the model has no chat template"),
         ("path: splits, system: Hi", "splits/train.jsonl:1: task.system needs a chat"),
@@ -318,8 +318,8 @@ RESULT = {
         (("model", "--answer-pattern", "("), "answer pattern '(': not a regular expression"),
         (("model", "-n", "-1"), "num_samples"),
         (("model", "-n", "1001"), "num_samples"),
-        (("model", "-n", "2", "--temperature", "0"), "temperature: input should be greater than 0"),
-        (("model", "--samples", "0"), "samples: input should be greater than or equal to 1"),
+        (("model", "-n", "2", "--temperature", "0"), "temperature: expected above 0"),
+        (("model", "--samples", "0"), "samples: expected at least 1"),
         (("model", "--data", "empty.jsonl"), "empty.jsonl: no examples"),
         (("model", "--best"), "--best: there is no run"),
         (("gone",), "gone: no such directory"),
@@ -393,7 +393,7 @@ def test_sft(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     assert "model.init.vocabulary" in refused("sft", config)
     assert "no column 'completion'" in refused("sft", config, "model.init.vocabulary='0123456789+='", "--quiet")
-    assert "did you mean 'hidden_size'" in refused("sft", config, "model.init.hidden_sise=4")
+    assert "did you mean 'model.init.hidden_size'" in refused("sft", config, "model.init.hidden_sise=4")
 
 
 def test_as_a_process_and_wrong_options(config: Path) -> None:

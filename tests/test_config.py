@@ -1,13 +1,17 @@
 """Strict configuration: what is accepted, and the one line for what is not."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from isobit import Precision, strict_yaml
 from isobit.config import Config, SftConfig, dump_config, load_config, load_sft_config, parse_config
 from isobit.config.__main__ import markdown
 from isobit.errors import IsobitError
+from isobit.precision import precision_from
+from isobit.precision.flow import Flow
 
 MINIMAL = "model: {path: base}\n"
 
@@ -44,12 +48,12 @@ def test_configs_are_frozen(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sampling.temprature=1", "unknown key 'sampling.temprature' (did you mean 'temperature'?)"),
+        ("sampling.temprature=1", "unknown key 'sampling.temprature' (did you mean 'sampling.temperature'?)"),
         ("stesp=1", "unknown key 'stesp' (did you mean 'steps'?)"),
-        ("rewards.functions=[{function: 'a:b', wieght: 2}]", "(did you mean 'weight'?)"),
-        ("steps=0", "steps: input should be greater than or equal to 1, got 0"),
-        ("steps=many", "steps: input should be a valid integer"),
-        ("sampling.temperature=-1", "sampling.temperature: input should be greater than 0, got -1"),
+        ("rewards.functions=[{function: 'a:b', wieght: 2}]", "(did you mean 'rewards.functions.weight'?)"),
+        ("steps=0", "steps: expected at least 1, got 0"),
+        ("steps=many", "steps: expected a whole number, got 'many'"),
+        ("sampling.temperature=-1", "sampling.temperature: expected above 0, got -1"),
         ("sampling.temperature=.nan", "sampling.temperature:"),
         ("precision=fp9", "did you mean 'fp8'"),
         ("precision={preset: fp8, wgrad: int8}", "precision.wgrad"),
@@ -65,17 +69,36 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm.kl_in_reward=true", "needs a kl_coefficient above 0"),
         ("algorithm={kl_coefficient: 0.1, kl_estimator: k1}", "take k2 or k3"),
         ("algorithm={preset: cispo, dual_clip: 3}", "leave one of them out"),
-        ("algorithm.dual_clip=1", "algorithm.dual_clip: input should be greater than 1"),
+        ("algorithm.dual_clip=1", "algorithm.dual_clip: expected above 1"),
         ("algorithm.correction={cap: 2}", "need a weight"),
         ("algorithm.correction={}", "an empty correction"),
         ("algorithm.correction={rejection: {measure: k3}}", "give low, high, or both"),
         ("algorithm.correction={rejection: {low: 2, high: 1}}", "low 2.0 must be below high 1.0"),
-        ("algorithm.correction={wieght: token}", "did you mean 'weight'"),
+        ("algorithm.correction={wieght: token}", "did you mean 'algorithm.correction.weight'"),
         ("algorithm.correction=token_tsi", "token_tis"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
-        ("backend=cuda", "backend: input should be 'auto', 'triton', 'native' or 'reference'"),
+        ("backend=cuda", "backend: expected auto, triton, native or reference, got 'cuda'"),
         ("steps", "expected key.sub=value"),
-        ("steps.x=1", "valid integer"),
+        ("steps.x=1", "steps: expected a whole number"),
+        ("steps=true", "steps: expected a whole number, got 'true'"),
+        ("optimizer.betas=0.9", "optimizer.betas: expected a list, such as [a, b], got 0.9"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: expected more than 1 of them"),
+        ("sampling=5", "sampling: expected a section of keys, such as {group_size: ..., max_new_tokens: ...}, got 5"),
+        ("sampling.stop=5", "sampling.stop.0: expected text, got 5"),
+        ("task.columns=[q]", "task.columns: expected a mapping, such as {name: value}"),
+        ("task.columns={prompt: 1}", "task.columns.prompt: expected text, got 1"),
+        ("precision=5", "precision: expected text or a mapping, such as {preset: fp8, wgrad: bf16}, got 5"),
+        ("evaluation.keep_best=maybe", "evaluation.keep_best: expected true or false, got 'maybe'"),
+        ("model=null", "model: expected a section of keys, such as {path: ..., sft: ...}, got nothing"),
+        ("task.options={digits: 1, digits: 2}", "key 'digits' comes twice; leave one"),
+        ("precision=fp8[wgrad=bf16, wgrad=fp8]", "option 'wgrad' comes twice"),
+        ("lr=1", "unknown key 'lr' (did you mean 'optimizer.learning_rate'?)"),
+        ("num_generations=4", "unknown key 'num_generations' (did you mean 'sampling.group_size'?)"),
+        ("group_size=4", "unknown key 'group_size' (did you mean 'sampling.group_size'?)"),
+        ("actor_rollout_ref={rollout: {n: 3}}", "'actor_rollout_ref.rollout.n' (did you mean 'sampling.group_size'?)"),
+        ("use_vllm=true", "unknown key 'use_vllm': isobit has no counterpart of it"),
+        ("tempreture=1", "unknown key 'tempreture' (did you mean 'sampling.temperature'?)"),
+        ("zzz=1", "unknown key 'zzz'; known here: model, task"),
     ],
 )
 def test_a_mistake_gives_one_line(config_file: Path, override: str, message: str) -> None:
@@ -98,6 +121,109 @@ def test_a_malformed_file_gives_one_line(tmp_path: Path, text: str, message: str
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "model: {path: base}\nsteps: 2\nsampling:\n  top_k: 0\nsteps: 3\n",
+            "line 5: key 'steps' was given before, in line 2",
+        ),
+        (
+            "model: {path: base}\nsampling:\n  top_k: 0\n\n  top_k: 1\n",
+            "line 5: key 'sampling.top_k' was given before, in line 3",
+        ),
+        ("model: {path: base, path: other}\n", "line 1: key 'model.path' was given before, in line 1"),
+        (
+            "model: base\nrewards: {functions: [{function: math, weight: 1,\n weight: 2}]}\n",
+            "line 3: key 'rewards.functions.weight' was given before, in line 2; leave one",
+        ),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused_with_both_lines(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(IsobitError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}, line ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_a_merge_brings_may_be_given_again(tmp_path: Path) -> None:
+    """The control: the same key in two mappings is no repetition."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: base}\nsampling: &s {top_k: 0, temperature: 2}\nengine: {kv_pages: 3}\nsteps: 2\n")
+    assert load_config(path).steps == 2
+    both = "base: &base {<<: {x: 1}, x: 2, y: 3}\nmore: {<<: *base, x: 4}\nlist: [{a: 1}, {a: 2}]\n"
+    assert strict_yaml.load(both)["more"] == {"x": 4, "y": 3}
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("model=other", "model.path=other"),
+        ("task=data.jsonl", "task.path=data.jsonl"),
+        ("task=arithmetic", "task.name=arithmetic"),
+        ("rewards=exact_match", "rewards.functions=[{function: exact_match}]"),
+        ("rewards=[exact_match, 'my.py:f']", "rewards.functions=[{function: exact_match}, {function: 'my.py:f'}]"),
+        (
+            "rewards.functions={function: exact_match, weight: 2}",
+            "rewards.functions=[{function: exact_match, weight: 2}]",
+        ),
+        ("rewards.models=judge", "rewards.models=[{path: judge}]"),
+        ("sampling.stop=END", "sampling.stop=[END]"),
+        ("tracking.trackers=wandb", "tracking.trackers=[wandb]"),
+        ("evaluation={pass_at: 4, num_samples: 4}", "evaluation={pass_at: [4], num_samples: 4}"),
+    ],
+)
+def test_a_short_form_means_what_it_says(config_file: Path, short: str, long: str) -> None:
+    assert load_config(config_file, [short]) == load_config(config_file, [long]) != load_config(config_file)
+
+
+def test_a_mapping_is_a_config_as_its_file_is(tmp_path: Path) -> None:
+    """In Python: nested or dotted keys, paths and precisions as objects; the caller's mapping stays as it is."""
+    settings = {
+        "model": {"path": Path("base")},
+        "sampling.group_size": 4,
+        "sampling": {"stop": ("a", "b")},
+        "precision": precision_from("fp8[wgrad=bf16]"),
+    }
+    settings = {"model": settings.pop("model"), "sampling": settings.pop("sampling"), **settings}
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {path: base}\nsampling: {group_size: 4, stop: [a, b]}\nprecision: fp8[wgrad=bf16]\nsteps: 3\n"
+    )
+    assert load_config(settings, ["steps=3"]) == load_config(file) == load_config(load_config(file))
+    assert settings["sampling"] == {"stop": ("a", "b")}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "config: expected the path of a YAML file or a mapping of settings, got 3"),
+        ({"model": "base", "stesp": 1}, "settings: unknown key 'stesp' (did you mean 'steps'?)"),
+        ({"model": "base", 3: 1}, "settings: a key must be text, got 3"),
+        ({"model": "base", "rewards": {"functions": [len]}}, "reward functions go into train(..., rewards=[f])"),
+        (
+            {"model": "base", "steps": object()},
+            "settings: steps: expected text, numbers, lists or mappings, got object",
+        ),
+        ({"model": "base", "precision": Precision("mine", Flow(), Flow())}, "'mine' names no flow equal to this one"),
+        ({"model": "base", "model.path": "other"}, "settings: 'model.path': model is not a section of keys"),
+        ({}, "settings: model: required, but not given"),
+    ],
+)
+def test_a_mapping_that_is_no_config_gives_one_line(given: Any, message: str) -> None:
+    with pytest.raises(IsobitError) as caught:
+        load_config(given)
+    assert message in str(caught.value)
+
+
+def test_overrides_that_are_one_text_give_one_line(config_file: Path) -> None:
+    with pytest.raises(IsobitError, match="overrides: expected a list of texts"):
+        load_config(config_file, "steps=2")
+
+
 def test_a_missing_file_gives_one_line(tmp_path: Path) -> None:
     with pytest.raises(IsobitError, match="No such file"):
         load_config(tmp_path / "none.yaml")
@@ -110,7 +236,7 @@ def test_sft_configs_are_read_by_the_same_rules(tmp_path: Path) -> None:
     assert config.model.init is not None
     assert config.model.init.num_layers == 2
     assert parse_config(SftConfig, yaml.safe_load(dump_config(config)), "dump") == config
-    with pytest.raises(IsobitError, match="did you mean 'num_layers'"):
+    with pytest.raises(IsobitError, match=r"did you mean 'model\.init\.num_layers'"):
         load_sft_config(path, ["model.init.num_layer=2"])
 
 

@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 
 from isobit import metrics
-from isobit.config import load_config
+from isobit.config import elsewhere, load_config
+from isobit.config.elsewhere import counterpart
 from isobit.precision import precision_from
 from tests.documents import ROOT, reader_folder
 
 TABLES = [ROOT / "docs" / name for name in ("from-trl.md", "from-verl.md", "from-nemo-rl.md")]
 KEYS = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text().split("## isobit sft")[0], re.M))
 NONE = ("no counterpart", "always on")
+NOT_KEYS = {"remax", "opo", "grpo_passk", "tis"}  # values in a column of keys
+ALSO = {  # a name whose values lead to several keys, and rows that say so
+    "loss_type": ("algorithm.loss_aggregation",),
+    "scale_rewards": ("algorithm.advantage",),
+    "actor_rollout_ref.actor.loss_agg_mode": ("algorithm.loss_aggregation",),
+    "algorithm.adv_estimator": ("algorithm.advantage",),
+}
 
 
 def rows(path: Path, heading: str) -> list[list[str]]:
@@ -61,6 +69,41 @@ def test_every_value_is_accepted(path: Path, reader: Path, monkeypatch: pytest.M
         config = load_config("run.yaml", [f"{key}={value}"])
         if key == "precision":
             precision_from(config.precision)
+
+
+def full_names(cell: str) -> list[str]:
+    """The names in a cell of theirs: values cut off, `.name` completed by the name before it."""
+    names: list[str] = []
+    for text in quoted(cell):
+        name = re.split("[=:]", text)[0]
+        if re.fullmatch(r"[\w.]+", name):
+            names.append(names[-1].rpartition(".")[0] + name if name.startswith(".") else name)
+    return names
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)
+def test_messages_about_unknown_keys_say_what_the_tables_say(path: Path) -> None:
+    """A name of theirs leads to the key beside it: to the one in its place, where there are as many, else to any."""
+    compared = 0
+    for theirs, ours, _ in rows(path, "Options"):
+        keys = [text.partition(":")[0] for text in filter(is_key, quoted(ours))]
+        names = [name for name in full_names(theirs) if name not in NOT_KEYS | KEYS]
+        for i, name in enumerate(names if keys or ours == NONE[0] else ()):
+            known, key = counterpart(name)
+            wanted = [keys[i]] if len(keys) == len(names) else keys
+            same = name.rpartition(".")[2] in {each.rpartition(".")[2] for each in wanted}  # found without a table
+            allowed_elsewhere = key in ALSO.get(name, ())
+            assert (known and (key in wanted or (key is None and not wanted))) or same or allowed_elsewhere, name
+            compared += 1
+    assert compared > 30
+
+
+def test_every_name_of_elsewhere_leads_to_a_key_that_exists() -> None:
+    assert set(elsewhere._NAMES) <= KEYS
+    names = [name for names in (*elsewhere._NAMES.values(), elsewhere._NONE) for name in names.split()]
+    assert len(names) == len(set(names)) == len(elsewhere._KEYS)
+    assert not set(names) & KEYS
+    assert counterpart("no.such.name") == (False, None)
 
 
 def test_a_wrong_key_or_value_would_be_noticed(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,12 @@ def _ks(text: str, n: int | None) -> list[int]:
 def _key_value(text: str) -> tuple[str, object]:
     import yaml
 
+    from isobit import strict_yaml
+
     key, sign, value = text.partition("=")
     if not sign:
         raise IsobitError(f"--option {text!r}: expected KEY=VALUE, such as digits=4")
-    return key, yaml.safe_load(value)
+    try:
+        return key, strict_yaml.load(value)
+    except yaml.YAMLError as error:
+        raise IsobitError(f"--option {text!r}: not valid YAML: {str(error).splitlines()[0]}") from None

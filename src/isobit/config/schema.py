@@ -130,8 +130,9 @@ class ArchitectureConfig(Section):
 
 
 class SftModelConfig(Section):
-    """Where supervised training starts: a checkpoint, or random weights."""
+    """Where supervised training starts: a checkpoint, or random weights. `model: DIR` is `model.path`."""
 
+    meant_by_text = "path"
     path: str | None = None
     init: ArchitectureConfig | None = None
     chat_template: str | None = Field(None, description=CHAT_TEMPLATE)

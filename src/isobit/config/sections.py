@@ -3,9 +3,11 @@
 Left out: the objective (`algorithm.py`), and what contradicts across sections (`schema.py`).
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from isobit.tasks import TASKS
 
 Precision = str | dict[str, Any]
 PRECISION = (
@@ -18,14 +20,50 @@ BACKEND = "auto: triton on an H100 or H200, else native where a C++ compiler is 
 
 
 class Section(BaseModel):
-    """A frozen mapping of known keys."""
+    """A frozen mapping of known keys. One value is taken for a list of one, and text for the key `meant_by_text`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    meant_by_text: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, values: Any) -> Any:
+        key = cls.key_of_text(values) if isinstance(values, str) else cls.meant_by_text
+        if key is not None and (isinstance(values, str) or (isinstance(values, (list, tuple)) and cls._several(key))):
+            values = {key: values}
+        if not isinstance(values, dict):
+            return values
+        return {key: cls._meant(key, value) for key, value in values.items()}
+
+    @classmethod
+    def key_of_text(cls, text: str) -> str | None:
+        """The key that this text, in the place of the whole section, is meant for."""
+        return cls.meant_by_text
+
+    @classmethod
+    def _meant(cls, key: str, value: Any) -> Any:
+        """A list of one where one value stands for a list; `true` as text, which is refused, where a number belongs."""
+        if isinstance(value, bool) and cls._is_number(key):
+            return str(value).lower()
+        return value if value is None or isinstance(value, (list, tuple)) or not cls._several(key) else [value]
+
+    @classmethod
+    def _several(cls, key: str) -> bool:
+        """Whether the key takes a list of any length."""
+        annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
+        return get_origin(annotation) is tuple and get_args(annotation)[1:] == (Ellipsis,)
+
+    @classmethod
+    def _is_number(cls, key: str) -> bool:
+        annotation = cls.model_fields[key].annotation if key in cls.model_fields else None
+        kinds = get_args(annotation) or (annotation,)
+        return bool not in kinds and (int in kinds or float in kinds)
 
 
 class ModelConfig(Section):
-    """Where the initial weights come from: `path`, or `sft`."""
+    """Where the initial weights come from: `path`, or `sft`. `model: DIR` is `model.path`."""
 
+    meant_by_text = "path"
     path: str | None = Field(None, description="a Hugging Face directory (config.json, safetensors, tokenizer.json)")
     sft: str | None = Field(None, description="a config of `isobit sft`; its model is made once and kept in a cache")
     chat_template: str | None = Field(None, description=CHAT_TEMPLATE)
@@ -39,7 +77,11 @@ class ModelConfig(Section):
 
 class TaskConfig(Section):
     """What is asked: a built-in task by name, or data of the user's own. Prompts outside the limits of length stop the
-    run before it starts, or are dropped and counted."""
+    run before it starts, or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is `task.path`."""
+
+    @classmethod
+    def key_of_text(cls, text: str) -> str:
+        return "name" if text in TASKS else "path"
 
     name: str = Field("file", description="arithmetic, countdown, gsm8k, or file (any data)")
     path: str | None = Field(
@@ -82,6 +124,7 @@ class TaskConfig(Section):
 class RewardConfig(Section):
     """One reward function: by name, or the user's own in TRL's signature."""
 
+    meant_by_text = "function"
     function: str = Field(
         description="math, exact_match, fuzzy_match, format, length_penalty or code; or path/to/file.py:function or "
         "package.module:function"
@@ -95,6 +138,7 @@ class RewardConfig(Section):
 class RewardModelConfig(Section):
     """A sequence-classification checkpoint with one label, whose logit is a reward."""
 
+    meant_by_text = "path"
     path: str = Field(description="a Hugging Face directory, such as a LlamaForSequenceClassification")
     weight: float = 1.0
     name: str = Field("reward_model", description="name in the metrics")
@@ -102,8 +146,10 @@ class RewardModelConfig(Section):
 
 
 class RewardsConfig(Section):
-    """How rewards are computed: functions in worker processes, with a deadline for each call, and reward models."""
+    """How rewards are computed: functions in worker processes, with a deadline for each call, and reward models.
+    `rewards: FUNCTION` is `rewards.functions`."""
 
+    meant_by_text = "functions"
     functions: tuple[RewardConfig, ...] = Field((), description="default: the task's own reward")
     models: tuple[RewardModelConfig, ...] = Field((), description="reward models, added to the functions by weight")
     deadline_s: float = Field(30.0, gt=0, description="seconds for one call; a worker that takes longer is killed")

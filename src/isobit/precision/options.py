@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from isobit import strict_yaml
 from isobit.errors import IsobitError
 from isobit.precision.flow import LINEAR_LAYERS, PRESETS, Calibration, Flow, Precision
 from isobit.precision.formats import E2M1, E4M3, FORMATS
@@ -62,6 +63,10 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     """
     if isinstance(value, Precision):
         return value
+    if not isinstance(value, (str, Mapping)):
+        raise IsobitError(
+            f"precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got {value!r}"
+        )
     options = _parse_name(value) if isinstance(value, str) else dict(value)
     precision = _preset(options.pop("preset", "fp8"))
     for key, option in options.items():
@@ -79,7 +84,9 @@ def _parse_name(name: str) -> dict[str, object]:
     if not bracket or not rest.endswith("]"):
         return {"preset": name}
     try:
-        options = yaml.safe_load("{" + rest[:-1].replace("=", ": ") + "}")
+        options = strict_yaml.load("{" + rest[:-1].replace("=", ": ") + "}")
+    except strict_yaml.DuplicateKey as error:
+        raise IsobitError(f"precision {name!r}: option {error.key!r} comes twice; leave one") from None
     except yaml.YAMLError:
         raise IsobitError(f"precision {name!r}: expected PRESET[option=value, option=value]") from None
     return {"preset": preset, **options}

@@ -1,0 +1,129 @@
+"""A config as plain values: of a YAML file, of a mapping or of a `Config`, with `key.sub=value` overrides over it.
+
+Left out: whether keys and values are right, which the schema says.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from isobit import strict_yaml
+from isobit.errors import IsobitError
+
+Source = str | Path | Mapping[str, Any] | BaseModel
+"""Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded before."""
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+
+
+def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """(the values, what to call their origin in messages). Raises IsobitError for what is neither file nor mapping."""
+    if isinstance(source, (str, Path)):
+        values, where = _read_yaml(Path(source)), str(source)
+    elif isinstance(source, BaseModel):
+        values, where = source.model_dump(mode="json"), "config"
+    elif isinstance(source, Mapping):
+        values, where = _settings(source), "settings"
+    else:
+        raise IsobitError(f"config: expected the path of a YAML file or a mapping of settings, got {source!r}")
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise IsobitError(f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r}')
+    for override in overrides:
+        _override(values, override)
+    return values, where
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise IsobitError(f"cannot read config {path}: {reason}") from None
+    try:
+        values = strict_yaml.load(text)
+    except strict_yaml.DuplicateKey as error:
+        raise IsobitError(
+            f"{path}, line {error.line}: key {error.key!r} was given before, in line {error.first_line}; leave one"
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise IsobitError(
+            f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or 'syntax error'}"
+        ) from None
+    if not isinstance(values, dict):
+        raise IsobitError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
+    return values
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not _KEY.fullmatch(key):
+        raise IsobitError(f"override {override!r}: expected key.sub=value, such as sampling.temperature=0.8")
+    try:
+        value = strict_yaml.load(text)
+    except strict_yaml.DuplicateKey as error:
+        raise IsobitError(f"override {override!r}: key {error.key!r} comes twice; leave one") from None
+    except yaml.YAMLError:
+        value = text
+    _set(values, key, value, f"override {override!r}")
+
+
+def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
+    """Put a value at `section.key`; sections on the way are copied, so that the caller's own stay as they are."""
+    *parents, last = key.split(".")
+    node: Any = values
+    for parent in parents:
+        child = node.get(parent) if isinstance(node, dict) else None
+        if parent == "precision" and isinstance(child, str):
+            child = {"preset": child}
+        if child is None:
+            child = {}
+        if not isinstance(child, dict):
+            raise IsobitError(f"{what}: {parent} is not a section of keys")
+        node[parent] = child = dict(child)
+        node = child
+    node[last] = value
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping that was written in Python: `section.key` names a key of a section."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise IsobitError(f"settings: a key must be text, got {key!r}")
+        _set(values, key, _plain(value, key), f"settings: {key!r}")
+    return values
+
+
+def _plain(value: Any, key: str) -> Any:
+    """A value as YAML would have it: paths and precisions are their names."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner, f"{key}.{name}") for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, key) for inner in value]
+    from isobit.precision import Precision, precision_from  # here, so that --help does not import torch
+
+    if isinstance(value, Precision):
+        try:
+            same = precision_from(value.name) == value
+        except IsobitError:
+            same = False
+        if not same:
+            raise IsobitError(
+                f"settings: {key}: a run keeps its flow by name, and {value.name!r} names no flow equal to this one; "
+                "give a preset's name, or {'preset': NAME, option: value}"
+            )
+        return value.name
+    if callable(value):
+        raise IsobitError(
+            f"settings: {key}: a function is no setting; reward functions go into train(..., rewards=[f])"
+        )
+    raise IsobitError(f"settings: {key}: expected text, numbers, lists or mappings, got {type(value).__name__}")
