@@ -48,7 +48,7 @@ _NAMES = {
     "algorithm.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
     "algorithm.dual_clip": "delta clip_ratio_c ratio_clip_c",
     "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_loss reference_policy_kl_penalty init_kl_coef",
-    "algorithm.kl_estimator": "kl_loss_type reference_policy_kl_type",
+    "algorithm.kl_estimator": "kl_loss_type kl_penalty reference_policy_kl_type",
     "algorithm.kl_in_reward": "use_kl_in_reward",
     "algorithm.dynamic_sampling": "filter_groups.enable use_dynamic_sampling",
     "algorithm.max_resamples": "max_num_gen_batches dynamic_sampling_max_gen_batches",
