@@ -182,6 +182,48 @@ def test_a_killed_run_ends_with_the_same_best_model(
     assert fingerprint(run) == fingerprint(unbroken)
 
 
+def test_rewards_below_one_are_told_apart_by_their_mean(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default. The control asks for accuracy, which is 0 throughout: the initial model stays."""
+    (tmp_path / "low.py").write_text(
+        "def low(completions, **k):\n    return [sum(c in '56789' for c in text) / 9 for text in completions]\n"
+    )
+    found = {}
+    for by in ("auto", "accuracy/held_out"):
+        evaluation = {**SETTINGS["evaluation"], "best_by": by}
+        changes = {**SETTINGS, "evaluation": evaluation, "run": {"dir": str(tmp_path / by), "checkpoint_every": 3}}
+        functions = [{"function": f"{tmp_path}/low.py:low"}]
+        config = write_config(tmp_path, base_model, **changes, rewards={"functions": functions})
+        found[by] = train(load_config(config), quiet=False).run_dir
+    said = capsys.readouterr().err
+    values = logged(found["auto"], "reward/held_out")
+    assert max(values.values()) < 1
+    best = described(found["auto"])
+    assert (best["metric"], best["value"]) == ("reward/held_out", max(values.values()))
+    assert best["step"] == max(values, key=lambda s: (values[s], -s)) > 0
+    assert described(found["accuracy/held_out"]) == {"step": 0, "metric": "accuracy/held_out", "value": 0.0}
+    assert (
+        f"best reward/held_out {best['value']:.4f} (accuracy/held_out is 0 throughout) at step {best['step']}" in said
+    )
+
+
+def test_auto_takes_accuracy_first(tmp_path: Path) -> None:
+    best = Best(tmp_path, "auto", lambda to: (to / "model.safetensors").write_text("weights") and None)
+    rows = [(0.0, 0.3), (0.0, math.nan), (0.0, 0.4), (0.5, 0.2), (0.25, 0.9), (0.5, 0.3), (0.5, 0.3), (math.nan, 2.0)]
+    kept = []
+    for step, (accuracy, reward) in enumerate(rows):
+        best.consider(step, {"accuracy/held_out": accuracy, "reward/held_out": reward})
+        kept.append(described(tmp_path)["step"])
+    assert kept == [0, 0, 2, 3, 3, 5, 5, 5]
+    assert described(tmp_path)["values"] == {"accuracy/held_out": 0.5, "reward/held_out": 0.3}
+    assert "best accuracy/held_out 0.5000 (reward/held_out 0.3000) at step 5" in str(best.line(7))
+    again = Best(tmp_path, "auto", lambda to: None)
+    again.restore(best.to_json())
+    assert again.to_json() == best.to_json()
+    assert (again.step, again.values) == (best.step, best.values)
+
+
 def keeper(folder: Path, text: Callable[[], str] = lambda: "weights") -> Best:
     return Best(folder, "m", lambda to: (to / "model.safetensors").write_text(text()) and None)
 

@@ -258,7 +258,11 @@ class EvaluationConfig(Section):
         None, description="regular expression of the answer that a majority votes on; default: the task's own"
     )
     keep_best: bool = Field(True, description="keep the best model in best/ of the run directory; weights only")
-    best_by: str = Field("accuracy/held_out", description="metric of an evaluation, the larger the better")
+    best_by: str = Field(
+        "auto",
+        description="metric of an evaluation, the larger the better; auto: accuracy/held_out, and reward/held_out "
+        "where that is equal, as it is where no reward reaches 1",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "EvaluationConfig":

@@ -1,15 +1,18 @@
 """The best model of a run, by a held-out metric: `best/`, a Hugging Face directory with `best.json` beside the weights.
 
-A model replaces it if its value is larger; of equal ones the earlier stays. A run that was killed goes on from a
-checkpoint that knows the best of its own time, while `best/` may hold a later one. So the best of the last checkpoint's
-time stands by in `.best-previous` until the next checkpoint, and comes back when the run goes on from the last: `best/`
-is then what it was, and what it becomes is what it would have become (tests/test_best.py).
+A model replaces it if its value is larger; of equal ones the earlier stays. By `auto` the value is the greedy accuracy,
+and of equal accuracies the greedy reward: rewards that stay below 1 have an accuracy of 0 throughout.
+
+A run that was killed goes on from a checkpoint that knows the best of its own time, while `best/` may hold a later one.
+So the best of the last checkpoint's time stands by in `.best-previous` until the next checkpoint, and comes back when
+the run goes on from the last: `best/` is then what it was, and what it becomes is what it would have become
+(tests/test_best.py).
 """
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +20,52 @@ from isobit import checkpoints
 from isobit.run import BEST
 
 DESCRIPTION = "best.json"
+AUTO = "auto"
+_AUTO_METRICS = ("accuracy/held_out", "reward/held_out")
 _PREVIOUS = ".best-previous"
 
 
 class Best:
-    """The best value so far, of `metric`, and the step that it is of; `write(folder)` writes the present model. With
-    metric None nothing is kept."""
+    """The best values so far, of `metric` (AUTO: of two, the second decides where the first is equal), and the step
+    that they are of; `write(folder)` writes the present model. With metric None nothing is kept."""
 
     def __init__(self, run: Path, metric: str | None, write: Callable[[Path], None]) -> None:
         self.directory, self._previous = run / BEST, run / _PREVIOUS
-        self.metric, self._write = metric, write
+        self._metrics: tuple[str, ...] = () if metric is None else _AUTO_METRICS if metric == AUTO else (metric,)
+        self._write = write
         self.step: int | None = None
-        self.value = -math.inf
+        self.values = [-math.inf for _ in self._metrics]
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the present model if its metric is the largest so far. Raises RunFailed if it cannot be written."""
-        if self.metric is None or not metrics[self.metric] > self.value:  # NaN, of rewards that failed, is not either
+        # NaN, of rewards that failed, is never the best
+        values = [-math.inf if math.isnan(metrics[name]) else metrics[name] for name in self._metrics]
+        if not values > self.values or values[_decisive(values)] == -math.inf:
             return
-        value = metrics[self.metric]
-        description = {"step": step, "metric": self.metric, "value": value}
+        description = self._description(step, values)
 
         def write(folder: Path) -> None:
             self._write(folder)
             (folder / DESCRIPTION).write_text(json.dumps(description) + "\n", encoding="utf-8")
 
         checkpoints.replace(self.directory, write, None if self._previous.exists() else self._previous)
-        self.step, self.value = step, value
+        self.step, self.values = step, values
+
+    def _description(self, step: int, values: Sequence[float]) -> dict[str, Any]:
+        """What best.json says: the metric that told the models apart, and its value; and those before it."""
+        decisive = _decisive(values)
+        found = {"step": step, "metric": self._metrics[decisive], "value": values[decisive]}
+        return found | ({"values": dict(zip(self._metrics, values))} if len(values) > 1 else {})
 
     def to_json(self) -> dict[str, Any] | None:
         """For the state of a checkpoint."""
-        return None if self.step is None else {"step": self.step, "metric": self.metric, "value": self.value}
+        return None if self.step is None else self._description(self.step, self.values)
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint: its best, and on disk the model of that step, if it is still there."""
         if saved is not None:
-            self.step, self.value = saved["step"], saved["value"]
+            values = saved.get("values", {saved["metric"]: saved["value"]})
+            self.step, self.values = saved["step"], [values.get(name, -math.inf) for name in self._metrics]
             if _description(self._previous) == saved:
                 shutil.rmtree(self.directory, ignore_errors=True)
                 self._previous.rename(self.directory)
@@ -66,10 +80,21 @@ class Best:
         """What the end of a run says if the best model is of an earlier step than its newest checkpoint."""
         if self.step is None or self.step >= newest_step:
             return None
+        found = self._description(self.step, self.values)
+        why = ""
+        if len(self.values) > 1:
+            first, second = self._metrics
+            said = f"{first} is 0 throughout" if found["metric"] == second else f"{second} {self.values[1]:.4f}"
+            why = f" ({said})"
         return (
-            f"best {self.metric} {self.value:.4f} at step {self.step}, in {self.directory}; "
+            f"best {found['metric']} {found['value']:.4f}{why} at step {self.step}, in {self.directory}; "
             f"the newest checkpoint is of step {newest_step}"
         )
+
+
+def _decisive(values: Sequence[float]) -> int:
+    """The last of two values where the first is 0, which of the largest means that it never was more."""
+    return -1 if values[0] == 0 else 0
 
 
 def _description(directory: Path) -> Any:

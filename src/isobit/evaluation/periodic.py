@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from isobit.config import Config
 from isobit.engine import Engine
 from isobit.errors import IsobitError
+from isobit.evaluation.best import AUTO
 from isobit.evaluation.measure import Judge, Plan, default_ks, measure, tags_of
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import ALL, summarize
@@ -51,7 +52,7 @@ class HeldOut:
     def check_metric(self, name: str) -> None:
         """Raises IsobitError unless an evaluation has this metric (and for a tag that the prompts do not have)."""
         tags = sorted({tag for tag in tags_of(self.examples, self.plan.tag) if tag is not None})
-        known = ["accuracy/held_out", "reward/held_out"]
+        known = [AUTO, "accuracy/held_out", "reward/held_out"]
         known += [f"accuracy/{kind}_at_{k}" for k in self.plan.ks for kind in ("pass", "majority")]
         known += [f"accuracy/tag/{tag}" for tag in tags]
         if name not in known:
