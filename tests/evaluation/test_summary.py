@@ -77,9 +77,9 @@ def test_where_accuracy_is_the_same_the_next_measure_decides() -> None:
     last = comparison_table(high, low).splitlines()[-1]
     assert last.startswith("A is better than B in reward: A - B is +0.1500")
     assert comparison_table(low, low).endswith("No difference is shown: the two score the same on every prompt.")
-    few = comparison_table(result([1, 0, 0]), result([0, 0, 0])).splitlines()[-1]
+    few = comparison_table(result([1, 0, 0] * 2), result([0] * 6)).splitlines()[-1]
     assert few.startswith("No difference is shown in accuracy: A - B is +0.3333")
-    assert few.endswith("p = 1; a difference inside the interval is not ruled out.")
+    assert few.endswith("p = 0.5; a difference inside the interval is not ruled out.")
 
 
 def test_shorter_is_neither_better_nor_worse() -> None:
@@ -112,3 +112,20 @@ def test_the_order_of_measures_is_that_of_the_table() -> None:
         "tokens",
         "truncated",
     ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 20])
+def test_too_few_prompts_to_tell_are_said(count: int) -> None:
+    """Below six no test can fall under its level; the control is six, where it can."""
+    better, same = result([1.0] * count), result([1.0] * count)
+    worse = result([0.0] * count)
+    said = [comparison_table(better, other).splitlines()[-1] for other in (worse, same)]
+    smallest = compare(better, worse)["accuracy"].p
+    assert smallest == 2 * 0.5**count
+    if count < 6:
+        line = f"Too few prompts to tell: of {count}, p is {smallest:.2g} even if A is better on every one; below 6 "
+        assert all(text.startswith(line) for text in said)
+    else:
+        assert smallest < 0.05
+        assert said[0].startswith("A is better than B in accuracy")
+        assert said[1].startswith("No difference is shown")

@@ -5,6 +5,7 @@ Greedy accuracy is tested by McNemar's exact test, every other measure by sign f
 (`paired.py`). Differences are of the first result minus the second.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from isobit.report.tables import text_table
 from isobit.tasks.data import Prompt
 
 LEVEL = 0.05
+FEWEST = math.ceil(math.log2(2 / LEVEL))
+"""Prompts from which on a test can fall below LEVEL: both tests give 2 · 2^-n where one side is better on all n."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ def conclusion(differences: Mapping[str, Difference]) -> str:
     """What follows, in a sentence: of accuracy; of the measure after it where no prompt tells the two apart; and so
     on."""
     scores = {name: found for name, found in differences.items() if name not in LENGTHS}
+    count = max(found.difference.prompts for found in scores.values())
+    if (smallest := 2 * 0.5**count) > LEVEL:
+        return (
+            f"Too few prompts to tell: of {count}, p is {smallest:.2g} even if A is better on every one; below "
+            f"{FEWEST} no difference can be shown, and small ones take hundreds."
+        )
     telling = [name for name, found in scores.items() if (found.difference.low, found.difference.high) != (0, 0)]
     if not telling:
         return "No difference is shown: the two score the same on every prompt."
