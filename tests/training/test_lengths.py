@@ -20,7 +20,7 @@ from isobit.training.lengths import fit_prompts
 from isobit.training.loop import resume, train
 from isobit.training.parts import dry_run_report, open_parts
 from tests.conftest import tiny_model
-from tests.runs import fingerprint
+from tests.runs import fingerprint, write_config
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 REWARD = "def score(prompts, completions, **columns):\n    return [len(str(c)) / 50 for c in completions]\n"
@@ -211,3 +211,33 @@ def test_data_without_shuffling_are_seen_in_their_order(run: Callable[..., Path]
     train(load_config(run(["a", "b", "c", "d"], shuffle=False)))
     shown = [json.loads(line)["prompt"] for line in Path("run/completions.jsonl").read_text().splitlines()]
     assert shown == [text for text in "abcd" for _ in range(2)]
+
+
+def test_a_model_that_cannot_end_a_completion_is_said(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the start and in a dry run; not with an end-of-sequence token, a stop string, or where it is wanted."""
+    endless = tmp_path / "endless"
+    shutil.copytree(base_model, endless)
+    for name, key in (
+        ("generation_config", "eos_token_id"),
+        ("config", "eos_token_id"),
+        ("tokenizer_config", "eos_token"),
+    ):
+        values = json.loads((endless / f"{name}.json").read_text())
+        values.pop(key, None)
+        (endless / f"{name}.json").write_text(json.dumps(values))
+
+    def said(model: Path, *overrides: str) -> str:
+        config = load_config(write_config(tmp_path, model), ["steps=1", f"run.dir={tmp_path / 'run'}", *overrides])
+        printed = dry_run_report(config)
+        train(config, quiet=False)
+        shutil.rmtree(tmp_path / "run")
+        found = [line for line in capsys.readouterr().err.splitlines() if "no end-of-sequence token" in line]
+        assert found == [line for line in printed.splitlines() if "no end-of-sequence token" in line]
+        return "".join(found)
+
+    assert "so every completion runs to 3 tokens; name one, or give sampling.stop" in said(endless)
+    assert said(endless, "sampling.stop=['=']") == ""
+    assert said(endless, "sampling.ignore_eos=true") == ""
+    assert said(base_model) == ""

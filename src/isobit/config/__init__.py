@@ -11,7 +11,7 @@ from isobit.config.load import (
     task_settings,
 )
 from isobit.config.schema import ArchitectureConfig, CompareConfig, Config, SftConfig
-from isobit.config.sections import OptimizerConfig, TaskConfig
+from isobit.config.sections import OptimizerConfig, SamplingConfig, TaskConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -20,6 +20,7 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "OptimizerConfig",
+    "SamplingConfig",
     "SftConfig",
     "TaskConfig",
     "dump_config",

@@ -122,20 +122,24 @@ def _write_files(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: in
         shards[-1][name] = tensor
         size += nbytes
     if len(shards) == 1:
-        _save(shards[0], directory / WEIGHTS)
+        save_tensors(shards[0], directory / WEIGHTS)
         return {WEIGHTS}
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _save(shard, directory / name)
+        save_tensors(shard, directory / name)
         weight_map |= dict.fromkeys(shard, name)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return {INDEX, *weight_map.values()}
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, with the mode that the umask says: the library's own is 0600 (safetensors 0.8)."""
+    path.touch()
+    mode = path.stat().st_mode & 0o777
     save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from isobit.config import TaskConfig
+from isobit.config import SamplingConfig, TaskConfig
 from isobit.engine.prompts import encode
 from isobit.errors import IsobitError
 from isobit.model import Model
@@ -48,6 +48,17 @@ def fit_prompts(task: Task, model: Model, limits: TaskConfig, max_new_tokens: in
     train = keep(task.train, problem, limits, "training", quiet)
     longest = max(train.examples, key=lambda example: lengths[example.index])
     return Fitted(replace(task, train=train, held_out=held_out), longest)
+
+
+def endless(model: Model, sampling: SamplingConfig) -> str | None:
+    """A warning where no completion can end before its limit, or None."""
+    if model.tokenizer.eos_ids or sampling.stop or sampling.ignore_eos:
+        return None
+    return (
+        "warning: the model names no end-of-sequence token (eos_token_id in generation_config.json or config.json, "
+        f"eos_token in tokenizer_config.json), so every completion runs to {sampling.max_new_tokens} tokens; name one, "
+        "or give sampling.stop"
+    )
 
 
 def encode_prompt(example: Example, model: Model) -> list[int]:

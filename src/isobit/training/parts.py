@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from isobit import checkpoints
 from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
@@ -22,6 +22,7 @@ from isobit.evaluation.measure import Judge
 from isobit.evaluation.periodic import HeldOut, evaluation_plan
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model, RewardModel
+from isobit.model.checkpoint import save_tensors
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
 from isobit.rl.correction import CorrectionRule, Rejection
 from isobit.rl.replay import ReplayBuffer, ReplaySettings
@@ -29,7 +30,7 @@ from isobit.run import refuse_existing
 from isobit.tasks import Task, load_task
 from isobit.tasks.rewards import RewardPool
 from isobit.trackers.process import check_trackers
-from isobit.training.lengths import first_prompt, fit_prompts
+from isobit.training.lengths import endless, first_prompt, fit_prompts
 from isobit.training.scoring import Scorer, WeightedModel
 from isobit.training.sft import cached_model, optimizer_settings
 
@@ -256,9 +257,9 @@ def save_checkpoint(directory: Path, parts: Parts, state: dict[str, Any], keep_l
         parts.model.save(folder)
         trainer = folder / _TRAINER
         trainer.mkdir()
-        save_file(parts.optimizer.state(), trainer / "optimizer.safetensors")
+        save_tensors(parts.optimizer.state(), trainer / "optimizer.safetensors")
         if parts.calibrator.active:
-            save_file(parts.calibrator.state(), trainer / _KV)
+            save_tensors(parts.calibrator.state(), trainer / _KV)
         (trainer / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     return checkpoints.save(directory, state["step"], write, keep_last)
@@ -353,5 +354,7 @@ def dry_run_report(config: Config) -> str:
         f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
         f"correction: {parts.objective.correction}\n{model.ops.why}; consistency: {config.consistency}"
     )
+    if (warning := endless(model, config.sampling)) is not None:
+        heading += f"\n{warning}"
     prompt = first_prompt(parts.task.train, model)
     return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory_plan(parts), prompt])
