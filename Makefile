@@ -43,8 +43,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	@touch $@
 
 quickstart: $(VENV)/.installed
-	rm -rf runs/quickstart
-	$(BIN)/isobit train configs/quickstart.yaml
+	$(BIN)/isobit train configs/quickstart.yaml --redo
 	$(NEXT)
 
 test: $(VENV)/.dev

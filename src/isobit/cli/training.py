@@ -27,6 +27,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="validate, load, plan the memory, show the first prompt, and stop")
     ] = False,
+    redo: Annotated[
+        bool, typer.Option("--redo", help="remove a finished run of this config from the run directory first")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a model with reinforcement learning.
@@ -50,7 +53,7 @@ def train(
         config = None
     elif config is None:
         raise IsobitError("give a config, such as configs/quickstart.yaml, or --resume RUN")
-    raise typer.Exit(_train(config, changes, resume, from_rollouts, out, dry_run, quiet))
+    raise typer.Exit(_train(config, changes, resume, from_rollouts, out, dry_run, quiet, redo))
 
 
 def _train(
@@ -61,11 +64,15 @@ def _train(
     out: Path | None,
     dry_run: bool,
     quiet: bool,
+    redo: bool = False,
 ) -> int:
     from isobit.config import load_config
     from isobit.training import loop
     from isobit.training.parts import dry_run_report
+    from isobit.training.redo import clear_finished
 
+    if redo and (config is None or dry_run):
+        raise IsobitError("--redo is for a new run: give a config, without --resume, --from-rollouts and --dry-run")
     if resume is not None:
         if from_rollouts is not None or out is not None or dry_run:
             raise IsobitError("--resume goes on with a run where it is; leave --from-rollouts, --out and --dry-run out")
@@ -79,6 +86,8 @@ def _train(
     if dry_run:
         print(dry_run_report(resolved))
         return 0
+    if redo:
+        clear_finished(resolved)
     return loop.train(resolved, quiet=quiet).exit_code
 
 

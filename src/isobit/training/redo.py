@@ -1,0 +1,41 @@
+"""Make room for a run that is done again: remove a finished run of the same configuration, and nothing else.
+
+A run that was extended, interrupted or made by another configuration is somebody's work: it stays, and the message says
+what to do. What was deleted by mistake cannot be computed again from what is left.
+"""
+
+import shutil
+from pathlib import Path
+
+from isobit import run as runs
+from isobit.config import Config, load_config
+from isobit.errors import IsobitError
+from isobit.run import Run
+
+
+def clear_finished(config: Config) -> None:
+    """Remove the run in `run.dir` if it has this configuration and has done exactly its steps, or none.
+
+    Raises IsobitError for any other run there; leaves a directory alone that holds no run.
+    """
+    directory = Path(config.run.dir)
+    if not (directory / runs.CONFIG).is_file():
+        return
+    with Run(directory, {}):  # not one that is at work
+        done = max((int(row["step"]) for row in _metrics(directory)), default=0)
+        kept = load_config(directory / runs.CONFIG)
+        again = f"go on with it: isobit train --resume {directory}, or move it or remove it first: rm -r {directory}"
+        if kept.steps != config.steps or done > config.steps:
+            raise IsobitError(
+                f"{directory} holds a run of {max(kept.steps, done)} steps, and this one has {config.steps}; {again}"
+            )
+        if kept != config:
+            raise IsobitError(f"{directory} holds a run of another configuration; {again}")
+        if done not in (0, config.steps):
+            raise IsobitError(f"{directory} holds a run that has done {done} of its {config.steps} steps; {again}")
+        shutil.rmtree(directory)
+
+
+def _metrics(directory: Path) -> list[dict[str, float]]:
+    path = directory / runs.METRICS
+    return list(runs.read_jsonl(path)) if path.is_file() else []

@@ -1,0 +1,72 @@
+"""`isobit train CONFIG --redo`: what may be removed for a run that is done again, and what must not be."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from isobit.cli import app
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.run import Run
+from isobit.training.loop import resume, train
+from isobit.training.redo import clear_finished
+from tests.runs import write_config
+
+
+@pytest.fixture
+def path(tmp_path: Path, base_model: Path) -> Path:
+    return write_config(tmp_path, base_model, steps=2)
+
+
+def test_a_finished_run_of_the_same_config_is_done_again(path: Path) -> None:
+    run = train(load_config(path)).run_dir
+    (run / "mark").write_text("")
+    for _ in range(2):  # the second time over what the command itself has left
+        done = CliRunner().invoke(app, ["train", str(path), "--redo", "--quiet"])
+        assert done.exit_code == 0, done.output
+        assert not (run / "mark").exists()
+        assert (run / "metrics.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("extended", "holds a run of 3 steps, and this one has 2; go on with it: isobit train --resume"),
+        ("other", "holds a run of another configuration"),
+        ("interrupted", "holds a run that has done 1 of its 2 steps"),
+        ("at work", "in use by another process"),
+    ],
+)
+def test_any_other_run_stays(path: Path, how: str, message: str) -> None:
+    config = load_config(path)
+    run = train(load_config(path, ["seed=5"] if how == "other" else [])).run_dir
+    if how == "extended":
+        resume(run, ["steps=3"])
+    if how == "interrupted":
+        first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+        (run / "metrics.jsonl").write_text(first)
+    held = Run(run, {}) if how == "at work" else None
+    before = sorted(run.rglob("*"))
+    with pytest.raises(IsobitError, match=message):
+        clear_finished(config)
+    assert sorted(run.rglob("*")) == before
+    if held is not None:
+        held.__exit__()
+
+
+def test_what_holds_no_run_is_left_alone(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    clear_finished(config)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("")
+    clear_finished(config)
+    assert (tmp_path / "run" / "thesis.txt").exists()
+    with pytest.raises(IsobitError, match="exists and is not empty"):
+        train(config)
+
+
+def test_it_is_for_new_runs(path: Path) -> None:
+    done = CliRunner().invoke(app, ["train", "--resume", str(path.parent / "run"), "--redo"])
+    assert isinstance(done.exception, IsobitError)
+    assert "--redo is for a new run" in str(done.exception)
