@@ -15,7 +15,9 @@ import torch
 from isobit import checkpoints
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.training.loop import resume, train
+from isobit.training.loop import resume, train, training_step
+from isobit.training.opening import open_resumed
+from isobit.view.watch import Watched
 from tests.runs import fingerprint, write_config
 
 STEPS = 8
@@ -144,3 +146,43 @@ def test_what_cannot_be_resumed_is_said(tmp_path: Path, base_model: Path) -> Non
         (path / "manifest.json").unlink()
     with pytest.raises(IsobitError, match=r"all 2 are damaged: .*manifest\.json is missing"):
         resume(tmp_path / "run", ["steps=4"])
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o007])
+def test_modes_are_those_of_the_umask(tmp_path: Path, base_model: Path, mask: int) -> None:
+    """Every file and directory of a run: whoever shares a group's directory can read its runs, or nobody can."""
+    before = os.umask(mask)
+    try:
+        evaluation = {"every": 1, "samples": 2}
+        run = train(load_config(write_config(tmp_path, base_model, evaluation=evaluation), ["steps=1"])).run_dir
+        resume(run, ["steps=2", "run.report=true"])
+    finally:
+        os.umask(before)
+    paths = [run, *run.rglob("*")]
+    assert {"model.safetensors", "optimizer.safetensors"} < {path.name for path in paths}
+    modes = {str(path): path.stat().st_mode & 0o777 for path in paths}
+    assert modes == {str(path): (0o777 if path.is_dir() else 0o666) & ~mask for path in paths}
+
+
+def test_an_extended_run_is_counted_right(tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On its own screen, with what it had done before; in its config, also after a kill; and for `isobit watch`, which
+    looks on meanwhile."""
+    run = train(load_config(write_config(tmp_path, base_model), ["steps=2"])).run_dir
+    seen = Watched(run)
+    seen.look()
+    assert (seen.history.step, seen.history.total, seen.finished) == (2, 2, True)
+    resumed = open_resumed(run, ["steps=4"], quiet=False)
+    capsys.readouterr()
+    with resumed:
+        assert resumed.display.history.step == 2
+        assert len(resumed.display.history.values("reward/mean")) == 2
+        training_step(resumed)
+        seen.look()
+        assert (seen.history.step, seen.history.total, seen.finished) == (3, 4, False)
+        assert resumed.display.history.values("reward/mean") == seen.history.values("reward/mean")
+        assert resumed.display.history.total_of("mismatch/compared_tokens") > 0
+    # killed here: what was extended goes on to its new end
+    assert resume(run, quiet=False).metrics[-1]["step"] == 4
+    assert "step 4/4" in capsys.readouterr().err
+    assert load_config(run / "config.yaml").steps == 4
+    assert Watched(run).history.total == 4

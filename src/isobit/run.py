@@ -37,7 +37,8 @@ LOCK, BEST = ".lock", "best"
 class Run:
     """An open run directory, locked against a second process. Use as a context manager."""
 
-    def __init__(self, directory: Path, offsets: Mapping[str, int]) -> None:
+    def __init__(self, directory: Path, offsets: Mapping[str, int], config_text: str | None = None) -> None:
+        """`config_text` takes the place of what `config.yaml` says: a resumed run may be a longer one."""
         self.directory = directory
         self._lock = (directory / LOCK).open("w")
         try:
@@ -46,13 +47,15 @@ class Run:
             self._lock.close()
             raise IsobitError(f"run directory {directory} is in use by another process") from None
         self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
+        if config_text is not None:
+            _replace_text(directory / CONFIG, config_text)
 
     @staticmethod
     def create(directory: Path, config_text: str) -> "Run":
         """A new run; IsobitError if the directory exists and is not empty."""
         refuse_existing(directory)
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            directory.mkdir(parents=True, exist_ok=True)
             (directory / CONFIG).write_text(config_text, encoding="utf-8")
             return Run(directory, NOTHING_WRITTEN)
         except OSError as error:
@@ -72,9 +75,7 @@ class Run:
         bits."""
         path = self.directory / MACHINE
         if not path.exists():
-            partial = path.with_suffix(".tmp")
-            partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+            _replace_text(path, json.dumps(facts, indent=1) + "\n")
             return
         before = json.loads(path.read_text(encoding="utf-8"))
         if before["backend"] != facts["backend"]:
@@ -119,6 +120,13 @@ def refuse_existing(directory: Path) -> None:
             f"run directory {directory} exists and is not empty; choose another (--out, or run.dir=...), "
             f"or go on with it: isobit train --resume {directory}"
         )
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    partial = path.with_suffix(".tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _open_at(path: Path, offset: int) -> IO[bytes]:

@@ -36,7 +36,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
     config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         parts = open_parts(config, quiet=quiet)
-        return Session(parts, Run(run_dir, runs.NOTHING_WRITTEN), State(), quiet=quiet)
+        return Session(parts, Run(run_dir, runs.NOTHING_WRITTEN, dump_config(config)), State(), quiet=quiet)
     path = runs.newest_checkpoint(run_dir)
     parts = open_parts(config, quiet=quiet, checkpoint=path)
     counted = load_state(path, parts)
@@ -46,7 +46,8 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
     state = State(counted["step"], counted["cursor"], pending, queue)
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
-    session = Session(parts, Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"]), state, quiet=quiet)
+    run = Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config))
+    session = Session(parts, run, state, quiet=quiet)
     session.saved_step = state.step
     session.best.restore(counted.get("best"))
     return session

@@ -24,6 +24,7 @@ from isobit.rl.correction import small_step
 from isobit.run import Interruption, Run
 from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, staleness_metrics
 from isobit.trackers.process import Trackers
+from isobit.training.lengths import endless
 from isobit.training.parts import Parts, save_checkpoint
 from isobit.training.scoring import RolloutScoring
 from isobit.view import Display, Shown
@@ -77,6 +78,10 @@ class Session:
         for resource_ in (self.run, self.parts.rewards, self.interruption, self.display, self.trackers):
             self._stack.enter_context(resource_)
         self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
+        if (warning := endless(self.model, self.config.sampling)) is not None:
+            self.display.note(warning)
+        for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done
+            self.display.history.add(row)
         if self.saved_step is None:
             self.display.history.add(self._evaluate_and_write(self.state.step))
             self._save()

@@ -59,6 +59,7 @@ class Watched:
     def _empty(self) -> History:
         path = self.directory / CONFIG
         try:
+            self._config_time = path.stat().st_mtime_ns
             config = yaml.safe_load(path.read_text(encoding="utf-8"))
             precision = config["precision"]
             preset = precision if isinstance(precision, str) else f"{precision['preset']}, changed"
@@ -71,6 +72,8 @@ class Watched:
         rows = list(self._metrics.rows())
         if self._metrics.restarted:
             self.history = self._empty()
+        elif (self.directory / CONFIG).stat().st_mtime_ns != self._config_time:  # resumed with another number of steps
+            self.history.total = self._empty().total
         for row in rows:
             self.history.add(row)
         if rows:
