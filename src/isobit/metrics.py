@@ -26,6 +26,7 @@ METRICS: dict[str, str] = {
     "entropy": "mean entropy of the policy's distribution per completion token, in nats",
     "clip_fraction": "completion tokens whose clipped surrogate is below the unclipped one",
     "groups/zero_spread_fraction": "groups whose scored rewards are all equal, which teach nothing",
+    "advantage/nonzero_fraction": "samples learned from whose advantage is not 0; where it stays 0, nothing is learned",
     "groups/resampled": "groups dropped by dynamic sampling",
     "groups/unscored": "completions that no reward could be given",
     "length/mean": "tokens per completion, the end-of-sequence token included",

@@ -1,12 +1,14 @@
 """The figures at the head of a report: what a run came to, in a sentence and a table."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 from isobit.report.differences import flattened
 from isobit.report.document import escaped
 from isobit.report.series import Rows, Series, points
 from isobit.report.tables import html_table
 from isobit.run import CONFIG
+from isobit.standstill import Standstill
 
 Line = Callable[[Rows], str]
 
@@ -61,8 +63,8 @@ _LINES: tuple[tuple[str, Line], ...] = (
 
 
 def headline(runs: Sequence[Series]) -> str:
-    """The one sentence that people come for, of each run."""
-    return "".join(_headline(run, len(runs) > 1) for run in runs)
+    """The one sentence that people come for, of each run; and a warning of each that learned nothing."""
+    return "".join(_standstill(run, len(runs) > 1) + _headline(run, len(runs) > 1) for run in runs)
 
 
 def summary(runs: Sequence[Series]) -> str:
@@ -76,6 +78,13 @@ def summary(runs: Sequence[Series]) -> str:
         return html_table(cells)
     figures = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cells[1:])
     return f"<dl class='figures'>{figures}</dl>"
+
+
+def _standstill(run: Series, several: bool) -> str:
+    """Where the run stands: how its newest steps taught nothing."""
+    verdict = reduce(Standstill.after, run.rows, Standstill()).verdict
+    name = f"{escaped(run.name)}: " if several else ""
+    return "" if verdict is None else f"<p class='headline bad'>{name}{escaped(verdict)}.</p>"
 
 
 def _headline(run: Series, several: bool) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from isobit.standstill import PATIENCE
 from isobit.view.history import History, Shown
 from isobit.view.screen import screen, summary
 
@@ -60,6 +61,8 @@ class Display:
         self.history.step += 1
         self.history.add({"time/step": now - self._ended, **metrics})
         self._ended = now
+        if (warning := self.history.standstill.line) is not None and self.history.standstill.steps == PATIENCE:
+            self.note(f"step {self.history.step}: {warning}")
         if self._live is not None:
             if now - self._drawn >= _REDRAW_EVERY_S or self.history.step == self.history.total:
                 self._drawn = now

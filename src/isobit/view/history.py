@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from isobit.standstill import Standstill
+
 RECENT = 20  # steps behind a time per step, a share of a phase, and an estimate of the time left
 PHASES = ("rollout", "score", "learn", "sync", "calibrate")
 
@@ -31,12 +33,14 @@ class History:
     phase: str = ""
     best: Shown | None = None
     worst: Shown | None = None
+    standstill: Standstill = field(default_factory=Standstill)
     _values: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """One row of metrics; values that are not finite leave no point."""
         if (step := metrics.get("step")) is not None:
             self.step = int(step)
+        self.standstill = self.standstill.after(metrics)
         for name, value in metrics.items():
             if value is not None and math.isfinite(value):
                 self._values.setdefault(name, []).append(value)

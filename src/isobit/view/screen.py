@@ -51,10 +51,14 @@ def screen(history: History, width: int, height: int) -> RenderableType:
     """The whole view, at most `width` columns and `height` lines; what matters least is left out first."""
     header = _header(history, width)
     rows = _metrics(history, min(SPARK_WIDTH, max(width - 26, 8)), notes=width >= _NOTES_FROM)
-    parts: list[RenderableType] = [header, _progress(history, width), Text(""), rows]
+    parts: list[RenderableType] = [header, _progress(history, width)]
+    warning = history.standstill.line
+    if warning is not None:
+        parts.append(Text(warning, style="bold yellow", no_wrap=True, overflow="ellipsis"))
+    parts += [Text(""), rows]
     foot = [line for line in (_phases(history, width), _memory(history, width)) if line is not None]
     samples = [_sample(label, shown, width) for label, shown in _samples(history)]
-    room = height - (3 + rows.row_count)
+    room = height - (len(parts) - 1 + rows.row_count)
     for block in (foot, samples):
         if block and len(block) < room:
             parts += [Text(""), *block]

@@ -1,0 +1,62 @@
+"""Whether a run learns at all: for how many steps no completion has had an advantage.
+
+A reward that is None, 0 or the same for every completion, and dynamic sampling that drops every group, leave a run
+that works on without an error and learns nothing. Pure over rows of metrics.jsonl, so that a run, the one that goes on
+with it, `isobit watch` and the report count alike. Left out: rewards that differ and mean nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+PATIENCE = 20
+"""Steps in a row without an advantage after which it is said."""
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """`steps`: so many in a row, the newest among them, taught nothing; `taught`: whether any step taught something.
+
+    `lowest` and `highest` mean reward of these steps, `deviation` the largest within one; without any scored, infinite.
+    """
+
+    steps: int = 0
+    taught: bool = False
+    lowest: float = float("inf")
+    highest: float = float("-inf")
+    deviation: float = 0.0
+
+    def after(self, row: Mapping[str, float | None]) -> "Standstill":
+        """With one more row of metrics. NaN and None are alike: a file has null where a run had NaN."""
+        alike = row.get("groups/zero_spread_fraction")
+        if alike is None:  # the evaluation before the first step
+            return self
+        # runs of 0.1.0 have no advantage/nonzero_fraction
+        teaching = row.get("advantage/nonzero_fraction", 1.0 - alike)
+        if teaching is not None and teaching > 0:  # NaN is not
+            return Standstill(taught=True)
+        mean, deviation = row.get("reward/mean"), max(self.deviation, row.get("reward/std") or 0.0)
+        if mean is None or mean != mean:
+            return replace(self, steps=self.steps + 1, deviation=deviation)
+        lowest, highest = min(self.lowest, mean), max(self.highest, mean)
+        return Standstill(self.steps + 1, self.taught, lowest, highest, deviation)
+
+    @property
+    def line(self) -> str | None:
+        """What is to be said of a run that goes on, in one line."""
+        if self.steps < PATIENCE:
+            return None
+        return f"{self._what()} for {self.steps} steps{self._why()}: nothing is learned"
+
+    @property
+    def verdict(self) -> str | None:
+        """What is to be said of a run that has ended; None of one that learned to the end, or paused for few steps."""
+        if not self.steps or (self.taught and self.steps < PATIENCE):
+            return None
+        when = f"in the last {self.steps} steps" if self.taught else "in any step"
+        return f"{self._what()} {when}{self._why()}: nothing was learned"
+
+    def _what(self) -> str:
+        return "no group had a spread" if self.lowest <= self.highest else "no completion could be scored"
+
+    def _why(self) -> str:
+        return f" (every reward was {self.lowest:g})" if self.lowest == self.highest and not self.deviation else ""
