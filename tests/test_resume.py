@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from isobit import checkpoints
 from isobit.config import load_config
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RunFailed
+from isobit.rl import Learner
 from isobit.training.loop import resume, train, training_step
 from isobit.training.opening import open_resumed
 from isobit.view.watch import Watched
@@ -68,6 +70,75 @@ def test_killed_at_a_random_moment(tmp_path: Path, base_model: Path, unbroken: d
     result = resume(tmp_path / "run")
     assert result.exit_code == 0
     assert fingerprint(result.run_dir) == unbroken
+
+
+FAILING = """
+from pathlib import Path
+
+def digits(prompts, completions, trainer_state):
+    if trainer_state.global_step >= {step} and Path({flag!r}).exists():
+        raise ConnectionError("the judge is away")
+    return [sum(c in "56789" for c in text) / 3 for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [
+        (0, {}),
+        (4, {}),  # while step 5 is rolled out
+        (3, {}),  # in the evaluation after step 3: only the row of metrics is missing
+        (STEPS, {"evaluation": {"every": STEPS, "samples": 4}}),  # in the very last evaluation
+        (4, {"precision": "fp8-rollout-kv", "algorithm": {"preset": "grpo"}}),
+    ],
+    ids=["first step", "a step", "evaluation", "last evaluation", "calibrated cache"],
+)
+def test_a_reward_that_fails_loses_no_finished_step(
+    tmp_path: Path, base_model: Path, step: int, changes: dict[str, Any]
+) -> None:
+    """Without a checkpoint of its own since the beginning, the run that goes on is the one that never failed."""
+    settings = {**HARD, **changes}
+    (tmp_path / "unbroken").mkdir()
+    whole = fingerprint(train(load_config(write_config(tmp_path / "unbroken", base_model, **settings))).run_dir)
+    flag = tmp_path / "away"
+    (tmp_path / "failing.py").write_text(FAILING.format(step=step, flag=str(flag)))
+    rewards = {"functions": [{"function": f"{tmp_path}/failing.py:digits"}]}
+    config = load_config(write_config(tmp_path, base_model, **settings, rewards=rewards), ["run.checkpoint_every=0"])
+    if step:
+        flag.touch()
+        saved = f"ConnectionError: the judge is away .*; step {step} is saved; go on with: isobit train --resume "
+        with pytest.raises(RunFailed, match=saved):
+            train(config)
+        newest = checkpoints.newest(tmp_path / "run" / "checkpoints")[0]
+        assert newest.name == f"step-{step:06d}"
+        with pytest.raises(RunFailed, match="the judge is away"):
+            resume(tmp_path / "run")  # still away: fails again, and loses nothing again
+        flag.unlink()
+        resume(tmp_path / "run")
+    else:
+        flag.touch()
+        with pytest.raises(RunFailed, match="the judge is away"):  # in the evaluation before the first step
+            train(config)
+        flag.unlink()
+        resume(tmp_path / "run")
+    assert fingerprint(tmp_path / "run") == whole
+
+
+def test_weights_that_broke_are_not_saved(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: after a step that learned, and where the run diverged, the last checkpoint stays the last."""
+    config = load_config(write_config(tmp_path, base_model, **HARD), ["run.checkpoint_every=0"])
+    learn = Learner.learn
+
+    def broken(self: Learner, samples: Any, advantages: Any, step: int) -> dict[str, float]:
+        learned = learn(self, samples, advantages, step)
+        if step == 3:
+            raise RunFailed("half a step is learned")
+        return learned
+
+    monkeypatch.setattr(Learner, "learn", broken)
+    with pytest.raises(RunFailed, match=r"half a step is learned$"):
+        train(config)
+    assert checkpoints.newest(tmp_path / "run" / "checkpoints")[0].name == "step-000000"
 
 
 def test_control_another_seed_is_told_apart(tmp_path: Path, base_model: Path, unbroken: dict[str, object]) -> None:

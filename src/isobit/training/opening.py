@@ -15,7 +15,8 @@ from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import Run
 from isobit.training.parts import load_state, open_parts
-from isobit.training.session import Session, State
+from isobit.training.session import Session
+from isobit.training.snapshot import State
 
 
 def open_session(config: Config, *, quiet: bool) -> Session:
@@ -43,7 +44,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
     pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
     parts.replay.groups = [[Sample.from_json(s) for s in group] for group in counted["replay"]]
-    state = State(counted["step"], counted["cursor"], pending, queue)
+    state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"))
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     run = Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config))

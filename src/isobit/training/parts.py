@@ -4,7 +4,7 @@ Everything here runs before a run directory is written, so that a user's mistake
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -250,8 +250,10 @@ def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequen
     )
 
 
-def save_checkpoint(directory: Path, parts: Parts, state: dict[str, Any], keep_last: int) -> Path:
-    """A Hugging Face directory of the masters, with optimizer and state beside it."""
+def save_checkpoint(
+    directory: Path, parts: Parts, state: dict[str, Any], scales: Mapping[str, torch.Tensor], keep_last: int
+) -> Path:
+    """A Hugging Face directory of the masters, with optimizer, state and a calibrated cache's scales beside it."""
 
     def write(folder: Path) -> None:
         parts.model.save(folder)
@@ -259,7 +261,7 @@ def save_checkpoint(directory: Path, parts: Parts, state: dict[str, Any], keep_l
         trainer.mkdir()
         save_tensors(parts.optimizer.state(), trainer / "optimizer.safetensors")
         if parts.calibrator.active:
-            save_tensors(parts.calibrator.state(), trainer / _KV)
+            save_tensors(scales, trainer / _KV)
         (trainer / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     return checkpoints.save(directory, state["step"], write, keep_last)

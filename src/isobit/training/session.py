@@ -5,17 +5,18 @@ files) is what a checkpoint holds beside weights and optimizer. Left out: the al
 and how a run is opened (`opening.py`).
 """
 
+import math
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from isobit import checkpoints
 from isobit import run as runs
 from isobit.engine import Completion
-from isobit.errors import NonFiniteError, RunFailed
+from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
@@ -27,18 +28,8 @@ from isobit.trackers.process import Trackers
 from isobit.training.lengths import endless
 from isobit.training.parts import Parts, save_checkpoint
 from isobit.training.scoring import RolloutScoring
+from isobit.training.snapshot import Snapshot, State
 from isobit.view import Display, Shown
-
-
-@dataclass
-class State:
-    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
-    `queue`: batches that wait to be learned from, where rollouts run ahead."""
-
-    step: int = 0
-    cursor: int = 0
-    pending: list[Group] = field(default_factory=list)
-    queue: list[StepBatch] = field(default_factory=list)
 
 
 class Session:
@@ -72,11 +63,19 @@ class Session:
         self._began = 0.0
         self._warned = False
         self.saved_step: int | None = None
+        self._whole: Snapshot | None = None  # what the weights belong to, until a step learns
         self._stack = ExitStack()
 
     def __enter__(self) -> "Session":
-        for resource_ in (self.run, self.parts.rewards, self.interruption, self.display, self.trackers):
-            self._stack.enter_context(resource_)
+        with ExitStack() as stack:
+            for resource_ in (self.run, self.parts.rewards, self.interruption, self.display, self.trackers):
+                stack.enter_context(resource_)
+            self._begin()
+            self._stack = stack.pop_all()
+        return self
+
+    def _begin(self) -> None:
+        """Say what computes, know what was done before, and record what is due before the first step."""
         self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
         if (warning := endless(self.model, self.config.sampling)) is not None:
             self.display.note(warning)
@@ -85,10 +84,18 @@ class Session:
         if self.saved_step is None:
             self.display.history.add(self._evaluate_and_write(self.state.step))
             self._save()
-        return self
+        elif self.state.unrecorded is not None:
+            self.display.history.add(self._finish_step(self.state.unrecorded))
+            self._save()
+        self._whole = self._snapshot()
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            error = raised[1]
+            if self._whole is not None and isinstance(error, IsobitError) and not isinstance(error, NonFiniteError):
+                self._save_whole(self._whole, error)
+        finally:
+            self._stack.__exit__(*raised)
 
     @property
     def unfinished(self) -> bool:
@@ -186,10 +193,13 @@ class Session:
     def learn(self, samples: Sequence[Sample], advantages: Sequence[float]) -> dict[str, float]:
         """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
         self.parts.sleep()
+        self._whole = None
         with self._timed("learn"), self._peaks.of("learn"):
             learned = self.parts.learner.learn(samples, advantages, self.state.step)
         self.parts.calibrator.learner_amax = self.parts.learner.kv_amax
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+        nonzero = sum(advantage != 0 for advantage in advantages)
+        self._metrics["advantage/nonzero_fraction"] = nonzero / len(advantages) if advantages else math.nan
         self._metrics["throughput/learn_tokens_per_s"] = tokens / max(self._metrics["time/learn"], 1e-9)
         warning = small_step(self.objective.correction, learned)
         if warning is not None and not self._warned:
@@ -219,13 +229,12 @@ class Session:
             "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
         self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)
-        last = state.step == config.steps
         if self._weights.due(state.step, config.run.quantization_every):
             self.run.write_quantization(state.step, self._weights.by_tensor())
-        values = self._evaluate_and_write(state.step, measured, last)
+        values = self._finish_step(measured)
         self.display.step(values, (self._shown(sample) for group in batch.groups for sample in group))
         every = config.run.checkpoint_every
-        if last or (every and state.step % every == 0):
+        if state.step == config.steps or (every and state.step % every == 0):
             self._save()
         self._stop_if_bad()
 
@@ -244,11 +253,23 @@ class Session:
         if self.config.run.report:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
+        if (verdict := self.display.history.standstill.verdict) is not None:
+            self.display.note(verdict)
         if (line := self.best.line(self.state.step)) is not None:
             self.display.note(line)
         if self.interruption.signal is not None:
             again = f"isobit train --resume {self.run.directory}"
             self.display.note(f"stopped after step {self.state.step}; go on with: {again}")
+
+    def _finish_step(self, measured: dict[str, float]) -> dict[str, float]:
+        """Evaluate, if that is due, and write the metrics; a reward function that fails meanwhile leaves a step that
+        can be saved, but for its row."""
+        self.state.unrecorded = measured
+        self._whole = self._snapshot()
+        values = self._evaluate_and_write(self.state.step, measured, self.state.step == self.config.steps)
+        self.state.unrecorded = None
+        self._whole = self._snapshot()
+        return values
 
     def _evaluate_and_write(
         self, step: int, measured: dict[str, float] | None = None, last: bool = False
@@ -270,23 +291,27 @@ class Session:
             self.trackers.poll()
         return values
 
-    def _save(self) -> None:
+    def _snapshot(self) -> Snapshot:
+        return Snapshot.take(self.state, self.parts, self.run.offsets(), self.best.to_json())
+
+    def _save(self, whole: Snapshot | None = None) -> None:
         self.display.phase("save")
-        counted = {
-            "step": self.state.step,
-            "cursor": self.state.cursor,
-            "pending": [[s.to_json() for s in group] for group in self.state.pending],
-            "queue": [batch.to_json() for batch in self.state.queue],
-            "replay": [[s.to_json() for s in group] for group in self.parts.replay.groups],
-            "bad_steps_in_a_row": self.parts.learner.bad_steps_in_a_row,
-            "clip_bounds": self.parts.learner.clip_bounds,
-            "weights_version": self.model.weights_version,
-            "offsets": self.run.offsets(),
-            "best": self.best.to_json(),
-        }
-        save_checkpoint(self.run.checkpoints, self.parts, counted, self.config.run.keep_last)
+        whole = whole or self._snapshot()
+        keep_last = self.config.run.keep_last
+        save_checkpoint(self.run.checkpoints, self.parts, whole.to_json(), whole.scales, keep_last)
         self.best.settle()
-        self.saved_step = self.state.step
+        self.saved_step = whole.state.step
+
+    def _save_whole(self, whole: Snapshot, error: IsobitError) -> None:
+        """The error ends the run: save its last whole step, and raise RunFailed that says how to go on."""
+        step = whole.state.step
+        if step != self.saved_step:
+            with suppress(RunFailed):  # what ends the run is the first error, of a full disk also this one
+                self._save(whole)
+        if self.saved_step is None or "--resume" in str(error):
+            return
+        kept = f"step {self.saved_step} is saved; go on with: isobit train --resume {self.run.directory}"
+        raise RunFailed(f"{error}; {kept}") from None
 
     def _stop_if_bad(self) -> None:
         bad = self.parts.learner.bad_steps_in_a_row
@@ -302,6 +327,7 @@ class Session:
             self._fail(f"the run diverged: {error}")
 
     def _fail(self, reason: str) -> NoReturn:
+        self._whole = None
         saved = checkpoints.all_checkpoints(self.run.checkpoints)
         last = saved[-1] if saved else "missing"
         raise RunFailed(f"step {self.state.step}: {reason}; the last good checkpoint is {last}") from None

@@ -1,0 +1,65 @@
+"""The state of a run between two steps: what a checkpoint holds beside weights and optimizer.
+
+A step changes counters, queues and scales first, and the weights only when it learns. So what is copied here when a
+step is whole goes with the weights until the next one learns: where that one fails before, in a reward function, say,
+the copy is saved, and the run goes on from there as if nothing had happened (tests/test_resume.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from isobit.rl import Group
+from isobit.rl.collect import StepBatch
+from isobit.training.parts import Parts
+
+
+@dataclass
+class State:
+    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
+    `queue`: batches that wait to be learned from, where rollouts run ahead; `unrecorded`: metrics of the newest step,
+    if its evaluation failed and they are not in their file."""
+
+    step: int = 0
+    cursor: int = 0
+    pending: list[Group] = field(default_factory=list)
+    queue: list[StepBatch] = field(default_factory=list)
+    unrecorded: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state that later steps do not change. `rest` are plain values, `scales` those of a calibrated KV cache."""
+
+    state: State
+    replay: tuple[Group, ...]
+    scales: Mapping[str, Tensor]
+    rest: Mapping[str, Any]
+
+    @staticmethod
+    def take(state: State, parts: Parts, offsets: Mapping[str, int], best: Any) -> "Snapshot":
+        """Of now. Groups and batches are never changed once they are here, so lists are copied and no more."""
+        copied = State(state.step, state.cursor, list(state.pending), list(state.queue), state.unrecorded)
+        rest = {
+            "bad_steps_in_a_row": parts.learner.bad_steps_in_a_row,
+            "clip_bounds": parts.learner.clip_bounds,
+            "weights_version": parts.model.weights_version,
+            "offsets": dict(offsets),
+            "best": best,
+        }
+        return Snapshot(copied, tuple(parts.replay.groups), parts.calibrator.state(), rest)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, `scales` left out."""
+        state = self.state
+        return {
+            "step": state.step,
+            "cursor": state.cursor,
+            "pending": [[s.to_json() for s in group] for group in state.pending],
+            "queue": [batch.to_json() for batch in state.queue],
+            "unrecorded": state.unrecorded,
+            "replay": [[s.to_json() for s in group] for group in self.replay],
+            **self.rest,
+        }
