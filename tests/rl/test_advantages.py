@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.rl.advantages import GROUP_KINDS, KINDS, batch_advantages, group_advantages, has_spread, overlong_penalty
+from isobit.rl.advantages import GROUP_KINDS, group_advantages, has_spread, overlong_penalty
 
 _REWARDS = st.lists(st.none() | st.floats(-100, 100), max_size=12)
 
@@ -92,29 +92,3 @@ def test_overlong_penalty_falls_linearly_over_the_buffer() -> None:
     assert penalties == pytest.approx([0, 0, 0, -0.05, -0.5, -0.95, -1, -1])
     assert overlong_penalty(90, 100, 20, penalty=0.4) == pytest.approx(-0.2)
     assert overlong_penalty(100, 100, 0) == 0
-
-
-def test_reinforce_pp_is_normalized_over_the_whole_batch() -> None:
-    """Mean 0.5 and deviation sqrt(1/3) of 0, 1, 0, 1; a group of equal rewards has credit here, and only here."""
-    step = 0.5 / math.sqrt(1 / 3)
-    found = batch_advantages([[0.0, 0.0], [1.0, None, 1.0]], "reinforce_pp")
-    assert [a for group in found for a in group if a is not None] == pytest.approx([-step, -step, step, step], rel=1e-5)
-    assert found[1][1] is None
-    assert batch_advantages([[0.0, 0.0], [1.0, None, 1.0]], "grpo") == [[0.0, 0.0], [0.0, None, 0.0]]
-    assert batch_advantages([[0.3, 0.3], [0.3]], "reinforce_pp") == [[0.0, 0.0], [0.0]]
-
-
-def test_lone_success_and_lone_failure_of_a_batch() -> None:
-    for lone, others in ((1.0, 0.0), (0.0, 1.0)):
-        found = batch_advantages([[others] * 7 + [lone], [others] * 8], "reinforce_pp")
-        sign = 1 if lone else -1
-        assert found[0][7] == pytest.approx(sign * 3.75, rel=1e-5)
-        assert found[1] == pytest.approx([-sign * 0.25] * 8, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_keeps_the_shape_of_its_groups(kind: str) -> None:
-    rewards: list[list[float | None]] = [[1.0, 0.0, None], [], [2.0, 2.0]]
-    assert [[a is None for a in group] for group in batch_advantages(rewards, kind)] == [
-        [r is None for r in group] for group in rewards
-    ]

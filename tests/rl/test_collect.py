@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from isobit.rl import Group, Objective, Sample
 from isobit.rl.collect import StepBatch, assign_credit
@@ -74,6 +75,40 @@ def test_kl_in_the_reward_shapes_the_credit() -> None:
     assert assign_credit([samples], objective)[1] == pytest.approx([0.25, -0.25])
     assert assign_credit([samples], replace(objective, kl_in_reward=False))[1] == [0.0, 0.0]
     assert [s.reward for s in assign_credit([samples], objective)[0]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_advantages_of_tokens_charge_the_kl_to_go(decoupled: bool) -> None:
+    """Rewards 1 and 0, and the second pays at its last token: the tokens before pay with it, those after do not."""
+    objective = Objective(
+        advantage="reinforce_pp",
+        kl_coefficient=0.5,
+        kl_in_reward=True,
+        decoupled_rewards=decoupled,
+        reward_weights=(("right", 1.0),),
+    )
+    samples = several(0, right=[1.0, 0.0])
+    samples = [replace(samples[0], reference_kl=(0.0, 0.0, 0.0)), replace(samples[1], reference_kl=(0.0, 2.0, 0.0))]
+    (good, bad) = assign_credit([samples], objective)[1]
+    if decoupled:  # each normalized by itself: to go, -1, -1 and 0 of the KL
+        deviation, mean = torch.tensor([0.0, 0, 0, -1, -1, 0]).std().item(), -1 / 3
+        half = 0.5 / torch.tensor([1.0, 1, 1, 0, 0, 0]).std().item()
+        kl = [(value - mean) / deviation for value in (0, 0, 0, -1, -1, 0)]
+        expected = [half + value for value in kl[:3]] + [-half + value for value in kl[3:]]
+    else:  # returns 1, 1, 1 and -1, -1, 0
+        returns = torch.tensor([1.0, 1, 1, -1, -1, 0])
+        expected = ((returns - returns.mean()) / returns.std()).tolist()
+    assert [*good, *bad] == pytest.approx(expected, rel=1e-5)  # type: ignore[misc]
+
+
+def test_a_decoupled_batch_keeps_unscored_samples_out_of_tokens_too() -> None:
+    objective = Objective(
+        advantage="reinforce_pp_baseline", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5))
+    )
+    mixed = [*several(0, right=[1.0, 0.0], short=[0.0, 1.0]), replace(group(0, None)[0], sample_index=2)]
+    samples, advantages = assign_credit([mixed], objective)
+    assert len(samples) == len(advantages) == 2
+    assert [len(row) for row in advantages] == [3, 3]  # type: ignore[arg-type]
 
 
 def several(index: int, **rewards: list[float]) -> Group:

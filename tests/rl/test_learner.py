@@ -66,9 +66,10 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
     for sample, advantage in zip(samples, advantages):
         logprobs, _ = forward(model, pack([sample]), 1.0)
         terms = []
-        whole = torch.exp((logprobs - torch.tensor(sample.rollout_logprobs)).mean())
+        log_ratios = logprobs - torch.tensor(sample.rollout_logprobs)
+        whole = torch.exp(log_ratios.sum() if objective.ratio == "sequence_sum" else log_ratios.mean())
         for logprob, old in zip(logprobs, sample.rollout_logprobs):
-            ratio = whole if objective.ratio == "sequence" else torch.exp(logprob - old)
+            ratio = torch.exp(logprob - old) if objective.ratio == "token" else whole
             bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
             if objective.surrogate == "cispo":
                 terms.append(-bounded.detach() * advantage * logprob)

@@ -174,11 +174,12 @@ def test_one_ratio_for_a_sequence_is_the_geometric_mean() -> None:
     """GSPO: ratios 2 and 0.5 make 1, 4 and 1 make 2; the gradient of a token is its share, ratio·A / tokens."""
     policy = f64(2.0, 0.5, 4.0, 1.0, 1.1).log().requires_grad_()
     advantages, sequence = f64(1.0, 1.0, -1.0, -1.0, 3.0), torch.tensor([0, 0, 2, 2, 3])
-    result = policy_loss(policy, torch.zeros(5), advantages, clip_low=0.2, clip_high=0.2, sequence=sequence)
+    options = {"clip_low": 0.2, "clip_high": 0.2}
+    result = policy_loss(policy, torch.zeros(5), advantages, ratio="sequence", sequence=sequence, **options)
     torch.testing.assert_close(result.ratio, f64(1.0, 1.0, 2.0, 2.0, 1.1))
     torch.testing.assert_close(result.loss, f64(-1.0, -1.0, 2.0, 2.0, -3.3))
     result.loss.sum().backward()
     assert policy.grad is not None
     torch.testing.assert_close(policy.grad, f64(-1.0, -1.0, 2.0, 2.0, -3.3))
-    alone = policy_loss(policy.detach(), torch.zeros(5), advantages, clip_low=0.2, clip_high=0.2).loss
+    alone = policy_loss(policy.detach(), torch.zeros(5), advantages, **options).loss
     assert not torch.allclose(alone, result.loss)  # the control: a ratio per token

@@ -8,9 +8,10 @@ from isobit.config import AlgorithmConfig, CorrectionConfig
 from isobit.config.algorithm import CorrectionName
 from isobit.precision import PRESETS
 from isobit.rl import OBJECTIVES, Objective, for_precision
-from isobit.rl.advantages import KINDS
+from isobit.rl.advantages import GROUP_KINDS
 from isobit.rl.correction import CORRECTIONS, CorrectionRule
-from isobit.rl.loss import AGGREGATIONS, KL_ESTIMATORS
+from isobit.rl.loss import AGGREGATIONS, KL_ESTIMATORS, RATIOS, SURROGATES
+from isobit.rl.token_advantages import TOKEN_KINDS
 
 
 def test_presets_are_the_papers() -> None:
@@ -18,19 +19,35 @@ def test_presets_are_the_papers() -> None:
     assert parts == {
         "grpo": ("grpo", "sequence_mean", 0.2, 0.2),
         "dr_grpo": ("dr_grpo", "constant", 0.2, 0.2),
-        "rloo": ("rloo", "token_mean", 0.2, 0.2),
+        "rloo": ("rloo", "sequence_mean", 0.2, 0.2),
         "dapo": ("grpo", "token_mean", 0.2, 0.28),
         "gspo": ("grpo", "sequence_mean", 3e-4, 4e-4),
         "cispo": ("grpo", "token_mean", 1.0, 4.0),
         "reinforce_pp": ("reinforce_pp", "token_mean", 0.2, 0.2),
+        "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", 0.2, 0.2),
     }
     assert [name for name, objective in OBJECTIVES.items() if objective.dynamic_sampling] == ["dapo"]
-    assert [name for name, o in OBJECTIVES.items() if o.ratio == "sequence"] == ["gspo"]
+    assert {name: o.ratio for name, o in OBJECTIVES.items() if o.ratio != "token"} == {
+        "rloo": "sequence_sum",
+        "gspo": "sequence",
+    }
     assert [name for name, o in OBJECTIVES.items() if o.surrogate == "cispo"] == ["cispo"]
     for objective in OBJECTIVES.values():
-        assert objective.advantage in KINDS
+        assert objective.advantage in (*GROUP_KINDS, *TOKEN_KINDS)
         assert objective.loss_aggregation in AGGREGATIONS
         assert objective.kl_estimator in KL_ESTIMATORS
+
+
+def test_the_config_names_every_part() -> None:
+    def choices(name: str) -> set[str]:
+        return {choice for part in get_args(AlgorithmConfig.model_fields[name].annotation) for choice in get_args(part)}
+
+    assert set(get_args(AlgorithmConfig.model_fields["preset"].annotation)) == set(OBJECTIVES)
+    assert choices("advantage") == {*GROUP_KINDS, *TOKEN_KINDS}
+    assert choices("ratio") == set(RATIOS)
+    assert choices("surrogate") == set(SURROGATES)
+    assert choices("kl_estimator") == set(KL_ESTIMATORS)
+    assert choices("loss_aggregation") == set(AGGREGATIONS)
 
 
 def test_the_config_has_the_same_fields_and_defaults() -> None:

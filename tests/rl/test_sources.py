@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.rl import OBJECTIVES
 from isobit.rl.correction import CorrectionRule, Rejection, correct
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 
@@ -175,7 +176,11 @@ def test_gspo_with_token_weights_has_verls_gradient(weighted: bool) -> None:
     ours, theirs, spread = (start.clone().requires_grad_() for _ in range(3))
     clip = {"clip_low": 3e-4, "clip_high": 4e-4}
     found = gradient(
-        (policy_loss(ours, old, advantages, sequence=sequence, weights=weights, **clip).loss * scale).sum(), ours
+        (
+            policy_loss(ours, old, advantages, ratio="sequence", sequence=sequence, weights=weights, **clip).loss
+            * scale
+        ).sum(),
+        ours,
     )
     (rows, mask), (olds, _), (credit, _), (importance, _) = map(padded, (theirs, old, advantages, weights))
     torch.testing.assert_close(found, gradient(verl_gspo(rows, olds, credit, importance, mask.double()), theirs))
@@ -183,3 +188,52 @@ def test_gspo_with_token_weights_has_verls_gradient(weighted: bool) -> None:
     whole = torch.exp(sums / torch.tensor(LENGTHS).clamp(min=1))[sequence]
     without = -torch.minimum(whole * advantages, whole.clamp(1 - 3e-4, 1 + 4e-4) * advantages) * weights
     assert torch.allclose(found, gradient((without * scale).sum(), spread)) is not weighted
+
+
+def trl_rloo(policy: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, epsilon: float) -> Tensor:
+    """TRL, trl/trainer/rloo_trainer.py, `_compute_loss`: `advantages` are of sequences."""
+    ratio = torch.exp((policy * mask).sum(1) - (old * mask).sum(1))
+    return -torch.min(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages).mean()
+
+
+def test_rloo_clips_one_ratio_of_a_sequence_as_trl_does() -> None:
+    """Loss and gradient of the preset; the control is a ratio per token."""
+    lengths = [n for n in LENGTHS if n]
+    rollout = -torch.rand(sum(lengths), generator=generator(1), dtype=torch.float64) * 3
+    start = rollout + 0.1 * torch.randn(len(rollout), generator=generator(2), dtype=torch.float64)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    credit = torch.tensor([1.0, -0.5, -1.0, 2.0, -2.0, 0.5, 1.0], dtype=torch.float64)
+    preset = OBJECTIVES["rloo"]
+    scale = torch.tensor(token_weights(lengths, preset.loss_aggregation, 10), dtype=torch.float64)[sequence]
+    mask = torch.nn.functional.one_hot(sequence).T.double()
+
+    def ours(ratio: str) -> tuple[Tensor, Tensor]:
+        leaf = start.clone().requires_grad_()
+        options = {"clip_low": preset.clip_low, "clip_high": preset.clip_high}
+        loss = (
+            policy_loss(leaf, rollout, credit[sequence], ratio=ratio, sequence=sequence, **options).loss * scale
+        ).sum()
+        return loss, torch.autograd.grad(loss, leaf)[0]
+
+    leaf = start.clone().requires_grad_()
+    theirs = trl_rloo(leaf.expand(len(lengths), -1), rollout.expand(len(lengths), -1), credit, mask, 0.2)
+    (wanted,) = torch.autograd.grad(theirs, leaf)
+    loss, found = ours(preset.ratio)
+    torch.testing.assert_close(loss, theirs)
+    torch.testing.assert_close(found, wanted)
+    assert 0 < int((wanted == 0).sum()) < len(wanted)  # some sequences are clipped
+    assert not torch.allclose(ours("token")[1], wanted, rtol=0.1)
+
+
+def test_reinforce_has_no_ratio_and_no_clip() -> None:
+    """NeMo RL, loss_functions.py, `disable_ppo_ratio`: -A·log policy, times a correction's weight."""
+    old, rollout = logprobs()
+    advantages, weights = torch.randn(len(old), generator=generator(5)), torch.rand(len(old), generator=generator(6))
+    leaf = old.clone().requires_grad_()
+    options = {"clip_low": 0.2, "clip_high": 0.2, "weights": weights}
+    result = policy_loss(leaf, rollout, advantages, surrogate="reinforce", **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(result.loss, -advantages * old * weights)
+    result.loss.sum().backward()
+    torch.testing.assert_close(leaf.grad, -advantages * weights)
+    assert not result.clipped.any()
+    assert policy_loss(leaf, rollout, advantages, **options).clipped.any()  # type: ignore[arg-type]

@@ -70,13 +70,21 @@ Correction = Annotated[
 class AlgorithmConfig(Section):
     """The objective. `preset` fills what is not given."""
 
-    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce_pp"] = "grpo"
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] | None = None
+    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline"] = (
+        "grpo"
+    )
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] | None = None
+    discount: float = Field(1.0, gt=0, le=1, description="of later rewards in a token's return; reinforce_pp only")
     decoupled_rewards: bool = Field(
         False, description="compute the advantages of each reward function apart and add them by weight (GDPO)"
     )
-    ratio: Literal["token", "sequence"] | None = Field(None, description="one ratio per token, or per sequence (GSPO)")
-    surrogate: Literal["clip", "cispo"] | None = None
+    ratio: Literal["token", "sequence", "sequence_sum"] | None = Field(
+        None,
+        description="one per token; or per sequence, the geometric mean of its tokens' (GSPO) or their product (RLOO)",
+    )
+    surrogate: Literal["clip", "cispo", "reinforce"] | None = Field(
+        None, description="reinforce: advantage times log-probability, without a ratio"
+    )
     dual_clip: float | None = Field(None, gt=1, description="bound of the loss over |A| where A < 0; default: none")
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     clip_low: float | None = Field(None, gt=0, le=1)

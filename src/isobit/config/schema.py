@@ -68,8 +68,11 @@ class Config(Section):
             raise ValueError("sampling.group_size must be at least 2: an advantage is relative to the group")
         if algorithm.kl_in_reward and not algorithm.kl_coefficient:
             raise ValueError("algorithm.kl_in_reward needs a kl_coefficient above 0")
-        if algorithm.dual_clip is not None and (algorithm.surrogate or algorithm.preset) == "cispo":
-            raise ValueError("algorithm.dual_clip bounds the clipped surrogate; cispo has none: leave one of them out")
+        surrogate = algorithm.surrogate or algorithm.preset
+        if algorithm.dual_clip is not None and surrogate in ("cispo", "reinforce"):
+            raise ValueError(
+                f"algorithm.dual_clip bounds the clipped surrogate; {surrogate} has none: leave one of them out"
+            )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise ValueError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:

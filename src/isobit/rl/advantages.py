@@ -1,13 +1,13 @@
-"""Advantages from rewards: of a group (GRPO, Dr. GRPO, RLOO) or of a batch (REINFORCE++); which groups teach anything.
+"""Advantages of completions from rewards of their group (GRPO, Dr. GRPO, RLOO); which groups teach anything.
 
-An unscored sample (reward None) has no advantage and no part in its group's baseline. Equal rewards give exactly 0.
+Left out: advantages of tokens (`token_advantages.py`). An unscored sample (reward None) has no advantage and no part in
+its group's baseline. Equal rewards give exactly 0.
 """
 
 import math
 from collections.abc import Sequence
 
 GROUP_KINDS = ("grpo", "dr_grpo", "rloo")
-KINDS = (*GROUP_KINDS, "reinforce_pp")
 _EPS = 1e-6
 
 
@@ -32,18 +32,6 @@ def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float |
         # r - mean of the others = (r - mean of all) * n / (n - 1)
         factor = count / (count - 1) if kind == "rloo" else 1.0
     return [None if reward is None else (reward - mean) * factor for reward in rewards]
-
-
-def batch_advantages(rewards: Sequence[Sequence[float | None]], kind: str) -> list[list[float | None]]:
-    """Advantages of all groups of a batch, None where the reward is None.
-
-    reinforce_pp: (r - mean) / (std + 1e-6) over all scored samples of the batch, without a baseline per group (Hu et
-    al. 2025, arXiv 2501.03262); 0 if all are equal. Else group by group.
-    """
-    if kind != "reinforce_pp":
-        return [group_advantages(group, kind) for group in rewards]
-    flat = iter(group_advantages([reward for group in rewards for reward in group], "grpo"))
-    return [[next(flat) for _ in group] for group in rewards]
 
 
 def has_spread(rewards: Sequence[float | None]) -> bool:

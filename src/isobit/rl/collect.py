@@ -5,9 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from isobit.rl.advantages import batch_advantages, has_spread, overlong_penalty
+from isobit.rl.advantages import group_advantages, has_spread, overlong_penalty
+from isobit.rl.batch import Advantage
 from isobit.rl.objective import Objective
 from isobit.rl.samples import Group, Sample
+from isobit.rl.token_advantages import TOKEN_KINDS, TokenRewards, token_advantages
+
+_Rewards = Sequence[Sequence[float | None]]
+_Credits = Sequence[Sequence[Advantage | None]]
 
 
 @dataclass
@@ -60,14 +65,15 @@ class StepBatch:
         self.surplus += kept[room:]
 
 
-def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[Sample], list[float]]:
-    """The samples that can be learned from, with their advantages; unscored samples are left out.
+def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[Sample], list[Advantage]]:
+    """The samples that can be learned from, with their advantages, one a sample or one a token, as the estimator has
+    them; unscored samples are left out.
 
     The overlong penalty and the KL in the reward shape what the advantage is computed from, not the reward that is
     logged.
     """
     samples: list[Sample] = []
-    advantages: list[float] = []
+    advantages: list[Advantage] = []
     for group, credited in zip(groups, _advantages(groups, objective)):
         for sample, advantage in zip(group, credited):
             if advantage is not None:
@@ -83,25 +89,46 @@ def teaches(group: Group, objective: Objective) -> bool:
     return any(has_spread(_component(group, name)) for name, weight in objective.reward_weights if weight)
 
 
-def _advantages(groups: Sequence[Group], objective: Objective) -> list[list[float | None]]:
+def _advantages(groups: Sequence[Group], objective: Objective) -> _Credits:
     """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages (after GDPO, Liu et al. 2026,
     arXiv 2601.05242, without its normalization over the batch), what shapes the reward being a function of weight 1."""
-    shaping = [[_shaping(sample, objective) for sample in group] for group in groups]
+    extra = [[_overlong(sample, objective) for sample in group] for group in groups]
+    charged = [[_charged(sample, objective) for sample in group] for group in groups]
     if not objective.decoupled_rewards:
-        shaped = [[_plus(s.reward, extra) for s, extra in zip(group, row)] for group, row in zip(groups, shaping)]
-        return batch_advantages(shaped, objective.advantage)
-    extra = [[None if s.reward is None else e for s, e in zip(group, row)] for group, row in zip(groups, shaping)]
-    parts: list[tuple[float, list[list[float | None]]]] = [(1.0, batch_advantages(extra, objective.advantage))]
+        shaped = [[_plus(s.reward, more) for s, more in zip(group, row)] for group, row in zip(groups, extra)]
+        return _estimated(shaped, charged, objective)
+    shaping = [[None if s.reward is None else more for s, more in zip(g, row)] for g, row in zip(groups, extra)]
+    free = [[(0.0,) * len(row) for row in group] for group in charged]
+    parts = [(1.0, _estimated(shaping, charged, objective))]
     for name, weight in objective.reward_weights:
         rewards = [_component(group, name) for group in groups]
-        parts.append((weight, batch_advantages(rewards, objective.advantage)))
+        parts.append((weight, _estimated(rewards, free, objective)))
     return [
         [
-            None if sample.reward is None else sum(weight * (part[g][i] or 0.0) for weight, part in parts if weight)
+            None if sample.reward is None else _sum([(weight, part[g][i]) for weight, part in parts if weight])
             for i, sample in enumerate(group)
         ]
         for g, group in enumerate(groups)
     ]
+
+
+def _estimated(rewards: _Rewards, charged: Sequence[Sequence[Sequence[float]]], objective: Objective) -> _Credits:
+    """Advantages of rewards [groups][samples], from which each token's charge [groups][samples][tokens] is taken."""
+    pairs = [list(zip(row, penalties, strict=True)) for row, penalties in zip(rewards, charged, strict=True)]
+    if objective.advantage in TOKEN_KINDS:
+        paid = [[None if r is None else TokenRewards(r, penalties) for r, penalties in row] for row in pairs]
+        return token_advantages(paid, objective.advantage, objective.discount)
+    totals = [[None if r is None else r - math.fsum(penalties) for r, penalties in row] for row in pairs]
+    return [group_advantages(row, objective.advantage) for row in totals]
+
+
+def _sum(parts: Sequence[tuple[float, Advantage | None]]) -> Advantage:
+    """Weighted, number by number or token by token; a function that did not score it adds nothing."""
+    given = [(weight, part) for weight, part in parts if part is not None]
+    rows = [[weight * value for value in part] for weight, part in given if not isinstance(part, (int, float))]
+    if rows:
+        return tuple(map(math.fsum, zip(*rows, strict=True)))
+    return sum(weight * part for weight, part in given if isinstance(part, (int, float)))
 
 
 def _component(group: Group, name: str) -> list[float | None]:
@@ -112,10 +139,14 @@ def _plus(reward: float | None, extra: float) -> float | None:
     return None if reward is None else reward + extra
 
 
-def _shaping(sample: Sample, objective: Objective) -> float:
+def _overlong(sample: Sample, objective: Objective) -> float:
     length, limit = len(sample.completion_ids), objective.max_new_tokens
-    shaping = overlong_penalty(length, limit, objective.overlong_buffer, objective.overlong_penalty)
-    if objective.kl_in_reward and sample.reward is not None:
-        assert sample.reference_kl is not None, "the reference has not seen this sample"
-        shaping -= objective.kl_coefficient * math.fsum(sample.reference_kl)
-    return shaping
+    return overlong_penalty(length, limit, objective.overlong_buffer, objective.overlong_penalty)
+
+
+def _charged(sample: Sample, objective: Objective) -> tuple[float, ...]:
+    """What the KL to the reference takes from each token."""
+    if not objective.kl_in_reward or sample.reward is None:
+        return (0.0,) * len(sample.completion_ids)
+    assert sample.reference_kl is not None, "the reference has not seen this sample"
+    return tuple(objective.kl_coefficient * value for value in sample.reference_kl)

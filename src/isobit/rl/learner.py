@@ -299,7 +299,8 @@ class Learner:
             weights=None if batch.weights is None else torch.cat([batch.weights[i] for i in chosen]),
             surrogate=objective.surrogate,
             dual_clip=objective.dual_clip,
-            sequence=packed.sequence if objective.ratio == "sequence" else None,
+            ratio=objective.ratio,
+            sequence=packed.sequence,
         )
         loss = (surrogate.loss * token_weight).sum()
         total = loss

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-SURROGATES = ("clip", "cispo")
-RATIOS = ("token", "sequence")
+SURROGATES = ("clip", "cispo", "reinforce")
+RATIOS = ("token", "sequence", "sequence_sum")
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
 _LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
 _SEQUENCE_LIMIT = 10.0  # veRL's, of the mean log ratio of a sequence
@@ -39,6 +39,7 @@ def policy_loss(
     weights: Tensor | None = None,
     surrogate: str = "clip",
     dual_clip: float = math.inf,
+    ratio: str = "token",
     sequence: Tensor | None = None,
 ) -> PolicyLoss:
     """The loss per token, all tensors [tokens]; ratio = exp(log policy - log old).
@@ -46,39 +47,48 @@ def policy_loss(
     clip: -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7; with
     clip_high > clip_low DAPO's clip-higher), for A < 0 at most dual_clip·|A| (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     cispo: -clip(ratio)·A·log policy, no gradient through the clipped ratio (MiniMax 2025, arXiv 2506.13585, eq. 4).
-    With `sequence` (the number of each token's sequence, from 0 on) the ratio is one for the whole sequence, exp of the
-    mean over its tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, eq. 7), of which each token carries its own part of
-    the gradient (GSPO-token, eq. 13 and 14; veRL's form): the sum over a sequence is the same, and a weight or an
-    advantage of one token reaches that token. `weights` (importance weights of the rollout, no gradient) multiply the
-    result. The log of the ratio is bounded to ±20 before exp, of a sequence to 10 above; beyond, the clipped surrogate
-    has no gradient.
+    reinforce: -A·log policy, no ratio and no clip (NeMo RL's `disable_ppo_ratio`).
+
+    `ratio`: of each token; or one for its whole sequence, whose number `sequence` gives, from 0 on. sequence: exp of
+    the mean over its tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, eq. 7), of which each token carries its own
+    part of the gradient (GSPO-token, eq. 13 and 14; veRL's form): the sum over a sequence is the same, and a weight or
+    an advantage of one token reaches that token. sequence_sum: exp of the sum over its tokens (TRL's RLOOTrainer).
+
+    `weights` (importance weights of the rollout, no gradient) multiply the result. The log of the ratio is bounded to
+    ±20 before exp, its mean over a sequence to 10 above; beyond, the clipped surrogate has no gradient.
     """
     assert surrogate in SURROGATES
-    log_ratio = policy_logprobs - old_logprobs
-    if sequence is not None:
-        mean = _mean_of_sequence(log_ratio.detach(), sequence)
-        log_ratio = (policy_logprobs - policy_logprobs.detach() + mean).clamp(max=_SEQUENCE_LIMIT)
-    ratio = torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
-    bounded_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if surrogate == "cispo":
+    log_ratio = _log_ratio(policy_logprobs, old_logprobs, ratio, sequence)
+    ratios = torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
+    bounded_ratio = ratios.clamp(1 - clip_low, 1 + clip_high)
+    if surrogate == "reinforce":
+        loss, clipped = -advantages * policy_logprobs, torch.zeros_like(ratios, dtype=torch.bool)
+    elif surrogate == "cispo":
         loss = -bounded_ratio.detach() * advantages * policy_logprobs
-        clipped = bounded_ratio != ratio
+        clipped = bounded_ratio != ratios
     else:
-        unclipped, bounded = ratio * advantages, bounded_ratio * advantages
+        unclipped, bounded = ratios * advantages, bounded_ratio * advantages
         loss, clipped = -torch.minimum(unclipped, bounded), bounded < unclipped
         if dual_clip < math.inf:
             most = torch.where(advantages < 0, -dual_clip * advantages, math.inf)
             loss, clipped = torch.minimum(loss, most), clipped | (loss > most)
     if weights is not None:
         loss = loss * weights.detach()
-    return PolicyLoss(loss, clipped.detach(), ratio.detach())
+    return PolicyLoss(loss, clipped.detach(), ratios.detach())
 
 
-def _mean_of_sequence(values: Tensor, sequence: Tensor) -> Tensor:
+def _log_ratio(policy: Tensor, old: Tensor, ratio: str, sequence: Tensor | None) -> Tensor:
+    assert ratio in RATIOS
+    if ratio == "token":
+        return policy - old
+    assert sequence is not None
     count = int(sequence.max()) + 1 if sequence.numel() else 0
-    sums = torch.zeros(count, dtype=values.dtype).index_add(0, sequence, values)
+    none = torch.zeros(count, dtype=policy.dtype)
+    if ratio == "sequence_sum":
+        return none.index_add(0, sequence, policy - old)[sequence]
     tokens = torch.bincount(sequence, minlength=count).clamp(min=1)
-    return (sums / tokens)[sequence]
+    mean = (none.index_add(0, sequence, (policy - old).detach()) / tokens)[sequence]
+    return (policy - policy.detach() + mean).clamp(max=_SEQUENCE_LIMIT)
 
 
 def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:

@@ -11,9 +11,11 @@ from isobit.rl.correction import CORRECTIONS, CorrectionRule
 class Objective:
     """What the learner minimizes.
 
-    advantage: grpo | dr_grpo | rloo | reinforce_pp. decoupled_rewards: the advantages of each reward function are
+    advantage: grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline, with the `discount` of later rewards in
+    those of tokens. decoupled_rewards: the advantages of each reward function are
     computed apart and added by `reward_weights`, pairs of (name, weight); else those of the weighted sum. ratio: token
-    | sequence. surrogate: clip | cispo. loss_aggregation: token_mean | sequence_mean | constant (over
+    | sequence (the geometric mean of its tokens') | sequence_sum (their product). surrogate: clip | cispo | reinforce
+    (no ratio). loss_aggregation: token_mean | sequence_mean | constant (over
     `max_new_tokens`). correction: see `rl/correction.py`. recompute_old: whether the learner computes the
     log-probabilities of the sampling weights before it changes them; otherwise the rollout's own serve. stale_samples:
     some are of older weights, by replay or because rollouts run ahead. router_replay: the learner routes tokens to the
@@ -22,6 +24,7 @@ class Objective:
     """
 
     advantage: str = "grpo"
+    discount: float = 1.0
     decoupled_rewards: bool = False
     reward_weights: tuple[tuple[str, float], ...] = ()
     ratio: str = "token"
@@ -52,14 +55,16 @@ class Objective:
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(),
     "dr_grpo": Objective(advantage="dr_grpo", loss_aggregation="constant"),
-    "rloo": Objective(advantage="rloo", loss_aggregation="token_mean"),
+    "rloo": Objective(advantage="rloo", ratio="sequence_sum"),
     "dapo": Objective(loss_aggregation="token_mean", clip_high=0.28, dynamic_sampling=True),
     "gspo": Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4),
     "cispo": Objective(surrogate="cispo", loss_aggregation="token_mean", clip_low=1.0, clip_high=4.0),
     "reinforce_pp": Objective(advantage="reinforce_pp", loss_aggregation="token_mean"),
+    "reinforce_pp_baseline": Objective(advantage="reinforce_pp_baseline", loss_aggregation="token_mean"),
 }
-"""Named combinations: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024; Yu et al. 2025; Zheng et al. 2025;
-MiniMax 2025, whose ratio has no lower bound, with the upper one of Khatri et al. 2025; Hu et al. 2025."""
+"""Named combinations: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024, as TRL's RLOOTrainer clips it; Yu et al.
+2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no lower bound, with the upper one of Khatri et al. 2025; Hu et
+al. 2025, as verl averages it."""
 
 
 def for_precision(

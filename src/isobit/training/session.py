@@ -20,6 +20,7 @@ from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
+from isobit.rl.batch import Advantage
 from isobit.rl.collect import StepBatch
 from isobit.rl.correction import small_step
 from isobit.run import Interruption, Run
@@ -190,7 +191,7 @@ class Session:
         )
         return [[next(scored) for _ in group] for group in groups]
 
-    def learn(self, samples: Sequence[Sample], advantages: Sequence[float]) -> dict[str, float]:
+    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> dict[str, float]:
         """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
         self.parts.sleep()
         self._whole = None
