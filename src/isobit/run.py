@@ -32,6 +32,8 @@ CONFIG, METRICS, COMPLETIONS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE = (
 NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0}
 """Lengths of the JSONL files of a new run."""
 LOCK, BEST = ".lock", "best"
+REWARDS_LOG = "rewards.log"
+"""What reward functions print; grows over a resume."""
 
 
 class Run:

@@ -183,7 +183,7 @@ def test_an_interrupt_leaves_no_worker_with_an_unread_reply(file: str, monkeypat
     worker.close()
 
 
-def test_output_without_a_log_is_dropped_in_time(file: str) -> None:
+def test_the_workers_own_file_of_output_stays_small(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     with RewardPool([RewardSpec(f"{file}:chatty")]) as pool:
         sizes = []
         for _ in range(12):

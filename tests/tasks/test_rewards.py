@@ -8,6 +8,7 @@ import pytest
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.tasks import RewardSpec, TaskSettings, load_task
+from isobit.tasks.output import MAX_FILE_BYTES
 from isobit.tasks.rewards import MAX_DEATHS, Reward, RewardPool
 
 FUNCTIONS = """
@@ -213,13 +214,69 @@ def test_failures_that_no_single_sample_reproduces(file: str) -> None:
         score(file, "slow", deadline_s=DEADLINE, chunk_size=5)
 
 
-def test_printing_does_not_disturb_and_is_kept_where_asked(file: str, tmp_path: Path, capfd: Any) -> None:
+def test_printing_does_not_disturb_and_goes_to_stderr(file: str, capfd: Any) -> None:
     assert {result.total for result in score(file, "printing")} == {1.0}
-    assert {result.total for result in score(file, "printing", log_dir=tmp_path / "logs")} == {1.0}
-    log = (tmp_path / "logs" / "reward-worker-0.log").read_text()
-    assert '{"values": [0.0]}' in log
-    assert "error" in log
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert '{"values": [0.0]}' in err
+    assert "error" in err
+
+
+LOUD = """
+import sys, time
+print("imported")
+
+def loud(completions):
+    print("said \x1b[31m", completions[0])
+    print("warned", file=sys.stderr)
+    if "much" in completions:
+        sys.stdout.write("x" * 3_000_000)
+    if "bad" in completions:
+        raise ValueError("no")
+    return [1.0] * len(completions)
+"""
+
+
+def test_a_file_takes_what_is_printed(tmp_path: Path, capfd: Any) -> None:
+    """Under the step, batch by batch, bounded; an error names it if the batch that failed printed anything."""
+    (tmp_path / "loud.py").write_text(LOUD)
+    log = tmp_path / "rewards.log"
+    with RewardPool([RewardSpec(f"{tmp_path}/loud.py:loud")], num_workers=2) as pool:
+        pool.start()
+        pool.output.path = log
+        pool.trainer_state = {"global_step": 7, "max_steps": 9, "epoch": 0.5}
+        assert pool.score(["p"], ["one"], [{}])[0].total == 1.0
+        text = log.read_text()
+        assert text.count("imported") == 2
+        assert "--- after step 7\nimported\nsaid \x1b[31m one\nwarned\n" in text
+        pool.score(["p"], ["two"], [{}])
+        assert log.read_text().removeprefix(text) == "--- after step 7\nsaid \x1b[31m two\nwarned\n"
+        with pytest.raises(RunFailed, match=rf"ValueError: no \(loud\.py, line 11\); what it printed: {log}$"):
+            pool.score(["p"], ["bad"], [{}])
+        pool.score(["p"], ["much"], [{}])
+        assert "--- after step 7\n(1,951,4" in log.read_text()
+        for _ in range(20):
+            pool.score(["p"], ["much"], [{}])
+    sizes = [path.stat().st_size for path in (log, tmp_path / "rewards.log.1")]
+    assert all(0 < size <= MAX_FILE_BYTES for size in sizes)
     assert capfd.readouterr() == ("", "")
+
+
+def test_without_a_file_stderr_takes_it_and_no_terminal_obeys(tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    with RewardPool([RewardSpec(f"{tmp_path}/loud.py:loud")]) as pool:
+        pool.score(["p"], ["one"], [{}])
+        assert capfd.readouterr() == ("", "imported\nsaid  [31m one\nwarned\n")
+        with pytest.raises(RunFailed, match=r"line 11\)$"):
+            pool.score(["p"], ["bad"], [{}])
+
+
+def test_a_function_that_is_silent_writes_no_file(file: str, tmp_path: Path) -> None:
+    with RewardPool([RewardSpec(f"{file}:nan")]) as pool:
+        pool.output.path = tmp_path / "rewards.log"
+        with pytest.raises(RunFailed, match=r"a finite number or None$"):
+            pool.score(PROMPTS, COMPLETIONS, [{}] * COUNT)
+    assert not (tmp_path / "rewards.log").exists()
 
 
 def test_results_do_not_depend_on_the_number_of_workers(file: str) -> None:

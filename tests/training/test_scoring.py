@@ -12,6 +12,7 @@ from isobit.model.checkpoint import read_json, read_weights, write_json, write_w
 from isobit.tasks import RewardSpec
 from isobit.tasks.rewards import RewardPool
 from isobit.training.loop import replay, train
+from isobit.training.parts import dry_run_report
 from isobit.training.scoring import Scorer, WeightedModel
 from tests.conftest import tiny_model
 from tests.runs import digit_reward_file, fingerprint, write_config
@@ -98,3 +99,26 @@ def test_bad_reward_models_cost_nothing(tmp_path: Path, base_model: Path) -> Non
         with pytest.raises(IsobitError, match=message):
             train(load_config(write_config(tmp_path, base_model, rewards={"models": models})))
         assert not (tmp_path / "run").exists()
+
+
+def test_what_a_reward_prints_is_in_the_run(
+    tmp_path: Path, base_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Step by step, also what it printed while it was imported; a dry run says it on stderr."""
+    (tmp_path / "talking.py").write_text(
+        "print('hello')\n"
+        "def talking(completions, trainer_state):\n"
+        "    print('step', trainer_state.global_step)\n"
+        "    return [float(len(c)) / (3 - trainer_state.global_step) for c in completions]\n"
+    )
+    functions = [{"function": f"{tmp_path}/talking.py:talking"}]
+    config = load_config(write_config(tmp_path, base_model, rewards={"functions": functions}))
+    dry_run_report(config)
+    assert "hello\n" in capfd.readouterr().err
+    log = tmp_path / "run" / "rewards.log"
+    with pytest.raises(RunFailed, match=rf"ZeroDivisionError.*; what it printed: {log}; step 3 is saved; go on with: "):
+        train(config)
+    lines = log.read_text().splitlines()
+    assert lines[:3] == ["--- after step 0", "hello", "step 0"]
+    assert [line for line in lines if line.startswith("---")] == [f"--- after step {i}" for i in range(4)]
+    assert "hello" not in capfd.readouterr().err

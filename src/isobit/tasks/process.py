@@ -25,7 +25,7 @@ import isobit
 from isobit.errors import IsobitError
 
 START_DEADLINE_S = 300.0  # importing a reward function may import a large library
-MAX_LOG_BYTES = 4 << 20  # of output without a log file; then it is dropped
+MAX_LOG_BYTES = 4 << 20  # of output between two `new_output`; then it is dropped
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
     *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "HF_HOME", "OMP_NUM_THREADS"),
@@ -46,19 +46,18 @@ Reply = dict[str, Any] | Death
 class WorkerProcess:
     """One worker that has the given functions loaded; dead between a `kill` and the next `revive`."""
 
-    def __init__(self, references: Sequence[str], log: Path | None = None, environment: Sequence[str] = ()) -> None:
+    def __init__(self, references: Sequence[str], environment: Sequence[str] = ()) -> None:
         self._load = json.dumps({"load": list(references)}).encode() + b"\n"
         self._references = references
         self._environment = environment
-        self._keep_log = log is not None
-        self._log: IO[bytes] = open(log, "ab+") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         flags = fcntl.fcntl(self._log, fcntl.F_GETFL)
         fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)  # or a truncation would leave a hole
         self._process: subprocess.Popen[bytes] | None = None
         self._pipes: list[int] = []
         self._unsent = memoryview(b"")
         self._received = bytearray()
-        self._log_start = 0
+        self._log_start = self._passed_on = self._dropped = 0
         self.deadline_s = self.expires = 0.0
         self.spawn()
 
@@ -129,9 +128,10 @@ class WorkerProcess:
         self._received.clear()
         self._unsent = memoryview(request)
         self._log_start = os.fstat(self._log.fileno()).st_size
-        if not self._keep_log and self._log_start > MAX_LOG_BYTES:
+        if self._log_start > MAX_LOG_BYTES:
+            self._dropped += self._log_start - self._passed_on
             os.ftruncate(self._log.fileno(), 0)
-            self._log_start = 0
+            self._log_start = self._passed_on = 0
         self.deadline_s, self.expires = deadline_s, time.monotonic() + deadline_s
         self.push()
 
@@ -181,6 +181,14 @@ class WorkerProcess:
         lines = ["".join(c if c.isprintable() else " " for c in line).strip() for line in text.splitlines()]
         last = next((line[-200:] for line in reversed(lines) if line), "")
         return f" (last output: {last})" if last else ""
+
+    def new_output(self, most: int) -> tuple[int, bytes]:
+        """What was printed since the last call: how many bytes are left out, and the last of them, at most `most`."""
+        size = os.fstat(self._log.fileno()).st_size
+        start = max(self._passed_on, size - most)
+        dropped = self._dropped + start - self._passed_on
+        self._passed_on, self._dropped = size, 0
+        return dropped, os.pread(self._log.fileno(), size - start, start)
 
     def close(self) -> None:
         """Kill the worker and drop its log."""

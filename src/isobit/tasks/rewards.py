@@ -17,7 +17,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError, RunFailed
@@ -25,6 +24,7 @@ from isobit.tasks.data import Prompt, did_you_mean
 from isobit.tasks.exchange import BackgroundExchange, exchange
 from isobit.tasks.functions import check_reference
 from isobit.tasks.named import NamedReward, OptionError
+from isobit.tasks.output import MAX_AT_ONCE, Output
 from isobit.tasks.process import Death, Reply, WorkerProcess
 from isobit.tasks.task import RewardSpec
 
@@ -61,14 +61,12 @@ class RewardPool:
         num_workers: int = 1,
         on_error: str = "stop",
         chunk_size: int = 64,
-        log_dir: Path | None = None,
         environment: Sequence[str] = (),
     ) -> None:
         """Raises IsobitError for functions that are not there or not told apart.
 
-        `deadline_s` is for one call of a function that has none of its own. `log_dir` keeps what the functions print,
-        as reward-worker-<i>.log; otherwise it is dropped, but for the last line before a failure. `environment` names
-        variables that the functions get besides the usual ones (PATH, HOME and the like).
+        `deadline_s` is for one call of a function that has none of its own. `environment` names variables that the
+        functions get besides the usual ones (PATH, HOME and the like). What they print goes to `output`.
         """
         assert on_error in ("stop", "skip")
         named = _built(specs, deadline_s)
@@ -77,7 +75,7 @@ class RewardPool:
         self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in named]
         self.stop = on_error == "stop"
         self._num_workers = num_workers
-        self._log_dir = log_dir
+        self.output = Output()
         self._environment = tuple(environment)
         self.workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
@@ -97,9 +95,8 @@ class RewardPool:
             return
         references = [spec.reference for spec in self.specs]
         try:
-            for i in range(self._num_workers):
-                log = self._log(i)
-                self.workers.append(WorkerProcess(references, log, self._environment))
+            for _ in range(self._num_workers):
+                self.workers.append(WorkerProcess(references, self._environment))
             loaded = [worker.loaded() for worker in self.workers]
         except BaseException:
             self.close()
@@ -121,6 +118,7 @@ class RewardPool:
         """A batch of so many samples, which are scored as they come. One at a time can be open."""
         assert self._open is None, "a batch is scored already"
         self.start()
+        self.output.written = False
         self._open = Batch(self, count)
         return self._open
 
@@ -145,20 +143,23 @@ class RewardPool:
         """Kill the workers and everything that they started, and drop an open batch. May be called again."""
         if self._open is not None:
             self._open.cancel()
+        self.pass_output_on()
         for worker in self.workers:
             worker.close()
         self.workers = []
+
+    def pass_output_on(self) -> None:
+        """What the workers have printed goes to `output`; at the end of each batch, so that nobody waits for it."""
+        state = self.trainer_state
+        heading = "before the first step" if state is None else f"after step {state['global_step']:.0f}"
+        for worker in self.workers:
+            self.output.add(*worker.new_output(MAX_AT_ONCE), heading)
 
     def closed(self, batch: "Batch") -> None:
         """A batch is through."""
         if self._open is batch:
             self._open = None
-
-    def _log(self, worker: int) -> Path | None:
-        if self._log_dir is None:
-            return None
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        return self._log_dir / f"reward-worker-{worker}.log"
+            self.pass_output_on()
 
 
 class Batch:
@@ -228,13 +229,16 @@ class Batch:
             return [Reward(0.0, {}) for _ in range(self.count)]
         try:
             replies, self.overlapped_s = self._running.finish()
+            self._running.cancel()
+            settled = sorted(zip(self._calls, replies), key=lambda each: (each[0][1].start, each[0][0]))
+            for (function, chunk), reply in settled:
+                self.settle(function, chunk, reply)
         except IsobitError as error:
-            raise RunFailed(str(error)) from None
+            self.cancel()
+            printed = f"; what it printed: {self._pool.output.path}" if self._pool.output.written else ""
+            raise RunFailed(f"{error}{printed}") from None
         finally:
             self.cancel()
-        settled = sorted(zip(self._calls, replies), key=lambda each: (each[0][1].start, each[0][0]))
-        for (function, chunk), reply in settled:
-            self.settle(function, chunk, reply)
         return [self._reward(i) for i in range(self.count)]
 
     def cancel(self) -> None:

@@ -77,6 +77,7 @@ class Session:
 
     def _begin(self) -> None:
         """Say what computes, know what was done before, and record what is due before the first step."""
+        self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
         self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
         if (warning := endless(self.model, self.config.sampling)) is not None:
             self.display.note(warning)
