@@ -7,9 +7,9 @@ import torch
 
 from isobit.engine import Engine, Sampling
 from isobit.errors import IsobitError
-from isobit.kernels import Layout
+from isobit.kernels import Layout, get_ops
 from isobit.model import Experts, Model, ModelConfig
-from isobit.model.moe import RouteTape, decode_routes, encode_routes, router_probabilities, top_experts
+from isobit.model.moe import RouteTape, decode_routes, encode_routes, route
 from isobit.precision import QTensor
 
 from .helpers import config, random_model, tokens
@@ -18,17 +18,23 @@ PRESETS = ["float32", "bf16", "fp8", "fp8-unified"]
 PROMPTS = [tokens(3, 1), tokens(17, 2), tokens(1, 3)]
 
 
-def test_ties_go_to_the_lower_expert() -> None:
-    probabilities = torch.tensor([[0.2, 0.3, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
-    assert top_experts(probabilities, 3).tolist() == [[1, 2, 0], [0, 1, 2], [3, 2, 1]]
-
-
-def test_probabilities_are_the_softmax_and_a_row_does_not_see_the_others() -> None:
-    logits = torch.randn(300, 60, generator=torch.Generator().manual_seed(0)) * 5
-    found = router_probabilities(logits)
-    torch.testing.assert_close(found, torch.softmax(logits.double(), -1).float(), rtol=1e-6, atol=0)
-    for rows in (slice(0, 1), slice(7, 9), slice(150, 300)):
-        assert torch.equal(router_probabilities(logits[rows].clone()), found[rows])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_gradients_of_routing_are_autograds(normalize: bool) -> None:
+    """Of gates and of probabilities at once, with the experts chosen and with others given."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(30, 12, generator=random)
+    dp, dg = torch.randn(30, 12, generator=random), torch.randn(30, 5, generator=random)
+    for given in (None, torch.stack([torch.randperm(12, generator=random)[:5] for _ in range(30)])):
+        leaf = logits.clone().requires_grad_()
+        probabilities, chosen, gates = route(leaf, 5, normalize, given, get_ops("reference"))
+        ((probabilities * dp).sum() + (gates * dg).sum()).backward()
+        other = logits.double().requires_grad_()
+        p = torch.softmax(other, 1)
+        picked = p.gather(1, chosen if given is None else given)
+        picked = picked / picked.sum(1, keepdim=True) if normalize else picked
+        ((p * dp).sum() + (picked * dg).sum()).backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, other.grad.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_tape_sums_the_probabilities_of_each_layer() -> None:

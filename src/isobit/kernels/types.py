@@ -263,6 +263,14 @@ class Ops(Protocol):
     def sum_of_rows_backward(self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """(gradient of x [R, C], of the gates [T, k] float32), where every row of x has one place."""
 
+    def route(
+        self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(p = softmax over the experts of logits [T, E] float32, rounded to float32; the `count` most probable experts
+        [T, count] int64, in descending order, ties to the lower; gates [T, count] float32). Gates are p of the experts
+        `given` [T, count] int64, by default of those chosen; with `normalize` divided by their sum, which is added in
+        float32 in their order."""
+
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:

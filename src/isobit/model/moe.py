@@ -1,10 +1,10 @@
 """Mixture of experts: the router in FP32, top-k with a defined order on ties, experts summed in slot order.
 
-For a token: p = softmax(router logits) over all experts, float64 inside and rounded to float32; the k largest, ties to
-the lower index; their gates are p, divided by their sum where the architecture says so. The token's rows go through
-the experts as through any MLP, and gate times result is added in float32 in the order of the slots, the largest gate
-first, and rounded once. So a token's bits depend on the token and the weights, whoever else an expert serves
-(`tests/model/test_moe.py`). How rows get to their experts is in `experts.py`.
+For a token: p = softmax(router logits) over all experts, rounded to float32; the k largest, ties to the lower index;
+their gates are p, divided by their sum where the architecture says so (`Ops.route`: no sum depends on the number of
+rows). The token's rows go through the experts as through any MLP, and gate times result is added in float32 in the
+order of the slots, the largest gate first, and rounded once. So a token's bits depend on the token and the weights,
+whoever else an expert serves (`tests/model/test_moe.py`). How rows get to their experts is in `experts.py`.
 
 `RouteTape` follows one forward: which experts were chosen, or which must be (router replay, R3: Ma et al. 2025, arXiv
 2510.11370), and what the load-balancing loss is made of. Left out: experts over several processes, capacity limits,
@@ -12,11 +12,14 @@ shared experts.
 """
 
 import base64
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops
 from isobit.model import autograd
@@ -37,15 +40,17 @@ class RouteTape:
         self.chosen: list[Tensor] = []
         self.probabilities: list[Tensor] = []
 
-    def follow(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """Take a layer's choice down; returns the experts to use."""
-        layer = len(self.chosen)
+    def next_given(self, device: torch.device) -> Tensor | None:
+        """The experts [T, k] that the next layer must take, if any."""
+        if self.given is None:
+            return None
+        self.given = self.given.to(device)
+        return self.given[:, len(self.chosen)]
+
+    def follow(self, probabilities: Tensor, chosen: Tensor) -> None:
+        """Take a layer's choice down."""
         self.chosen.append(chosen.detach())
         self.probabilities.append(probabilities.sum(0))
-        if self.given is None:
-            return chosen
-        self.given = self.given.to(chosen.device)
-        return self.given[:, layer]
 
     def routes(self) -> Tensor:
         """All choices: [T, layers, k] int64."""
@@ -65,24 +70,41 @@ def decode_routes(text: str, layers: int, per_token: int) -> Tensor:
 
 def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None) -> Tensor:
     """x [T, H] through the experts that the router chooses: [T, H] in x's dtype."""
-    probabilities = router_probabilities(autograd.linear(x.float(), layer.router, ops))
-    chosen = top_experts(probabilities, layer.per_token)
+    given = None if tape is None else tape.next_given(x.device)
+    logits = autograd.linear(x.float(), layer.router, ops)
+    probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
     if tape is not None:
-        chosen = tape.follow(probabilities, chosen)
-    gates = probabilities.gather(1, chosen)
-    if layer.normalize:
-        gates = gates / gates.sum(1, keepdim=True)
-    return through_experts(x, gates, chosen, layer, ops)
+        tape.follow(probabilities, chosen)
+    return through_experts(x, gates, chosen if given is None else given, layer, ops)
 
 
-def router_probabilities(logits: Tensor) -> Tensor:
-    """softmax over the experts [T, E] float32; written out, so that a row's bits do not depend on the number of
-    rows."""
-    wide = logits.double()
-    weights = torch.exp(wide - wide.detach().amax(1, keepdim=True))
-    return (weights / weights.sum(1, keepdim=True)).float()
+def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+    """`Ops.route`, with a gradient through probabilities and gates."""
+    if torch.is_grad_enabled():
+        return _Route.apply(logits, given, count, normalize, ops)
+    return ops.route(logits, count, normalize, given)
 
 
-def top_experts(probabilities: Tensor, count: int) -> Tensor:
-    """The `count` most probable experts [T, count] int64, in descending order; ties go to the lower index."""
-    return probabilities.detach().sort(dim=1, descending=True, stable=True).indices[:, :count]
+class _Route(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, given: Tensor | None, count: int, normalize: bool, ops: Ops
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        probabilities, chosen, gates = ops.route(logits, count, normalize, given)
+        ctx.normalize = normalize
+        ctx.save_for_backward(probabilities, chosen if given is None else given)
+        ctx.mark_non_differentiable(chosen)
+        return probabilities, chosen, gates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dprobabilities: Tensor, _: Tensor, dgates: Tensor) -> tuple[Tensor | None, ...]:
+        """With gates g = p / s, s = Σ p: dp = (dg - Σ dg·g) / s; of the softmax d logits = p·(dp - Σ dp·p)."""
+        probabilities, experts = ctx.saved_tensors
+        p, dpicked = probabilities.double(), dgates.double()
+        if ctx.normalize:
+            picked = p.gather(1, experts)
+            total = picked.sum(1, keepdim=True)
+            dpicked = (dpicked - (dpicked * picked / total).sum(1, keepdim=True)) / total
+        dp = dprobabilities.double().scatter_add(1, experts, dpicked)
+        return (p * (dp - (dp * p).sum(1, keepdim=True))).float(), None, None, None, None

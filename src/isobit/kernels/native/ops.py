@@ -3,7 +3,7 @@
 Same definitions and signatures as the reference backend. FP8 products, quantization, keys and values and sampled tokens
 are its bits; elsewhere sums run in another fixed order in float64, and results differ by at most a unit in the last
 place (`tests/kernels/test_native.py`). A weight is repacked for the inner loop once, and the pack is kept as long as
-the tensor is unchanged. What C++ does not cover (E5M2, mixed operands) goes to the reference operators.
+the tensor is unchanged. What C++ does not cover (E5M2, mixed operands, routing) goes to the reference operators.
 
 Left out: the build (`build.py`) and the C interface (`interface.py`).
 """
@@ -178,6 +178,11 @@ class NativeOps(Composed):
             x.data.data_ptr(), *x.data.shape, x.scale.data_ptr(), *x.block, out.data_ptr(), torch.get_num_threads()
         )
         return out
+
+    def route(
+        self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._reference.route(logits, count, normalize, given)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

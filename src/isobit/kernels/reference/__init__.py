@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.composed import Composed
-from isobit.kernels.reference import attention, pointwise, product, sampling
+from isobit.kernels.reference import attention, pointwise, product, routing, sampling
 from isobit.kernels.types import KVStore, Layout, Operand
 from isobit.precision import QTensor, QuantSpec, quantize
 
@@ -30,6 +30,11 @@ class ReferenceOps(Composed):
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
         compute = self.product if self.consistency == "fast" else product.gradient_product
         return compute(a, b, out=out)
+
+    def route(
+        self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return routing.route(logits, count, normalize, given)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

@@ -26,6 +26,7 @@ from isobit.kernels.triton import (
     norm,
     product,
     quantize,
+    routing,
     sampling,
 )
 from isobit.kernels.triton.cublas import cublas_product
@@ -100,6 +101,11 @@ class TritonOps(Ops):
 
     def sum_of_rows_backward(self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         return grouped.sum_of_rows_backward(dy, x, place, gates)
+
+    def route(
+        self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return routing.route(logits, count, normalize, given)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
