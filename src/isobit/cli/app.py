@@ -1,4 +1,4 @@
-"""The typer application, and what its commands share: options that several take, and how lists are written."""
+"""The typer application, and what several commands share: options, and the syntax of lists."""
 
 import re
 from typing import Annotated
@@ -20,7 +20,7 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[key.sub=value]...", help="changes to the config", autocompletion=completion.overrides),
+    typer.Argument(metavar="[key.sub=value]...", help="config keys to change", autocompletion=completion.overrides),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display")]
 Precision = Annotated[
@@ -35,7 +35,9 @@ Backend = Annotated[str, typer.Option(help="auto, triton, native or reference", 
 Column = Annotated[
     list[str] | None,
     typer.Option(
-        "--column", metavar="NAME=COLUMN", help="role or new name of a column, such as prompt=question; several times"
+        "--column",
+        metavar="NAME=COLUMN",
+        help="role or new name of a column, such as prompt=question; may be given several times",
     ),
 ]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="a stop string; may be given several times")]

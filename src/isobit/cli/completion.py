@@ -1,7 +1,7 @@
-"""What the shell offers at a tab: config files, `key.sub=value` overrides, presets.
+"""Shell completion: config files, `key.sub=value` overrides, presets.
 
 The keys come from the source text of `isobit.config`, read as a syntax tree: importing it, or torch for the presets,
-would take longer than a tab may. Install with `isobit --install-completion`.
+would be too slow for a tab key. Install with `isobit --install-completion`.
 """
 
 import ast

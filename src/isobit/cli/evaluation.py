@@ -11,19 +11,21 @@ from isobit.cli.app import Column, Stop, app, columns
 from isobit.errors import IsobitError
 
 _Side = Annotated[Path | None, typer.Argument(help="a Hugging Face directory, a run, or a saved result (.json)")]
-_Against = Annotated[Path | None, typer.Option(metavar="MODEL", help="a second one, compared on the same prompts")]
-_Best = Annotated[bool, typer.Option("--best", help="of a run: its best model instead of its newest")]
+_Against = Annotated[Path | None, typer.Option(metavar="MODEL", help="a second model, compared on the same prompts")]
+_Best = Annotated[bool, typer.Option("--best", help="use a run's best model instead of its newest")]
 _Task = Annotated[str | None, typer.Option(help="arithmetic, countdown, gsm8k, or file; default: the run's, or file")]
-_Data = Annotated[Path | None, typer.Option(help="a file or directory, evaluated whole; default: the held-out split")]
-_Split = Annotated[str | None, typer.Option(help="of a directory that has several; default: test")]
+_Data = Annotated[Path | None, typer.Option(help="file or directory, all of it; default: the held-out split")]
+_Split = Annotated[str | None, typer.Option(help="split of a directory with several; default: test")]
 _Chat = Annotated[
     bool, typer.Option("--chat", help="a text prompt becomes a user's message; leaves gsm8k's template out")
 ]
-_ChatTemplate = Annotated[Path | None, typer.Option(metavar="FILE", help="for models that lack a chat template")]
+_ChatTemplate = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template")
+]
 _System = Annotated[str | None, typer.Option(help="system message before every chat")]
 _Option = Annotated[
     list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="option of a built-in task: digits=2, instruction=true; several times"),
+    typer.Option(metavar="KEY=VALUE", help="option of a built-in task: digits=2, instruction=true"),
 ]
 _Reward = Annotated[
     list[str] | None,
@@ -32,15 +34,15 @@ _Reward = Annotated[
 _Template = Annotated[
     str | None, typer.Option(help="text with {prompt} in it; default: the task's own (gsm8k has one)")
 ]
-_Completions = Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column; no model")]
-_Samples = Annotated[int | None, typer.Option(help="the first so many prompts; default: all, or the run's")]
-_Tag = Annotated[str | None, typer.Option(metavar="COLUMN", help="also a line for each value of this column")]
-_Pattern = Annotated[str | None, typer.Option(metavar="REGEX", help="the answer in a completion, for maj@k")]
+_Completions = Annotated[str | None, typer.Option(metavar="COLUMN", help="score this column instead of a model")]
+_Samples = Annotated[int | None, typer.Option(help="number of prompts, from the first; default: all, or the run's")]
+_Tag = Annotated[str | None, typer.Option(metavar="COLUMN", help="also report each value of this column")]
+_Pattern = Annotated[str | None, typer.Option(metavar="REGEX", help="finds the answer in a completion, for maj@k")]
 _N = Annotated[int | None, typer.Option("-n", help="samples per prompt; default: 0, or 8 with --pass-at")]
 _PassAt = Annotated[str | None, typer.Option(metavar="K,K", help="pass@k and maj@k; default: 1 and -n")]
 _NewTokens = Annotated[int | None, typer.Option(help="default: 256, or the run's")]
-_Temperature = Annotated[float | None, typer.Option(help="of the samples; default: 1, or the run's")]
-_Seed = Annotated[int | None, typer.Option(help="of the samples; default: 0, or the run's")]
+_Temperature = Annotated[float | None, typer.Option(help="for samples; default: 1, or the run's")]
+_Seed = Annotated[int | None, typer.Option(help="for samples; default: 0, or the run's")]
 _Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the result and every completion")]
 _Precision = Annotated[
     str | None, typer.Option(help="preset; default: fp8, or the run's", autocompletion=completion.presets)
@@ -93,8 +95,8 @@ def evaluate(
     isobit eval MODEL --task gsm8k --data test.jsonl
     isobit eval MODEL --data mine.jsonl --reward rewards.py:score --tag level -n 8 --pass-at 1,4,8
     isobit eval RUN                                  the newest checkpoint, on the run's task by its rewards
-    isobit eval RUN --best --against BASE_MODEL      paired: same prompts, same seeds, and a test
-    isobit eval a.json --against b.json              the same of two results that --out wrote
+    isobit eval RUN --best --against BASE_MODEL      paired: same prompts, same seeds, a significance test
+    isobit eval a.json --against b.json              the same, from two results saved with --out
     isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
     """
     ks = None if pass_at is None else _ks(pass_at, n)

@@ -25,9 +25,11 @@ def generate(
     stop: Stop = None,
     seed: Annotated[int, typer.Option()] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="render each prompt with the model's chat template")] = False,
-    chat_template: Annotated[Path | None, typer.Option(metavar="FILE", help="for a model that lacks one")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template")
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="a JSON object a completion, with tokens and logprobs")
+        bool, typer.Option("--json", help="one JSON object per completion, with tokens and logprobs")
     ] = False,
     precision: Precision = "fp8",
     consistency: Consistency = "bitwise",
@@ -63,15 +65,17 @@ def inspect(
         str, typer.Option(metavar="A,B,C", help="precision flows", autocompletion=completion.presets)
     ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
     prompts: Annotated[
-        Path | None, typer.Option(help="a file or directory; default: sequences that the model itself begins")
+        Path | None, typer.Option(help="file or directory; default: sequences that the model starts itself")
     ] = None,
     column: Column = None,
-    decompose: Annotated[bool, typer.Option("--decompose", help="take the gap of two-engine flows apart")] = False,
+    decompose: Annotated[
+        bool, typer.Option("--decompose", help="break down the mismatch of two-engine flows by source")
+    ] = False,
     stale: Annotated[
-        Path | None, typer.Option(metavar="MODEL", help="an older checkpoint: the gap of a late weight sync")
+        Path | None, typer.Option(metavar="MODEL", help="an older checkpoint: also the mismatch of a late weight sync")
     ] = None,
     reward_model: Annotated[
-        Path | None, typer.Option(metavar="MODEL", help="also: how far the flows move its scores and ranks")
+        Path | None, typer.Option(metavar="MODEL", help="also how much the flows change its scores and ranks")
     ] = None,
     n: Annotated[int, typer.Option("-n", help="completions per prompt")] = 4,
     max_new_tokens: Annotated[int, typer.Option()] = 48,
@@ -80,7 +84,7 @@ def inspect(
     backend: Backend = "auto",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="also write inspection.html and .json")] = None,
 ) -> None:
-    """What precision flows do to a model: quantization noise by tensor, and the mismatch of a real rollout.
+    """Show the effect of precision flows on a model: quantization noise by tensor, mismatch of a real rollout.
 
     \b
     isobit inspect MODEL
@@ -113,15 +117,15 @@ def export(
     form: Annotated[str, typer.Option("--format", help="bf16, fp32, or fp8: blocks of 128x128")] = "bf16",
     precision: Annotated[
         str | None,
-        typer.Option(help="flow of the FP8 weights; default: the run's own, or fp8", autocompletion=completion.presets),
+        typer.Option(help="flow for the FP8 weights; default: the run's, or fp8", autocompletion=completion.presets),
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="of a run: its best model instead of its newest")] = False,
+    best: Annotated[bool, typer.Option("--best", help="use a run's best model instead of its newest")] = False,
 ) -> None:
-    """Write a Hugging Face checkpoint that other systems serve.
+    """Write a Hugging Face checkpoint for other systems.
 
     \b
     isobit export runs/quickstart --to quickstart-bf16
-    isobit export MODEL --format fp8 --to MODEL-FP8     weights as vLLM, SGLang and transformers read FP8 blocks
+    isobit export MODEL --format fp8 --to MODEL-FP8     FP8 blocks for vLLM, SGLang and transformers
     """
     from isobit.export import export as write
 

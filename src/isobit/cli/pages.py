@@ -12,9 +12,9 @@ from isobit.errors import IsobitError
 @app.command()
 def watch(
     run: Annotated[Path, typer.Argument(help="a run directory")],
-    once: Annotated[bool, typer.Option("--once", help="show it as it stands, and stop")] = False,
+    once: Annotated[bool, typer.Option("--once", help="show the current state and exit")] = False,
 ) -> None:
-    """Show a run that works elsewhere, live: the screen of `isobit train`, from the run's files.
+    """Follow a run live: the screen of `isobit train`, from the run's files.
 
     \b
     isobit watch runs/quickstart
@@ -30,7 +30,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
     out: Annotated[Path | None, typer.Option(help="default: report.html in the first run")] = None,
 ) -> None:
-    """Write one self-contained HTML page about a run, or several side by side.
+    """Write one self-contained HTML page about one run, or several side by side.
 
     \b
     isobit report runs/quickstart
@@ -46,7 +46,7 @@ def track(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     overrides: Overrides = None,
 ) -> None:
-    """Send a run's metrics to its trackers: what they lack, or all of it to one that the run did not have.
+    """Send a run's metrics to its trackers: missing steps, or everything to a new tracker.
 
     \b
     isobit track runs/quickstart
@@ -59,7 +59,7 @@ def track(
     require_run(run)
     changes = ["tracking.close_s=600", *(overrides or [])]
     if wrong := [change for change in changes if not change.startswith("tracking.")]:
-        raise IsobitError(f"override {wrong[0]!r}: only tracking.* may change; the run has been")
+        raise IsobitError(f"override {wrong[0]!r}: only tracking.* may change, because the run is already there")
     config = load_config(run / CONFIG, changes)
     if not config.tracking.trackers:
         raise IsobitError("no tracker to send it to: give tracking.trackers, such as tracking.trackers=[tensorboard]")

@@ -15,17 +15,19 @@ def train(
     config: Annotated[
         str | None,
         typer.Argument(
-            help="YAML file; not given with --resume or --from-rollouts", autocompletion=completion.config_files
+            help="YAML file; leave out with --resume and --from-rollouts", autocompletion=completion.config_files
         ),
     ] = None,
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="go on with an interrupted run")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="resume an interrupted run, or extend a finished one")
+    ] = None,
     from_rollouts: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="repeat the learning of a recorded run, in a new run")
+        Path | None, typer.Option(metavar="RUN", help="train a new run on the recorded rollouts of another")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="validate, load, plan the memory, show the first prompt, and stop")
+        bool, typer.Option("--dry-run", help="check everything, show the memory plan and the first prompt, and stop")
     ] = False,
     redo: Annotated[
         bool, typer.Option("--redo", help="remove a finished run of this config from the run directory first")
@@ -35,14 +37,14 @@ def train(
     """Train a model with reinforcement learning.
 
     \b
-    isobit train configs/quickstart.yaml                          the main job
-    isobit train configs/quickstart.yaml steps=50 precision=bf16  the same, changed
-    isobit train configs/quickstart.yaml --dry-run                check all, show memory and the first prompt, stop
-    isobit train --resume runs/quickstart                         go on after an interruption, bit for bit
-    isobit train --resume runs/quickstart steps=200               the same, and extend it
-    isobit train --from-rollouts runs/quickstart --out runs/again repeat the learning without rolling out
+    isobit train configs/quickstart.yaml                          train
+    isobit train configs/quickstart.yaml steps=50 precision=bf16  with changed keys
+    isobit train configs/quickstart.yaml --dry-run                check everything first
+    isobit train --resume runs/quickstart                         resume after an interruption, bit for bit
+    isobit train --resume runs/quickstart steps=400               extend a finished run
+    isobit train --from-rollouts runs/quickstart --out runs/again train again without sampling
 
-    Every key of a config: docs/config.md, or python -m isobit.config
+    All config keys: docs/config.md, or python -m isobit.config
     """
     changes = list(overrides or [])
     if resume is not None or from_rollouts is not None:
@@ -130,13 +132,13 @@ def compare(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="default: the config's out, or runs/compare")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train under several precision flows, same data and seeds, and show what differs: one table, one page.
+    """Train under several precision flows with the same data and seeds, and compare them in a table and a page.
 
     \b
     isobit compare configs/compare-recipes.yaml
     isobit compare configs/quickstart.yaml steps=50 --presets bf16,fp8-rollout,fp8 --seeds 3 --out runs/three
 
-    The same command goes on after an interruption; what is finished is not repeated.
+    After an interruption the same command continues; finished runs are not repeated.
     """
     from isobit.compare import compare as run_comparison
     from isobit.config import load_compare_config

@@ -1,4 +1,4 @@
-"""The objective of a configuration: advantages, surrogate, correction, and what they may be composed of."""
+"""The objective in a configuration: advantages, surrogate, correction, and their parts."""
 
 from typing import Annotated, Literal
 
@@ -28,14 +28,14 @@ class RejectionConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """A correction put together by hand: a weight, a rejection, or both."""
+    """A custom correction: a weight, a rejection, or both."""
 
     weight: Literal["none", "token", "sequence"] = "none"
     cap: float | None = Field(None, gt=0, description="largest weight; default: none")
     floor: float = Field(0.0, ge=0, description="smallest weight")
     normalize: bool = Field(False, description="divide weights by their mean over the batch, rejected ones included")
     rejection: RejectionConfig | None = None
-    veto: float = Field(0.0, ge=0, lt=1, description="a sequence is out if any token's ratio is below this; 0: off")
+    veto: float = Field(0.0, ge=0, lt=1, description="reject a sequence if any token's ratio is below this; 0: off")
 
     @model_validator(mode="after")
     def _consistent(self) -> "CorrectionConfig":
@@ -68,7 +68,7 @@ Correction = Annotated[
 
 
 class AlgorithmConfig(Section):
-    """The objective. `preset` fills what is not given."""
+    """The objective. `preset` sets every key that is not given."""
 
     preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline"] = (
         "grpo"
@@ -76,7 +76,7 @@ class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] | None = None
     discount: float = Field(1.0, gt=0, le=1, description="of later rewards in a token's return; reinforce_pp only")
     decoupled_rewards: bool = Field(
-        False, description="compute the advantages of each reward function apart and add them by weight (GDPO)"
+        False, description="compute advantages for each reward function separately and add them by weight (GDPO)"
     )
     ratio: Literal["token", "sequence", "sequence_sum"] | None = Field(
         None,
@@ -89,21 +89,23 @@ class AlgorithmConfig(Section):
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     clip_low: float | None = Field(None, gt=0, le=1)
     clip_high: float | None = Field(None, gt=0)
-    dynamic_sampling: bool | None = Field(None, description="drop groups of equal rewards and sample others")
-    max_resamples: int = Field(10, ge=1, description="rollout rounds a step may take under dynamic sampling")
-    overlong_buffer: int = Field(0, ge=0, description="tokens before the limit, penalized softly; 0: off")
+    dynamic_sampling: bool | None = Field(None, description="replace groups whose rewards are all equal")
+    max_resamples: int = Field(10, ge=1, description="rollout rounds per step, at most, under dynamic sampling")
+    overlong_buffer: int = Field(
+        0, ge=0, description="last tokens before the length limit, with a soft penalty; 0: off"
+    )
     overlong_penalty: float = Field(1.0, ge=0)
     kl_coefficient: float = Field(0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] | None = Field(
         None, description="default: k3 in the loss, k1 in the reward; low_var_kl: k3, at most 10"
     )
     kl_in_reward: bool = Field(False, description="take the KL from the reward, token by token; not in the loss")
-    correction: Correction = Field("auto", description="auto: the precision preset's; a name; or a rule of your own")
+    correction: Correction = Field("auto", description="auto: the precision preset's; a name; or a custom rule")
     recompute_old_logprobs: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: never under a unified precision, whose rollout log-probabilities are the old ones"
     )
     router_replay: bool = Field(
-        False, description="mixture of experts: the learner takes the experts that the rollout chose (R3)"
+        False, description="mixture of experts: the learner uses the experts that the rollout chose (R3)"
     )
     router_aux_coefficient: float = Field(
         0.0, ge=0, description="mixture of experts: weight of the load-balancing loss of an optimizer batch"

@@ -1,4 +1,4 @@
-"""A config and its overrides to a frozen value, or to one line that says what is wrong.
+"""From a config and its overrides to a frozen value, or to one line that says what is wrong.
 
 One file, or one mapping, describes a run; `key.sub=value` overrides change it; the *resolved* value is what is used and
 what is written to the run directory. An unknown key, a wrong type, a value out of range or a contradiction raises

@@ -1,7 +1,7 @@
-"""Whole configurations: of a training run, of a comparison of several, of supervised training.
+"""Whole configurations: a training run, a comparison, supervised training.
 
-A value that contradicts another is refused here too. Left out: where the values come from (`load.py`), and whether
-files exist and models fit, which is found where they are opened.
+Contradictions between values are refused here too. Left out: where the values come from (`load.py`), and whether
+files exist and models fit, which is checked where they are opened.
 """
 
 from typing import Literal
@@ -51,10 +51,10 @@ class Config(Section):
     tracking: TrackingConfig = TrackingConfig()
     steps: int = Field(100, ge=1, description="rollout batches")
     rollouts_ahead: int = Field(
-        0, ge=0, le=64, description="batches that are rolled out before they are learned from: asynchronous by so many"
+        0, ge=0, le=64, description="how many batches the rollout is ahead of the learner; 0: synchronous"
     )
-    prompts_per_step: int = Field(8, ge=1, description="groups of a rollout batch")
-    seed: int = Field(0, ge=0, lt=2**63, description="of data order, sampling and shuffling")
+    prompts_per_step: int = Field(8, ge=1, description="prompts (groups) of a rollout batch")
+    seed: int = Field(0, ge=0, lt=2**63, description="for data order, sampling and shuffling")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -106,7 +106,7 @@ class ArchitectureConfig(Section):
 
     family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"] = "qwen3"
     hidden_size: int = Field(128, ge=8)
-    intermediate_size: int = Field(512, ge=8, description="of the MLP, or of each expert")
+    intermediate_size: int = Field(512, ge=8, description="width of the MLP, or of each expert")
     num_experts: int | None = Field(None, ge=1, description="qwen3_moe, mixtral")
     experts_per_token: int | None = Field(None, ge=1, description="default: 2")
     num_layers: int = Field(4, ge=1)
@@ -116,7 +116,7 @@ class ArchitectureConfig(Section):
     tie_embeddings: bool = True
     max_positions: int = Field(512, ge=1)
     rope_theta: float = Field(10000.0, gt=0)
-    vocabulary: str | None = Field(None, description="characters of the tokenizer; default: the task's alphabet")
+    vocabulary: str | None = Field(None, description="the tokenizer's characters; default: the task's alphabet")
 
     @model_validator(mode="after")
     def _experts(self) -> "ArchitectureConfig":
@@ -159,6 +159,6 @@ class SftConfig(Section):
     steps: int = Field(100, ge=1)
     batch_size: int = Field(64, ge=1, description="examples per optimizer step")
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
-    max_new_tokens: int = Field(64, ge=1, description="limit of the completions sampled by the evaluation")
+    max_new_tokens: int = Field(64, ge=1, description="length limit of completions in the evaluation")
     out: str = Field("runs/sft", description="where the model is written; must not exist yet, or be empty")
     seed: int = Field(0, ge=0, lt=2**63)

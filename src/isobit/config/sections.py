@@ -14,8 +14,8 @@ PRECISION = (
     "a preset: float32, bf16, fp8-rollout, fp8-rollout-kv, fp8-e2e, fp8-unified, fp8, mxfp8-rollout, nvfp4-rollout, "
     "mxfp8, nvfp4; or {preset: ..., and what differs}, also written fp8[wgrad=bf16]"
 )
-CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the machine's own products"
-CHAT_TEMPLATE = "a Jinja file, for a model without a chat template or with another; saved with its checkpoints"
+CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the libraries' own products"
+CHAT_TEMPLATE = "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
 BACKEND = "auto: triton on an H100 or H200, else native where a C++ compiler is found"
 
 
@@ -65,7 +65,7 @@ class ModelConfig(Section):
 
     meant_by_text = "path"
     path: str | None = Field(None, description="a Hugging Face directory (config.json, safetensors, tokenizer.json)")
-    sft: str | None = Field(None, description="a config of `isobit sft`; its model is made once and kept in a cache")
+    sft: str | None = Field(None, description="a config of `isobit sft`; its model is trained once and cached")
     chat_template: str | None = Field(None, description=CHAT_TEMPLATE)
 
     @model_validator(mode="after")
@@ -76,8 +76,8 @@ class ModelConfig(Section):
 
 
 class TaskConfig(Section):
-    """What is asked: a built-in task by name, or data of the user's own. Prompts outside the limits of length stop the
-    run before it starts, or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is `task.path`."""
+    """The prompts: a built-in task, or your own data. Prompts outside the length limits stop the run before it starts,
+    or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is `task.path`."""
 
     @classmethod
     def key_of_text(cls, text: str) -> str:
@@ -88,27 +88,27 @@ class TaskConfig(Section):
         None,
         description="JSONL, CSV, Parquet, or a directory of them or of `datasets`; every column reaches the reward",
     )
-    held_out_path: str | None = Field(None, description="data of the held-out split; default: cut from path")
+    held_out_path: str | None = Field(None, description="held-out data; default: taken from path")
     held_out_size: int | None = Field(None, ge=0, description="examples kept out of training for evaluation")
     format: Literal["auto", "jsonl", "csv", "parquet", "dataset"] = Field(
         "auto", description="auto: by name and content"
     )
-    split: str | None = Field(None, description="of a directory that has several; default: train")
-    held_out_split: str | None = Field(None, description="of held_out_path, or of path where that is not given")
+    split: str | None = Field(None, description="split of a directory with several; default: train")
+    held_out_split: str | None = Field(None, description="split of held_out_path, or of path without it")
     columns: dict[str, str] = Field(
-        default_factory=dict, description="role or new name to column of the data, such as {prompt: question}"
+        default_factory=dict, description="role or new name: column of the data, such as {prompt: question}"
     )
     prompt_template: str | None = Field(
-        None, description="text with {prompt} in it, put around every text prompt; gsm8k has one of its own"
+        None, description="text with {prompt} in it, put around every text prompt; gsm8k has its own default"
     )
     chat: bool = Field(False, description="a text prompt becomes a user's message in the model's chat template")
     system: str | None = Field(None, description="system message, put before every chat")
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="limit, besides the model's context less max_new_tokens"
+        None, ge=1, description="upper limit, besides the context minus max_new_tokens"
     )
-    min_prompt_tokens: int = Field(0, ge=0, description="the same from below")
-    too_long: Literal["stop", "drop"] = Field("stop", description="what a prompt outside the limits of length does")
-    shuffle: bool = Field(True, description="another order in each epoch, by the seed; false: the order of the data")
+    min_prompt_tokens: int = Field(0, ge=0, description="lower limit")
+    too_long: Literal["stop", "drop"] = Field("stop", description="what to do with a prompt outside the length limits")
+    shuffle: bool = Field(True, description="a new order in each epoch, by the seed; false: the order of the data")
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="options of a built-in task, such as digits of arithmetic or instruction of gsm8k",
@@ -122,14 +122,14 @@ class TaskConfig(Section):
 
 
 class RewardConfig(Section):
-    """One reward function: by name, or the user's own in TRL's signature."""
+    """One reward function: a built-in one, or your own with TRL's signature."""
 
     meant_by_text = "function"
     function: str = Field(
         description="math, exact_match, fuzzy_match, format, length_penalty or code; or path/to/file.py:function or "
         "package.module:function"
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="of a reward by name: see how-to/rewards.md")
+    options: dict[str, Any] = Field(default_factory=dict, description="of a built-in reward: see how-to/rewards.md")
     weight: float = 1.0
     name: str | None = Field(None, description="name in the metrics; default: the function's")
     deadline_s: float | None = Field(None, gt=0, description="seconds for one call; default: rewards.deadline_s")
@@ -154,8 +154,8 @@ class RewardsConfig(Section):
     models: tuple[RewardModelConfig, ...] = Field((), description="reward models, added to the functions by weight")
     deadline_s: float = Field(30.0, gt=0, description="seconds for one call; a worker that takes longer is killed")
     num_workers: int = Field(1, ge=1, le=64, description="processes, each with all functions loaded")
-    on_error: Literal["stop", "skip"] = Field("stop", description="what a failing reward function does to the run")
-    environment: tuple[str, ...] = Field((), description="variables that functions get besides PATH and the like")
+    on_error: Literal["stop", "skip"] = Field("stop", description="what to do when a reward function fails")
+    environment: tuple[str, ...] = Field((), description="environment variables passed on, besides PATH and the like")
 
 
 class SamplingConfig(Section):
@@ -176,15 +176,13 @@ class EngineConfig(Section):
 
     kv_pages: int | None = Field(None, ge=1, description="pages of the KV cache; default: what one step needs")
     page_size: int = Field(16, ge=1, le=1024, description="tokens per page")
-    max_batch_tokens: int = Field(2048, ge=1, description="tokens of one forward (chunked prefill under this budget)")
-    max_sequences: int = Field(512, ge=1, description="sequences that decode at the same time")
-    cuda_graphs: bool = Field(
-        True, description="capture decode steps on a GPU; a CPU has no such graphs, and ignores it"
-    )
+    max_batch_tokens: int = Field(2048, ge=1, description="tokens of one forward; longer prefills are chunked")
+    max_sequences: int = Field(512, ge=1, description="sequences decoded at the same time")
+    cuda_graphs: bool = Field(True, description="capture decode steps on a GPU; ignored on a CPU")
     sleep: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="free the KV cache's memory while learning; auto: on a GPU without cuda_graphs, which would have "
-        "to be captured again",
+        description="free the KV cache's memory while learning; auto: on a GPU without cuda_graphs, which would need "
+        "recapturing",
     )
 
 
@@ -194,7 +192,9 @@ class OptimizerConfig(Section):
     learning_rate: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    final_fraction: float = Field(0.0, ge=0, le=1, description="of the peak rate, at the last step of a schedule")
+    final_fraction: float = Field(
+        0.0, ge=0, le=1, description="fraction of the peak rate left at the last step of a schedule"
+    )
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
@@ -202,9 +202,9 @@ class OptimizerConfig(Section):
     state: Literal["fp32", "8bit"] = Field("fp32", description="AdamW's moments; 8bit needs torchao (isobit[optim])")
     micro_batch_tokens: int = Field(16384, ge=1, description="tokens of one forward and backward")
     activation_checkpointing: bool = Field(
-        False, description="keep only the inputs of each layer for the backward, which computes the rest again"
+        False, description="keep only each layer's inputs for the backward, which recomputes the rest"
     )
-    max_bad_steps: int = Field(3, ge=1, description="skipped (non-finite) steps in a row that end the run")
+    max_bad_steps: int = Field(3, ge=1, description="skipped (non-finite) steps in a row after which the run ends")
 
     @field_validator("betas")
     @classmethod
@@ -215,18 +215,18 @@ class OptimizerConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The frozen model of the KL penalty: the initial weights, under a precision of their own."""
+    """The frozen model of the KL penalty: the initial weights, with their own precision."""
 
     precision: Precision | None = Field(None, description="default: the policy's")
 
 
 class ReplayConfig(Section):
-    """Learning again from past groups, drawn by age and by the spread of their rewards."""
+    """Training again on past groups, drawn by age and by the spread of their rewards."""
 
     capacity: int = Field(0, ge=0, description="groups kept; 0: no replay")
-    groups_per_step: int = Field(0, ge=0, description="past groups in each step, beside prompts_per_step fresh ones")
-    max_staleness: int = Field(8, ge=0, description="steps; older groups are forgotten")
-    half_life: float = Field(2.0, gt=0, description="steps in which a group's chance to be drawn halves")
+    groups_per_step: int = Field(0, ge=0, description="past groups in each step, besides prompts_per_step fresh ones")
+    max_staleness: int = Field(8, ge=0, description="age limit in steps; older groups are dropped")
+    half_life: float = Field(2.0, gt=0, description="steps after which a group's chance to be drawn halves")
 
     @model_validator(mode="after")
     def _consistent(self) -> "ReplayConfig":
@@ -244,24 +244,26 @@ class SftEvaluationConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation inside training: greedy accuracy; of samples, pass@k and majority@k; the best model kept."""
+    """Held-out evaluation during training: greedy accuracy, pass@k and majority@k of samples, the best model kept."""
 
     every: int = Field(
         0, ge=0, description="steps between evaluations, and one before the first and after the last; 0: none"
     )
     samples: int = Field(256, ge=1, description="held-out prompts")
-    num_samples: int = Field(0, ge=0, le=1000, description="samples of each prompt, for pass_at; 0: greedy only")
-    pass_at: tuple[int, ...] = Field((), description="every k of pass@k and majority@k; default: 1 and num_samples")
-    temperature: float | None = Field(None, gt=0, description="of the samples; default: sampling.temperature")
-    tag: str | None = Field(None, description="column whose values get an accuracy of their own")
-    answer_pattern: str | None = Field(
-        None, description="regular expression of the answer that a majority votes on; default: the task's own"
+    num_samples: int = Field(0, ge=0, le=1000, description="samples per prompt, for pass_at; 0: greedy only")
+    pass_at: tuple[int, ...] = Field(
+        (), description="values of k for pass@k and majority@k; default: 1 and num_samples"
     )
-    keep_best: bool = Field(True, description="keep the best model in best/ of the run directory; weights only")
+    temperature: float | None = Field(None, gt=0, description="for the samples; default: sampling.temperature")
+    tag: str | None = Field(None, description="column for whose values accuracy is also reported")
+    answer_pattern: str | None = Field(
+        None, description="regular expression for the answer that a majority votes on; default: the task's"
+    )
+    keep_best: bool = Field(True, description="keep the best model in best/ in the run directory; weights only")
     best_by: str = Field(
         "auto",
-        description="metric of an evaluation, the larger the better; auto: accuracy/held_out, and reward/held_out "
-        "where that is equal, as it is where no reward reaches 1",
+        description="metric that chooses the best model, larger is better; auto: accuracy/held_out, and for equal "
+        "values reward/held_out, as where no reward reaches 1",
     )
 
     @model_validator(mode="after")
@@ -278,9 +280,11 @@ class RunConfig(Section):
     """Where a run is kept."""
 
     dir: str = Field("runs/train", description="must not exist yet, or be empty")
-    checkpoint_every: int = Field(20, ge=0, description="steps; the last step is always saved; 0: only the last")
+    checkpoint_every: int = Field(
+        20, ge=0, description="steps between checkpoints; the last step is always saved; 0: only the last"
+    )
     keep_last: int = Field(2, ge=1)
     quantization_every: int = Field(
-        10, ge=0, description="steps between records of the weights' quantization by layer; step 1 too; 0: none"
+        10, ge=0, description="steps between records of the weights' quantization by layer, from step 1; 0: none"
     )
     report: bool = True

@@ -1,4 +1,4 @@
-"""The section of a configuration that says which experiment trackers get a copy of a run's metrics, and how."""
+"""The `tracking` section: which experiment trackers get a copy of a run's metrics, and how."""
 
 import re
 from difflib import get_close_matches
@@ -25,17 +25,17 @@ class WandbConfig(Section):
 
 
 class TrackioConfig(Section):
-    """trackio. Its own variable TRACKIO_DIR holds where dir is not given."""
+    """trackio. Without dir, its own variable TRACKIO_DIR counts."""
 
-    dir: str | None = Field(None, description="where its database is; default: in the run directory")
+    dir: str | None = Field(None, description="directory of its database; default: in the run directory")
     space_id: str | None = Field(None, description="a Hugging Face Space, user/name, to log to instead")
 
 
 class MlflowConfig(Section):
-    """MLflow. Its own variable MLFLOW_TRACKING_URI holds where uri is not given."""
+    """MLflow. Without uri, its own variable MLFLOW_TRACKING_URI counts."""
 
     uri: str | None = Field(
-        None, description="of a server, a database (needs `mlflow`), or file:PATH; default: in the run directory"
+        None, description="a server, a database (needs `mlflow`), or file:PATH; default: in the run directory"
     )
 
     @field_validator("uri")
@@ -50,11 +50,11 @@ class TrackingConfig(Section):
     """Experiment trackers (`pip install "isobit[track]"`). `metrics.jsonl` is written with or without them."""
 
     trackers: tuple[TrackerName, ...] = Field((), description="tensorboard, wandb, trackio, mlflow")
-    project: str = Field("isobit", description="project, or experiment, that the run belongs to")
-    name: str | None = Field(None, description="of the run; default: the name of the run directory")
-    group: str | None = Field(None, description="what runs of one comparison have in common")
-    completions: int = Field(0, ge=0, description="completions of every step, as a table; 0: none")
-    close_s: float = Field(15.0, gt=0, description="seconds that the end of a run waits for what is still to be sent")
+    project: str = Field("isobit", description="project or experiment")
+    name: str | None = Field(None, description="name of the run; default: that of the run directory")
+    group: str | None = Field(None, description="group of the run, such as one comparison")
+    completions: int = Field(0, ge=0, description="completions sent per step, as a table; 0: none")
+    close_s: float = Field(15.0, gt=0, description="seconds to wait at the end of a run for unsent steps")
     wandb: WandbConfig = WandbConfig()
     trackio: TrackioConfig = TrackioConfig()
     mlflow: MlflowConfig = MlflowConfig()
