@@ -1,7 +1,7 @@
-"""Checkpoints that are either whole or not there: written beside, checked by hash, renamed into place.
+"""Checkpoints that are either complete or absent: written under a temporary name, hashed, renamed into place.
 
 A checkpoint is a directory with a manifest of its files' SHA-256. Loading takes the newest one whose files match; a
-damaged one is reported and passed over. Left out: what is in a checkpoint (the caller writes it).
+damaged one is reported and skipped. Left out: what is in a checkpoint (the caller writes it).
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """`isobit compare`: one training config under several precision flows and seeds, run one after the other.
 
-Every run has its own directory under `out`, and is a run like any other; one that was interrupted goes on, one that is
-finished is not repeated. A run that had to stop (its loss diverged, its weights broke) is a result, and the reason is
-kept in `outcome.json`. What is concluded from the runs is in `report/comparison.py`.
+Every run has its own directory under `out` and is a run like any other; an interrupted one is resumed, a finished one
+is not repeated. A run that had to stop (its loss diverged, its weights broke) is a result too, and `outcome.json` keeps
+the reason. The conclusions are drawn in `report/comparison.py`.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""`isobit eval`: a model, a run or given completions on held-out prompts; and two of them against each other.
+"""`isobit eval`: a model, a run or given completions on held-out prompts; and two of them compared.
 
-What is asked is a run's configuration, of the run that is evaluated or an empty one, with what the command line gives
-in its place: a checkpoint of a run is asked exactly what training asked it. Left out: what is measured (`evaluation/`),
-and results that are all saved (`evaluation/shown.py`).
+The questions come from a configuration, the evaluated run's or an empty one, changed by the command line: so a run's
+checkpoint is evaluated as training evaluated it. Left out: what is measured (`evaluation/`), and the comparison of
+saved results (`evaluation/shown.py`).
 """
 
 import gc

@@ -1,7 +1,7 @@
 """`isobit export`: a Hugging Face checkpoint of a model or a run, in BF16, FP32, or FP8 blocks.
 
-Written beside the target and renamed into place, so that a directory that is there is whole. Left out: other formats
-(GGUF, MXFP8), and uploading.
+It is written under a temporary name and renamed into place, so that an existing directory is complete. Left out: other
+formats (GGUF, MXFP8), and uploading.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Values with their uncertainty: Wilson's interval of a proportion, Student's and the bootstrap's of a mean, and the
+"""Values with their uncertainty: Wilson's interval for a proportion, Student's and the bootstrap's for a mean, and the
 unbiased pass@k.
 
 Left out: what a correct completion is (its reward says), how completions are made (`evaluation/`), and tests of a

@@ -1,4 +1,4 @@
-"""Every metric that a run logs: its name, what it means, and whose definition it is. One place.
+"""Every metric that a run logs, in one place: its name, its meaning and the source of its definition.
 
 `python -m isobit.metrics` prints docs/metrics.md. A name that is not here cannot be logged. Names that end in `*`
 stand for a family (one per reward function, per k, per value of a tag, or per sign of the advantage).

@@ -1,9 +1,9 @@
-"""A run directory: what is written into it, how it is locked, and how a run is interrupted.
+"""A run directory: its files, its lock, and how a run is interrupted.
 
-`config.yaml`, `machine.json` (what it is computed by), `metrics.jsonl` (an object a step), `completions.jsonl` (an
-object a completion), `quantization.jsonl` (an object every few steps: the weights by layer and tensor), `checkpoints/`.
-A resumed run cuts the JSONL files back to where its checkpoint was made, so that they end as if it had never stopped.
-Left out: what is in a checkpoint (`training/session.py`) and how it becomes atomic (`checkpoints.py`).
+`config.yaml`, `machine.json` (the hardware and versions used), `metrics.jsonl` (an object a step), `completions.jsonl`
+(an object a completion), `quantization.jsonl` (an object every few steps: the weights by layer and tensor),
+`checkpoints/`. A resumed run cuts the JSONL files back to where its checkpoint was made, so that they end as if it had
+never stopped. Left out: what is in a checkpoint (`training/session.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
 import fcntl

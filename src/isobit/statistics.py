@@ -1,5 +1,4 @@
-"""Metrics that describe a step: its rewards, lengths and groups, the quantization of its weights, and its peaks of
-memory."""
+"""Metrics that describe a step: rewards, lengths and groups, the quantization of the weights, and peak memory."""
 
 import math
 from collections.abc import Iterator, Sequence

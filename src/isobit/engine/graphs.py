@@ -1,13 +1,13 @@
 """Decode steps as CUDA graphs: one replay instead of hundreds of launches from Python.
 
 A graph is captured for a number of rows and a longest context, when a step first needs it, and serves every smaller
-step: what is missing is padded. A padded row decodes token 0 at position 0 into a spare page that no sequence has, so
-it touches nothing that is read; and since a row's bits do not depend on its batch, a padded step gives the bits of the
+step: what is missing is padded. A padded row decodes token 0 at position 0 into a spare page that no sequence uses, so
+it changes nothing that is read; and since a row's bits do not depend on its batch, a padded step gives the bits of the
 plain one. tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU.
 
 A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights. `begin` drops graphs
 whose weights or stores have moved; `Transformer.sync` keeps them in place on a GPU. Tokens stay on the device, so a
-step can be launched before the host has read the one before. Left out: steps with prompts in them, which run as they
+step can be launched before the host has read the previous one. Left out: steps with prompts in them, which run as they
 are.
 """
 

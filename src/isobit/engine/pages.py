@@ -1,4 +1,4 @@
-"""The pages of the KV cache: who holds which, by reference counts.
+"""The pages of the KV cache: who holds which page, by reference counts.
 
 A page is `page_size` consecutive slots of every layer's keys and values. A sequence holds a reference to each page of
 its table; a group holds one to each page that its members share. A page is free exactly when nobody holds it.

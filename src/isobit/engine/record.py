@@ -1,4 +1,4 @@
-"""What every sequence of a `generate` call has sampled, in arrays that grow with the longest one."""
+"""What each sequence of a `generate` call has sampled, in arrays that grow with the longest sequence."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,5 +1,5 @@
-"""Two results on the same prompts: the difference of every measure with its paired interval, a test of each, and one
-sentence that says what follows.
+"""Two results on the same prompts: the difference in every measure with its paired interval, a test of each, and one
+sentence with the conclusion.
 
 Greedy accuracy is tested by McNemar's exact test, every other measure by sign flips of the differences per prompt
 (`paired.py`). Differences are of the first result minus the second.

@@ -1,11 +1,11 @@
-"""maj@k, also called cons@k: is the answer right that most of k samples give?
+"""maj@k, also called cons@k: is the most frequent answer of k samples right?
 
-Self-consistency (Wang et al. 2022, arXiv 2203.11171): an answer is extracted from each completion, the most frequent
-one is the answer of the group. From n samples of a prompt, `majority_at_k` is the mean over all ways to take k of
-them, without replacement and in any order, where the answer that was given first wins a tie: an unbiased estimate of
-what k fresh samples would do, without any resampling (verl's maj@k draws 1,000 times with replacement, which is
-biased towards the frequent answers; NeMo RL's cons@k enumerates the subsets). A sample without an answer has no vote; a
-group without a vote is wrong. Where completions of one answer differ in their reward, that of the first one counts.
+Self-consistency (Wang et al. 2022, arXiv 2203.11171): an answer is extracted from each completion, and the most
+frequent one is the answer of the group. From n samples of a prompt, `majority_at_k` is the mean over all ways to take k
+of them, without replacement and in any order, where the answer that was given first wins a tie: an unbiased estimate of
+what k fresh samples would do, without any resampling (verl's maj@k draws 1,000 times with replacement, which is biased
+towards the frequent answers; NeMo RL's cons@k enumerates the subsets). A sample without an answer has no vote; a group
+without a vote is wrong. Where completions of one answer differ in their reward, that of the first one counts.
 
 Orders need not be enumerated: whichever of the t tied answers comes first is each of them with probability 1/t, and the
 first completion of an answer is each of its completions with the same probability. So a subset of samples whose

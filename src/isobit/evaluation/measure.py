@@ -1,7 +1,7 @@
-"""Asking a model: greedy completions, samples, their rewards and answers. What is asked is a `Plan`.
+"""Evaluate a model by a `Plan`: greedy completions, samples, their rewards and answers.
 
-Samples depend on (seed, position of the prompt, index of the sample) only: the same plan asks every model, and every
-step of a run, with the same random numbers. Left out: what is concluded from the answers (`summary.py`).
+Samples depend only on (seed, position of the prompt, index of the sample): the same plan uses the same random numbers
+for every model and every step of a run. Left out: conclusions from the answers (`summary.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""Held-out evaluation inside training: the metrics of one evaluation, and the line that says it.
+"""Held-out evaluation during training: the metrics of one evaluation, and the line that reports it.
 
-It reads the weights and changes nothing that training depends on: sampling is counter-based, and its keys have a seed
-of their own (tests/test_best.py compares the weights of runs with and without it, bit for bit). The seed is the same
+It reads the weights and changes nothing that training depends on: sampling is counter-based, and its keys have their
+own seed (tests/test_best.py compares the weights of runs with and without it, bit for bit). The seed is the same
 at every step, so that steps differ by their weights, not by their luck.
 """
 

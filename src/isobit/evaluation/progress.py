@@ -1,4 +1,4 @@
-"""One line on stderr while a model answers, in a terminal only: what it does, and how many completions are done."""
+"""Progress on one line of stderr while a model answers, only in a terminal: the activity and the completions done."""
 
 from rich.console import Console
 from rich.status import Status

@@ -1,4 +1,4 @@
-"""What an evaluation found: every completion with its reward, by prompt; and the JSON file that keeps it.
+"""The result of an evaluation: every completion with its reward, by prompt; and the JSON file that stores it.
 
     {"model": ..., "settings": {...}, "ks": [...], "rewards": [...],
      "prompts": [{"prompt": ..., "tag": ..., "greedy": completion, "samples": [completion, ...]}, ...],
@@ -6,7 +6,7 @@
 
     completion: {"completion", "reward", "answer", "tokens", "truncated", "error"}
 
-The summary is for the reader: `read_result` computes nothing from it. Left out: what is concluded (`summary.py`,
+The summary is for the reader: `read_result` computes nothing from it. Left out: conclusions (`summary.py`,
 `comparison.py`).
 """
 

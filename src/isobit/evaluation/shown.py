@@ -1,5 +1,5 @@
-"""What `isobit eval` prints and writes of one result, or of two side by side. Imports no torch, so that results that
-were saved are there at once."""
+"""What `isobit eval` prints and writes of one result, or of two side by side. Imports no torch, so that saved
+results appear at once."""
 
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,9 @@
-"""Graded completions to estimates with 95 % intervals, for all prompts and for each value of a tag; and their tables.
+"""From graded completions to estimates with 95 % intervals, over all prompts and for each value of a tag; and tables.
 
-Names are those of the field: mean@N is the mean reward of N samples (verl), pass@k the chance that one of k samples is
+Names follow the field: mean@N is the mean reward of N samples (verl), pass@k the chance that one of k samples is
 correct (Chen et al. 2021), maj@k that the answer of most of k is (Wang et al. 2022; cons@k in NeMo RL). Accuracy has
-Wilson's interval, everything else the bootstrap over prompts. Unscored completions are wrong, and outside mean rewards.
+Wilson's interval, everything else the bootstrap over prompts. Unscored completions count as wrong and are left out of
+mean rewards.
 """
 
 from collections.abc import Mapping, Sequence

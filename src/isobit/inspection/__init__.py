@@ -1,4 +1,4 @@
-"""`isobit inspect`: what a precision flow does to a model, without training it."""
+"""`isobit inspect`: the effect of a precision flow on a model, without training it."""
 
 from isobit.inspection.command import inspect_command
 

@@ -1,4 +1,4 @@
-"""The command: load, measure, print, and write a page where one is asked for."""
+"""The command: load, measure, print, and write a page on request."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""How far rollout and learner of a precision flow are apart on a model, measured by rolling out; and why.
+"""The distance between rollout and learner of a precision flow, measured by a rollout; and its sources.
 
-`decompose` takes the gap of a flow apart: on the same tokens, with one source at a time switched on over a rollout that
-is the learner, and with one switched off. Sources do not add up, since noise meets noise; both columns say so.
+`decompose` breaks the gap of a flow down, on the same tokens: with only one source switched on over a rollout that is
+otherwise the learner, and with only one switched off. The sources interact, so they do not add up; hence two columns.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""What quantization does to every tensor of a model: noise, clamped and flushed elements, outlier channels.
+"""The effect of quantization on every tensor of a model: noise, clamped and flushed elements, outlier channels.
 
-Weights are taken as they are; activations, keys and values as they come in a forward over given sequences. The figures
-of a tensor are over all its elements in all forwards seen. Left out: gradients (`quant/*` metrics of a run).
+Weights are measured as they are; activations, keys and values during a forward over given sequences. A tensor's figures
+cover all its elements in all forwards. Left out: gradients (`quant/*` metrics of a run).
 """
 
 import math

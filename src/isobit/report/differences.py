@@ -1,4 +1,4 @@
-"""What differs between the configurations of several runs: a line for each key whose value is not the same in all."""
+"""The differences between the configurations of several runs: a line for each key whose values are not all the same."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

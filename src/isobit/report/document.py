@@ -1,8 +1,8 @@
 """The HTML document that every page is: one file with its style and script inside, which fetches nothing.
 
-Text of a model's never becomes markup: into HTML it goes escaped (`escaped`), to the script as JSON in which `<`, `>`
-and `&` are written as escapes (`embedded`), and the script inserts it as text only. A Content-Security-Policy in the
-page allows its own script, by its hash, and no other, and no request.
+A model's text never becomes markup: in HTML it is escaped (`escaped`), in the script's JSON `<`, `>` and `&` are
+escaped too (`embedded`), and the script inserts it as text only. A Content-Security-Policy in the page allows its own
+script, by its hash, and no other, and no request.
 """
 
 import base64

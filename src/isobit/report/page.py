@@ -1,8 +1,8 @@
 """The report: one HTML file that shows a run, or several side by side. Reads run directories only; imports no torch.
 
-Every section stands in the page as it is; the script makes tabs of them, and adds what needs one: values on hover, the
-slider of the heat maps, the tables of prompts and completions. What is made for one run (heat maps, prompts,
-completions) is made for each, and a page's bytes are shared between them.
+Every section is complete in the page; the script turns them into tabs and adds what needs a script: values on hover,
+the slider of the heat maps, the tables of prompts and completions. Heat maps, prompts and completions are made for each
+run, and the page's byte budget is shared between them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a run's completions.jsonl holds, read once: how every prompt fared, and where the rows of each step are.
+"""A run's completions.jsonl, read once: the results of every prompt, and where the rows of each step are.
 
 Most rows are read for their text and reward only: their lists of numbers are cut out of the line before it is parsed,
 which is several times faster. The rows that a page shows are read whole (`Rollouts.rows`), by their place in the file.

@@ -1,4 +1,4 @@
-"""The completions that a page shows: which, under a budget of bytes, and token by token.
+"""The completions that a page shows: their choice, within a byte budget, and their tokens.
 
 If not all fit: steps evenly spread from first to last, of each the best, the worst, and others evenly spread. Token
 texts come from the tokenizer of the run's newest checkpoint; without one a completion is shown without tokens.

@@ -1,4 +1,4 @@
-"""Series of metrics over steps: read out of rows, smoothed, and thinned to what a figure can show.
+"""Series of metrics over steps: read from rows, smoothed, and thinned to what a figure can show.
 
 A thinned series keeps the lowest and the highest point of every stretch, so that a peak, or an exact zero, is never
 lost. Left out: drawing (`charts.py`).

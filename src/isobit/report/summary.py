@@ -1,4 +1,4 @@
-"""The figures at the head of a report: what a run came to, in a sentence and a table."""
+"""The head of a report: the outcome of a run, in a sentence and a table."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce

@@ -1,9 +1,8 @@
-"""The answer in a completion, as text that is equal where two completions agree: what a majority vote counts.
+"""The answer in a completion, as text that is equal where two completions agree: this is what a majority vote counts.
 
-`gsm8k` takes the final number (after `####`, or the last one). A task of a user's own takes the content of the last
-\\boxed{}, else what follows the last `####` in its line, else the whole text without outer white space; as do the
-other built-in tasks, whose completion is the answer. A pattern replaces all of that. Left out: mathematical equality
-of answers that are written differently, other than gsm8k's numbers.
+`gsm8k` takes the final number (after `####`, or the last one). Other tasks take the content of the last \\boxed{}, else
+what follows the last `####` in its line, else the whole text without outer white space. A pattern replaces all of this.
+Left out: mathematical equality of answers that are written differently, other than gsm8k's numbers.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Examples, what of a row becomes one, and the order in which training sees them.
+"""Examples, how a row becomes one, and the order in which training sees them.
 
 A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example
 `order(cursor // len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length) only:

@@ -1,7 +1,7 @@
-"""Data of the user's own, and what tasks share that read files: JSONL, CSV, Parquet, directories of `datasets`.
+"""The user's own data, and what all tasks that read files share: JSONL, CSV, Parquet, directories of `datasets`.
 
 Rows are split once: `held_out_path` or `held_out_split` where given, else `held_out_size` prompts cut from `path`
-(default: a tenth, at most 256), chosen by the option `seed`. A user's data have no reward of their own: the config
+(default: a tenth, at most 256), chosen by the option `seed`. Such data have no built-in reward: the config
 names functions.
 """
 

@@ -1,11 +1,11 @@
-"""Reward functions of the user's own, as the worker sees them: found, imported, called, their answer checked.
+"""The user's reward functions, as the worker sees them: find, import, call, and check the result.
 
 A function has TRL's signature, `def reward(prompts, completions, **columns) -> list[float | None]`. It is given, as
 keywords and where its signature takes them, the prompts, the completions, every column of the data as a list, and
 TRL's `completion_ids`, `trainer_state` (`global_step`, `max_steps`, `epoch`; 0 outside a run), `log_extra` and
 `log_metric` (which do nothing here). It may be `async`. A function with verl's parameters `solution_str` and
 `ground_truth` is called once a sample, with those of `data_source` and `extra_info` that it takes; it may be `async`
-too. A bare name is a reward of `isobit.tasks.named`. Left out: classes that must be constructed first.
+too. A bare name is a built-in reward of `isobit.tasks.named`. Left out: classes that must be constructed first.
 """
 
 import asyncio

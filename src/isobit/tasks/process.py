@@ -1,8 +1,8 @@
-"""Worker processes as their parent sees them: started, fed, watched against a deadline, killed with all they started.
+"""Worker processes as their parent sees them: started, fed, held to a deadline, killed with everything they started.
 
-A worker is the leader of a process group of its own. Whatever it does (hang, fork, exit, be killed), the group is
+A worker leads its own process group. Whatever it does (hang, fork, exit, be killed), the group is
 killed as a whole and reaped, and a new one takes its place before the next request. Left out: a descendant that leaves
-the group (setsid) is not followed, and nothing here confines code that means harm.
+the group (setsid) is not followed, and nothing here confines malicious code.
 """
 
 import contextlib

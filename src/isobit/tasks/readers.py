@@ -1,4 +1,4 @@
-"""From a path to rows: which format it has, and which of its files belong to a split.
+"""From a path to rows: its format, and which of its files belong to a split.
 
 A file is JSONL, CSV or Parquet. A directory is what `datasets` wrote with `save_to_disk`, or holds such files: shards
 of one set, or splits named as on the Hugging Face Hub (`train.jsonl`, `data/test-00000-of-00002.parquet`,

@@ -1,6 +1,6 @@
 """`Task`: examples to train on and to hold out, how they are scored, and what a supervised warm start learns from.
 
-Options of a task are a frozen dataclass of that task, whose fields are the only options there are.
+A task's options are a frozen dataclass, whose fields are the only options.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""What a tracker is to isobit: opened, given one row of metrics a step, closed.
+"""The interface of a tracker: open, one row of metrics per step, close.
 
-A tracker is a copy of `metrics.jsonl`, which is written first and is whole without it. Each runs in a process of its
-own (`process.py`) that reads the file and hands over the rows after the tracker's last one (`follow.py`).
+A tracker is a copy of `metrics.jsonl`, which is written first and is complete without it. Each runs in its own process
+(`process.py`), which reads the file and hands over the rows after the tracker's last one (`follow.py`).
 """
 
 from collections.abc import Mapping, Sequence

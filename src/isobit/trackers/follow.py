@@ -7,7 +7,7 @@ again, is kept in `RUN/tracking/NAME.json`.
     python -m isobit.trackers    stdin: a line {"tracker", "run", ...} to begin, a line {"exit_code"} to end
                                  stdout: lines {"note"} or {"failed"}, then {"done"} or nothing
 
-The end of stdin without a line is a run that was killed: what it has written is handed over all the same.
+If stdin ends without a line, the run was killed: what it has written is handed over all the same.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""The run's side of tracking: starts one process a tracker, passes its messages on, ends it.
+"""The run's side of tracking: starts one process per tracker, passes its messages on, ends it.
 
 Nothing here waits for a tracker while steps are made: the processes read `metrics.jsonl` themselves. Only the end of
 the run waits, `close_s` seconds at most.

@@ -1,6 +1,6 @@
 """trackio: a SQLite file in the run directory, or a Hugging Face Space.
 
-trackio gathers rows for half a second before it writes them, so that after a kill its own file says what it holds.
+trackio gathers rows for half a second before it writes them, so after a kill its own file is what counts.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Weights & Biases, online or offline.
 
-A run that goes on keeps its id. Online the server says which step it has. Offline each opening writes a directory of
-its own, whose steps wandb's reader tells; `wandb sync` puts those of one id together in the order of their beginning.
+A resumed run keeps its id. Online, the server says which step it has. Offline, each start writes a new directory, whose
+steps wandb's reader lists; `wandb sync` joins those with the same id in the order in which they started.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Prompts against the limits of their length, before a run starts: named, or dropped and counted.
+"""Check prompts against the length limits before a run starts: refuse the first one outside, or drop and count them.
 
 The limits are `task.min_prompt_tokens`, `task.max_prompt_tokens`, and what the model's context leaves. A prompt that
 cannot be encoded, such as a chat that the model's template refuses, is never dropped: it is an error, with its row.

@@ -1,7 +1,7 @@
-"""Open a run: a new one, one that goes on from its checkpoint, or one that learns from the rollouts of another.
+"""Open a run: a new one, one resumed from its checkpoint, or one that trains on the rollouts of another.
 
-Models, data and reward workers are opened before the run directory, so that every mistake of the user's is found before
-anything is written.
+Models, data and reward workers are opened before the run directory, so that a user's mistakes are found before anything
+is written.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
-"""Rewards of a step: functions in their processes, and reward models here, added by weight.
+"""The rewards of a step: functions in their own processes and reward models in this one, added by weight.
 
-The functions begin on a group as soon as it is sampled, beside the rollout of the others; the models judge after it.
-A sample whose scoring failed stays unscored, whatever the models say; one to which no function applies has theirs only.
-Left out: how either computes.
+The functions start on a group as soon as it is sampled, during the rollout of the others; the models score afterwards.
+A sample whose scoring failed stays unscored, whatever the models say; one to which no function applies has only the
+models' scores. Left out: how either computes.
 """
 
 from collections.abc import Mapping, Sequence

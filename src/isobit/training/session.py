@@ -1,4 +1,4 @@
-"""A training run that is open: everything that the loop of `loop.py` works with, and the six verbs themselves.
+"""An open training run: everything that the loop of `loop.py` works with, and the six verbs themselves.
 
 Its state (step, data cursor, groups left over, version of the weights, length of the
 files) is what a checkpoint holds beside weights and optimizer. Left out: the algorithm (`loop.py`, `rl/`),

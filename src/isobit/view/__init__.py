@@ -1,4 +1,4 @@
-"""What a run shows while it works, in a terminal: live in its own process, or from its directory. Imports no torch."""
+"""The terminal view of a run while it works: live in its own process, or from its directory. Imports no torch."""
 
 from isobit.view.display import Display
 from isobit.view.history import History, Shown

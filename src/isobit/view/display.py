@@ -1,6 +1,6 @@
 """The view of a run in its own process: one live screen in a terminal, plain lines elsewhere, nothing with `quiet`.
 
-A thread of rich's redraws the screen once a second, so that a long step shows what it does; a step that ends redraws it
+A thread of rich redraws the screen once a second, so that a long step shows its progress; the end of a step redraws it
 at once, at most twice a second. Everything goes to stderr.
 """
 

@@ -1,6 +1,7 @@
-"""What the live view knows of a run: the values of each metric so far, and the last step's best and worst completion.
+"""What the live view knows about a run: the values of each metric so far, and the last step's best and worst
+completion.
 
-Fed with rows of metrics.jsonl and with completions, by the run itself or from its files. Left out: how it looks.
+Fed with rows of metrics.jsonl and with completions, by the run itself or from its files. Left out: how it is drawn.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The screen of a run: a header, sparklines of what matters, time by phase, memory, and two completions.
+"""The screen of a run: a header, sparklines of the main metrics, time by phase, memory, and two completions.
 
 A pure function of a `History`, a width and a height: the same in the run's own terminal and in `isobit watch`. Text
 that a model wrote is shown without control characters.

@@ -1,7 +1,7 @@
-"""`isobit watch`: the same screen for a run elsewhere on disk, from its files alone.
+"""`isobit watch`: the same screen for any run on disk, from its files alone.
 
 Follows metrics.jsonl and completions.jsonl as they grow, and starts over where a resumed run cut them back. Ends when
-the run is done, or is no longer worked on. Left out: anything that would write into the run directory.
+the run is done, or its process has ended. Left out: anything that would write into the run directory.
 """
 
 import fcntl
