@@ -209,7 +209,7 @@ def test_what_cannot_be_resumed_is_said(tmp_path: Path, base_model: Path) -> Non
     with pytest.raises(IsobitError, match="not a run directory"):
         resume(tmp_path)
     train(load_config(write_config(tmp_path, base_model), ["steps=2"]))
-    with pytest.raises(IsobitError, match=r"only steps=N and tracking.\* may change"):
+    with pytest.raises(IsobitError, match="only these may change: steps, "):
         resume(tmp_path / "run", ["optimizer.learning_rate=1"])
     with pytest.raises(IsobitError, match="has finished step 2"):
         resume(tmp_path / "run", ["steps=1"])

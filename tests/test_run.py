@@ -61,9 +61,13 @@ def test_only_an_empty_directory_is_taken(tmp_path: Path) -> None:
     refuse_existing(tmp_path / "new")
     refuse_existing(tmp_path)
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(IsobitError, match="exists and is not empty"):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    held = ((tmp_path, "is not empty"), (tmp_path / "file", "is a file"), (tmp_path / "model", "is a model"))
+    for path, what in held:
+        with pytest.raises(IsobitError, match=f"exists and {what}; choose another") as caught:
             refuse_existing(path)
+        assert "--resume" not in str(caught.value)  # there is nothing to go on with
     with pytest.raises(IsobitError, match="cannot create run directory"):
         Run.create(tmp_path / "file" / "run", "")
 

@@ -1,11 +1,23 @@
 """isobit: reinforcement-learning post-training in FP8, where rollouts and learner compute the same bits.
 
-The public names are loaded on first use, so that `isobit --help` and the reward workers never import torch.
+The public names are loaded on first use, so that `isobit --help` and the reward workers never import torch. Type
+checkers read the imports below instead, and so know every name as what it is (tests/test_typing.py).
 """
 
 import os
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isobit.config import load_config as load_config
+    from isobit.engine import Completion as Completion
+    from isobit.engine import Engine as Engine
+    from isobit.engine import Sampling as Sampling
+    from isobit.errors import IsobitError as IsobitError
+    from isobit.model import Model as Model
+    from isobit.precision import Precision as Precision
+    from isobit.training.loop import resume as resume
+    from isobit.training.loop import train as train
 
 # GNU's OpenMP, PyTorch's pool of threads, reads this when it is loaded. Its threads wait for each other at the end of
 # every operator. By default they spin so long that beside other busy processes a step takes many times as long
@@ -21,17 +33,29 @@ _HOMES = {
     "Precision": "isobit.precision",
     "Sampling": "isobit.engine",
     "load_config": "isobit.config",
+    "resume": "isobit.training.loop",
     "train": "isobit.training.loop",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Completion",
+    "Engine",
+    "IsobitError",
+    "Model",
+    "Precision",
+    "Sampling",
+    "load_config",
+    "resume",
+    "train",
+]
 __version__ = "0.1.0"
 
+if not TYPE_CHECKING:  # a checker that saw it would take any name, also one that is misspelled
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'isobit' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'isobit' has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -116,12 +116,23 @@ class Run:
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raises IsobitError unless the directory is missing or empty."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise IsobitError(
-            f"run directory {directory} exists and is not empty; choose another (--out, or run.dir=...), "
-            f"or go on with it: isobit train --resume {directory}"
-        )
+    """Raises IsobitError unless the directory is missing or empty. Only a run is something to go on with."""
+    if what := occupied(directory):
+        again = f", or go on with it: isobit train --resume {directory}" if what == "is a run" else ""
+        raise IsobitError(f"run directory {directory} exists and {what}; choose another (--out, or run.dir=...){again}")
+
+
+def occupied(directory: Path) -> str | None:
+    """What a directory, where something new is to be written, holds already; None if it is missing or empty."""
+    if not directory.exists():
+        return None
+    if not directory.is_dir():
+        return "is a file"
+    if (directory / CONFIG).is_file():
+        return "is a run"
+    if (directory / "config.json").is_file():
+        return "is a model"
+    return "is not empty" if any(directory.iterdir()) else None
 
 
 def _replace_text(path: Path, text: str) -> None:

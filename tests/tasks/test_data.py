@@ -213,9 +213,9 @@ def test_what_is_held_out_is_never_trained_on(prompts: list[int], size: int, see
     rows = [Example(i, f"prompt {p}", {}) for i, p in enumerate(prompts)]
     if size >= len(set(prompts)):
         with pytest.raises(IsobitError, match="cannot hold out"):
-            split(rows, size, seed, Path("f"))
+            split(rows, size, seed, "f")
         return
-    train, held_out = split(rows, size, seed, Path("f"))
+    train, held_out = split(rows, size, seed, "f")
     held = {str(example.prompt) for example in held_out}
     assert len(held) == len(held_out) == size
     assert held.isdisjoint(str(example.prompt) for example in train)

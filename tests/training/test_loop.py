@@ -205,7 +205,7 @@ def test_non_finite_steps_end_the_run_with_the_last_good_checkpoint(
 
 def test_an_existing_run_is_refused(tmp_path: Path, base_model: Path) -> None:
     run(tmp_path, base_model, "steps=1")
-    with pytest.raises(IsobitError, match="exists and is not empty"):
+    with pytest.raises(IsobitError, match=r"exists and is a run; .*or go on with it: isobit train --resume "):
         run(tmp_path, base_model)
 
 

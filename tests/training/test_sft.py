@@ -100,8 +100,9 @@ def test_an_existing_model_is_not_overwritten(config: WriteConfig) -> None:
     settings = load_sft_config(config())
     out = supervised_run(settings, quiet=True)
     before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(IsobitError, match="exists and is not empty"):
+    with pytest.raises(IsobitError, match=r"exists and is a model; sft .* choose another \(--out, or out=") as caught:
         supervised_run(settings, quiet=True)
+    assert "--resume" not in str(caught.value)
     assert (out / "model.safetensors").read_bytes() == before
 
 

@@ -20,7 +20,12 @@ def train(
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="resume an interrupted run, or extend a finished one")
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="resume an interrupted run, or extend a finished one; overrides may change "
+            "steps, run.* and tracking.* (except run.dir)",
+        ),
     ] = None,
     from_rollouts: Annotated[
         Path | None, typer.Option(metavar="RUN", help="train a new run on the recorded rollouts of another")

@@ -10,10 +10,12 @@ from isobit.config.load import (
     reward_specs,
     task_settings,
 )
+from isobit.config.resuming import RESUMABLE, check_resumed
 from isobit.config.schema import ArchitectureConfig, CompareConfig, Config, SftConfig
 from isobit.config.sections import OptimizerConfig, SamplingConfig, TaskConfig
 
 __all__ = [
+    "RESUMABLE",
     "AlgorithmConfig",
     "ArchitectureConfig",
     "CompareConfig",
@@ -23,6 +25,7 @@ __all__ = [
     "SamplingConfig",
     "SftConfig",
     "TaskConfig",
+    "check_resumed",
     "dump_config",
     "load_compare_config",
     "load_config",

@@ -64,7 +64,7 @@ def _table_rows(path: Path, table: Any) -> Iterator[Row]:
         for row in _python_rows(path, batch, number):
             number += 1
             where = f"{path}: row {number}"
-            yield where, {name: _plain(value, where, name) for name, value in row.items()}
+            yield where, {name: plain(value, where, name) for name, value in row.items()}
 
 
 def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:
@@ -82,14 +82,14 @@ def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:
         raise
 
 
-def _plain(value: Any, where: str, name: str) -> Any:
-    """`value` as what JSON can write."""
+def plain(value: Any, where: str, name: str) -> Any:
+    """`value` as what JSON can write. Raises IsobitError, with the place, for what is not."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, where, name) for key, item in value.items()}
+        return {str(key): plain(item, where, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, where, name) for item in value]
+        return [plain(item, where, name) for item in value]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -97,7 +97,7 @@ def _plain(value: Any, where: str, name: str) -> Any:
     if isinstance(value, decimal.Decimal):
         return str(value)
     if hasattr(value, "tolist"):  # numpy's scalars and arrays
-        return _plain(value.tolist(), where, name)
+        return plain(value.tolist(), where, name)
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
@@ -73,7 +72,7 @@ class TaskSettings:
     `chat` makes a text prompt the message of a user; `system` is said before a chat. `seed` (the run's) decides the
     order of training examples, nothing else; `shuffle: false` keeps that of the file. Which examples there are and
     which are held out depends on the option `seed` of the task (default 0), so that runs of different seeds, and a
-    supervised run before them, share one held-out split.
+    supervised run before them, share one held-out split. `rows` are given as objects, by the path that stands for them.
     """
 
     name: str = "file"
@@ -90,6 +89,7 @@ class TaskSettings:
     shuffle: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    rows: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=8)  # the stream asks for the same epoch once per prompt
@@ -107,7 +107,7 @@ def random_words(seed: int, stream: int, count: int) -> Any:
     return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(count)
 
 
-def split(examples: Sequence[Example], size: int, seed: int, path: Path) -> tuple[list[Example], list[Example]]:
+def split(examples: Sequence[Example], size: int, seed: int, label: str) -> tuple[list[Example], list[Example]]:
     """(train, held out): `size` rows with distinct prompts held out, in file order; disjoint by prompt.
 
     Rows that repeat a held-out prompt are left out of training too. Raises IsobitError where nothing would remain.
@@ -120,7 +120,7 @@ def split(examples: Sequence[Example], size: int, seed: int, path: Path) -> tupl
     train = [example for example in examples if json.dumps(example.prompt) not in chosen]
     if len(chosen) < size or not train:
         raise IsobitError(
-            f"{path}: cannot hold out {size} prompts and keep some to train on: the file has {len(examples)} rows; "
+            f"{label}: cannot hold out {size} prompts and keep some to train on: there are {len(examples)} rows; "
             "lower task.held_out_size or give task.held_out_path"
         )
     return train, sorted(chosen.values(), key=lambda example: example.index)
@@ -170,7 +170,7 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
             columns.setdefault("completion", completion)
         examples.append(Example(len(examples), dress_prompt(where, prompt, shaping), columns, where))
     if not examples:
-        raise IsobitError(f"{source.path}: no examples in it: expected a row for each prompt")
+        raise IsobitError(f"{source.label}: no examples in it: expected a row for each prompt")
     return examples
 
 

@@ -56,11 +56,13 @@ def read_splits(
         if name in RESERVED_COLUMNS:
             raise IsobitError(f"task.columns: {name!r} is a name that reward functions get from isobit; take another")
     shaping = Shaping(columns, settings.prompt_template, text_template, settings.chat, settings.system)
-    source = Source(Path(settings.path), settings.format, settings.split)
+    source = Source(Path(settings.path), settings.format, settings.split, rows=settings.rows.get(settings.path))
     train = read_examples(source, shaping)
     if settings.held_out_path is not None or settings.held_out_split is not None:
         path = settings.held_out_path or settings.path
-        held_out = read_examples(Source(Path(path), settings.format, settings.held_out_split, held_out=True), shaping)
+        held_out = read_examples(
+            Source(Path(path), settings.format, settings.held_out_split, True, settings.rows.get(path)), shaping
+        )
         size = held_out_size(settings, len(held_out))
         if size > len(held_out):
             raise IsobitError(f"task.held_out_size is {size}, but {path} has {len(held_out)} rows")
@@ -68,7 +70,7 @@ def read_splits(
         held_out = held_out[:size]
     else:
         size = held_out_size(settings, min(256, len(train) // 10))
-        train, held_out = split(train, size, options.seed, source.path)
+        train, held_out = split(train, size, options.seed, source.label)
     return Dataset(train, settings.seed, settings.shuffle), Dataset(held_out, settings.seed)
 
 

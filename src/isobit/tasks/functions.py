@@ -17,7 +17,8 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -66,7 +67,30 @@ class LoadedFunction:
         if "trainer_state" in given:
             given["trainer_state"] = SimpleNamespace(**given["trainer_state"][0])
         result = self.call(**given)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
+        return _awaited(result) if inspect.iscoroutine(result) else result
+
+
+def loaded_object(function: Callable[..., Any], name: str) -> LoadedFunction:
+    """A function that is an object of this process. Raises IsobitError for a signature of another form."""
+    code = getattr(function, "__code__", None)
+    return _inspect(function, name, code.co_filename if code is not None else "")
+
+
+def answer(
+    function: LoadedFunction, arguments: dict[str, Any], count: int, caught: type[BaseException]
+) -> dict[str, Any]:
+    """Call the function on `count` completions; what came of it, in the words of the workers' protocol (`worker.py`).
+
+    What it raises is part of the answer if it is a `caught`.
+    """
+    try:
+        result, unscored = take_unscored(function(arguments))
+        values, wrong = checked_values(result, count)
+    except MalformedResult as error:
+        return {"malformed": str(error)}
+    except caught as error:
+        return {"raised": last_line(error, function.file)}
+    return {"values": values, "wrong": wrong, "unscored": unscored}
 
 
 def split_reference(reference: str) -> tuple[str, str]:
@@ -230,10 +254,20 @@ def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Ca
             sample |= {"solution_str": completion_text(completion), "ground_truth": gold}
             scores.append(function(**{key: sample[key] for key in sample if names is None or key in names}))
         if any(inspect.isawaitable(score) for score in scores):
-            scores = asyncio.run(_all_of(scores))
+            scores = _awaited(_all_of(scores))
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
     return reward
+
+
+def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine; in a thread of its own where a loop runs here already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 async def _all_of(scores: list[Any]) -> list[Any]:

@@ -7,9 +7,10 @@ of one set, or splits named as on the Hugging Face Hub (`train.jsonl`, `data/tes
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.tasks.arrow_rows import parquet_rows, saved_dataset_rows
@@ -43,17 +44,27 @@ class Source:
     """A file or directory, its format (`auto`: from suffix and content) and the split of a directory that has several.
 
     Where a directory has several and none is named, training data are `train`, held-out data `test` or `validation`.
+    `rows` that were given as objects are read instead.
     """
 
     path: Path
     format: str = "auto"
     split: str | None = None
     held_out: bool = False
+    rows: Sequence[Mapping[str, Any]] | None = None
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return str(self.path) if self.rows is None else "held_out" if self.held_out else "data"
 
 
 def read_rows(source: Source) -> Iterator[Row]:
     """The rows of a source, in the order of its files. Raises IsobitError for what cannot be read."""
     path = source.path
+    if source.rows is not None:
+        yield from ((f"{source.label}, row {number}", dict(row)) for number, row in enumerate(source.rows, 1))
+        return
     try:
         is_folder = path.is_dir()
         if not is_folder:

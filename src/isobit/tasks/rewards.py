@@ -9,20 +9,22 @@ A call that raises, hangs, kills its process or returns a wrong length is repeat
 samples are known: on single samples where that is cheap, by bisection where it costs a deadline or a process, of
 which a batch spends at most MAX_DEATHS. What follows is `on_error`: `stop` raises RunFailed with function and sample,
 `skip` leaves the sample unscored. A reward by name (`named/`) that hangs or dies does so over a completion, not by a
-mistake of the user's: that sample is unscored under both. Left out: isolation from files and network; the functions
-are the user's own.
+mistake of the user's: that sample is unscored under both. A function that is an object of this process is called in it,
+when a batch is collected: no deadline, and nothing that could be killed. Left out: isolation from files and network;
+the functions are the user's own.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.tasks.data import Prompt, did_you_mean
 from isobit.tasks.exchange import BackgroundExchange, exchange
-from isobit.tasks.functions import check_reference
+from isobit.tasks.functions import answer, check_reference, loaded_object
 from isobit.tasks.named import NamedReward, OptionError
 from isobit.tasks.output import MAX_AT_ONCE, Output
 from isobit.tasks.process import Death, Reply, WorkerProcess
@@ -62,15 +64,23 @@ class RewardPool:
         on_error: str = "stop",
         chunk_size: int = 64,
         environment: Sequence[str] = (),
+        objects: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """Raises IsobitError for functions that are not there or not told apart.
 
         `deadline_s` is for one call of a function that has none of its own. `environment` names variables that the
         functions get besides the usual ones (PATH, HOME and the like). What they print goes to `output`.
+        `objects` are the functions whose specs name objects of this process; what these print goes where this
+        process's own goes.
         """
         assert on_error in ("stop", "skip")
         named = _built(specs, deadline_s)
         self.specs = tuple(specs)
+        found = {i: (objects or {}).get(spec.function) for i, spec in enumerate(specs) if spec.is_object}
+        if missing := [specs[i].label for i, function in found.items() if function is None]:
+            raise IsobitError(f"reward function {missing[0]!r} was given in Python as an object: give it again there")
+        self.here = {i: loaded_object(function, specs[i].label) for i, function in found.items() if function}
+        self._places = [i for i in range(len(specs)) if i not in self.here]
         self.deadlines_s = [spec.deadline_s or deadline_s for spec in specs]
         self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in named]
         self.stop = on_error == "stop"
@@ -91,18 +101,22 @@ class RewardPool:
 
     def start(self) -> None:
         """Start the workers and import the functions. Raises IsobitError, in one line, if one cannot be used."""
-        if self.workers or not self.specs:
+        if self._required or not self.specs:
             return
-        references = [spec.reference for spec in self.specs]
+        references = [self.specs[i].reference for i in self._places]
         try:
-            for _ in range(self._num_workers):
+            for _ in range(self._num_workers if references else 0):
                 self.workers.append(WorkerProcess(references, self._environment))
-            loaded = [worker.loaded() for worker in self.workers]
+            loaded = [worker.loaded() for worker in self.workers][:1]
         except BaseException:
             self.close()
             raise
-        self._required = [tuple(signature["required"]) for signature in loaded[0]]
-        self.wants_tokens = any("completion_ids" in signature["names"] for signature in loaded[0])
+        there = dict(zip(self._places, loaded[0] if loaded else ()))
+        required = {i: tuple(signature["required"]) for i, signature in there.items()}
+        required |= {i: function.required for i, function in self.here.items()}
+        self._required = [required[i] for i in range(len(self.specs))]
+        names = [signature["names"] for signature in there.values()] + [f.names for f in self.here.values()]
+        self.wants_tokens = any("completion_ids" in each for each in names)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise IsobitError if a function cannot do without a column that the data does not have."""
@@ -146,7 +160,11 @@ class RewardPool:
         self.pass_output_on()
         for worker in self.workers:
             worker.close()
-        self.workers = []
+        self.workers, self._required = [], []
+
+    def request(self, function: int, body: str) -> bytes:
+        """A line for a worker, which counts its own functions."""
+        return f'{{"function":{self._places.index(function)},{body}'.encode()
 
     def pass_output_on(self) -> None:
         """What the workers have printed goes to `output`; at the end of each batch, so that nobody waits for it."""
@@ -179,6 +197,7 @@ class Batch:
         self.deaths = 0
         self._pool = pool
         self._calls: list[tuple[int, range]] = []
+        self._calls_here: list[tuple[int, range]] = []
         self._running = BackgroundExchange(pool.workers) if self.functions else None
 
     def __enter__(self) -> "Batch":
@@ -219,8 +238,11 @@ class Batch:
         for function, size in enumerate(self._pool.chunk_sizes):
             for start in range(part.start, part.stop, size):
                 chunk = range(start, min(start + size, part.stop))
+                if function in self._pool.here:
+                    self._calls_here.append((function, chunk))
+                    continue
                 self._calls.append((function, chunk))
-                self._running.submit(_request(function, self.body(chunk)), self._pool.deadlines_s[function])
+                self._running.submit(self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function])
 
     def collect(self) -> list[Reward]:
         """The rewards of all samples, once they are there; `overlapped_s` is then the seconds of scoring before this
@@ -228,9 +250,11 @@ class Batch:
         if self._running is None:
             return [Reward(0.0, {}) for _ in range(self.count)]
         try:
+            here = [self.call(function, chunk) for function, chunk in self._calls_here]  # while the workers work
             replies, self.overlapped_s = self._running.finish()
             self._running.cancel()
-            settled = sorted(zip(self._calls, replies), key=lambda each: (each[0][1].start, each[0][0]))
+            called = zip(self._calls + self._calls_here, replies + here)
+            settled = sorted(called, key=lambda each: (each[0][1].start, each[0][0]))
             for (function, chunk), reply in settled:
                 self.settle(function, chunk, reply)
         except IsobitError as error:
@@ -314,20 +338,20 @@ class Batch:
 
     def body(self, part: range) -> str:
         """The part's arguments, as the end of a request."""
-        arguments = {name: values[part.start : part.stop] for name, values in self.arguments.items()}
-        return f'"count":{len(part)},"arguments":{json.dumps(arguments)}}}\n'
+        return f'"count":{len(part)},"arguments":{json.dumps(self._given(part))}}}\n'
+
+    def _given(self, part: range) -> dict[str, list[Any]]:
+        return {name: values[part.start : part.stop] for name, values in self.arguments.items()}
 
     def call(self, function: int, part: range) -> Reply:
         """The reply to one more call. Raises RunFailed if a worker that died cannot be replaced."""
-        request = _request(function, self.body(part))
+        if (loaded := self._pool.here.get(function)) is not None:  # what it changes in its arguments is its own
+            return answer(loaded, deepcopy(self._given(part)), len(part), Exception)
+        request = self._pool.request(function, self.body(part))
         try:
             return exchange(self.workers[:1], [request], self._pool.deadlines_s[function])[0]
         except IsobitError as error:
             raise RunFailed(str(error)) from None
-
-
-def _request(function: int, body: str) -> bytes:
-    return f'{{"function":{function},{body}'.encode()
 
 
 def _failure(reply: Reply) -> _Failure | None:
@@ -358,7 +382,7 @@ def _built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedRewa
             rewards.append(spec.build(deadline_s))
         except OptionError as error:
             raise IsobitError(f"reward {spec.function}: {error}") from None
-        if not spec.by_name:
+        if not spec.by_name and not spec.is_object:
             check_reference(spec.function)
         if not math.isfinite(spec.weight):
             raise IsobitError(f"reward function {spec.function}: its weight must be finite, got {spec.weight}")

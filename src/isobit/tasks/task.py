@@ -11,11 +11,15 @@ from isobit.errors import IsobitError
 from isobit.tasks import named
 from isobit.tasks.data import Dataset, TaskSettings, did_you_mean
 
+OBJECT = "<python>:"
+"""Begins the name of what a run was given as an object of Python: a reward function, or rows."""
+
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward function: `path/to/file.py:function`, `package.module:function` or a name of `isobit.tasks.named` with
-    its options; its weight, its name, and the seconds of one call (None: the pool's)."""
+    """One reward function: `path/to/file.py:function`, `package.module:function`, `<python>:function` for an object of
+    this process, or a name of `isobit.tasks.named` with its options; its weight, its name, and the seconds of one call
+    (None: the pool's)."""
 
     function: str
     weight: float = 1.0
@@ -27,6 +31,11 @@ class RewardSpec:
     def label(self) -> str:
         """The name in metrics: the given one, else the function's."""
         return self.name if self.name is not None else self.function.rpartition(":")[2]
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it is an object of this process, which no worker can import."""
+        return self.function.startswith(OBJECT)
 
     @property
     def by_name(self) -> bool:

@@ -22,14 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.tasks.functions import (
-    LoadedFunction,
-    MalformedResult,
-    checked_values,
-    last_line,
-    load_function,
-    take_unscored,
-)
+from isobit.tasks.functions import LoadedFunction, answer, load_function
 
 
 def main() -> None:
@@ -59,14 +52,7 @@ def _answer(request: dict[str, Any], functions: list[LoadedFunction]) -> dict[st
             return {"error": str(error)}
         return {"loaded": [{"required": f.required, "names": sorted(f.names)} for f in functions]}
     function = functions[request["function"]]
-    try:
-        result, unscored = take_unscored(function(request["arguments"]))
-        values, wrong = checked_values(result, request["count"])
-    except MalformedResult as error:
-        return {"malformed": str(error)}
-    except BaseException as error:  # a user's function may raise anything, also SystemExit
-        return {"raised": last_line(error, function.file)}
-    return {"values": values, "wrong": wrong, "unscored": unscored}
+    return answer(function, request["arguments"], request["count"], BaseException)  # it may raise also SystemExit
 
 
 def _die_with(lifeline: int) -> None:

@@ -12,13 +12,15 @@ Under a unified precision the learner computes the rollout's log-probabilities b
 groups are replayed, which a correction then weighs. Left out: how each verb is done (`session.py`, `engine/`, `rl/`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from isobit.config import Config
+from isobit.config import Config, load_config
 from isobit.rl.collect import assign_credit
 from isobit.run import read_jsonl
+from isobit.training.objects import Given, OnStep, Rewards, Rows
 from isobit.training.opening import open_replay, open_resumed, open_session
 from isobit.training.session import Session
 
@@ -32,19 +34,47 @@ class TrainResult:
     exit_code: int
 
 
-def train(config: Config, *, quiet: bool = True) -> TrainResult:
-    """Train as the config says, in a new run directory.
+def train(
+    config: Config | str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Rewards = (),
+    data: Rows | None = None,
+    held_out: Rows | None = None,
+    callbacks: Sequence[OnStep] = (),
+    quiet: bool = True,
+) -> TrainResult:
+    """Train in a new run directory, as a config says: one that was loaded, a YAML file, or a mapping of settings.
+
+    `rewards`, `data` and `held_out` may be objects instead of files: functions, alone or in pairs with a weight, and
+    rows, each a mapping of columns or a prompt. Functions that are objects are called in this process, without a
+    deadline. Each of the `callbacks` is called as `on_step(step, metrics)` after every step.
 
     Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run that had to stop.
     """
-    with open_session(config, quiet=quiet) as session:
+    loaded, objects = Given(rewards, data, held_out, callbacks).into(load_config(config, overrides))
+    with open_session(loaded, objects, quiet=quiet) as session:
         return _run(session)
 
 
-def resume(run_dir: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
+def resume(
+    run_dir: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Rewards = (),
+    data: Rows | None = None,
+    held_out: Rows | None = None,
+    callbacks: Sequence[OnStep] = (),
+    quiet: bool = True,
+) -> TrainResult:
     """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
-    for bit (tests/test_resume.py). `overrides` may only change `steps` and `tracking`."""
-    with open_resumed(run_dir, overrides, quiet=quiet) as session:
+    for bit (tests/test_resume.py).
+
+    The objects that the run began with must be given again. `overrides` may change steps, run.* and tracking.* (except
+    run.dir).
+    """
+    given = Given(rewards, data, held_out, callbacks)
+    with open_resumed(Path(run_dir), overrides, given, quiet=quiet) as session:
         return _run(session)
 
 

@@ -9,37 +9,38 @@ from pathlib import Path
 
 from isobit import checkpoints
 from isobit import run as runs
-from isobit.config import Config, dump_config, load_config
+from isobit.config import Config, check_resumed, dump_config, load_config
 from isobit.errors import IsobitError
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import Run
+from isobit.training.objects import Given, Objects
 from isobit.training.parts import load_state, open_parts
 from isobit.training.session import Session
 from isobit.training.snapshot import State
 
 
-def open_session(config: Config, *, quiet: bool) -> Session:
+def open_session(config: Config, objects: Objects, *, quiet: bool) -> Session:
     """A new run."""
     runs.refuse_existing(Path(config.run.dir))
-    parts = open_parts(config, quiet=quiet)
-    return Session(parts, Run.create(Path(config.run.dir), dump_config(config)), State(), quiet=quiet)
+    parts = open_parts(config, quiet=quiet, objects=objects)
+    run = Run.create(Path(config.run.dir), dump_config(config))
+    return Session(parts, run, State(), quiet=quiet, callbacks=objects.callbacks)
 
 
-def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
-    """A run that goes on. One that was killed before its first checkpoint begins again."""
+def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet: bool) -> Session:
+    """A run that goes on, with the objects that it was `given`. One that was killed before its first checkpoint begins
+    again."""
     runs.require_run(run_dir)
-    for override in overrides:
-        if not override.startswith(("steps=", "run.", "tracking.")):
-            raise IsobitError(
-                f"override {override!r}: a resumed run repeats its own config; only steps=N and tracking.* may change"
-            )
+    check_resumed(overrides)
     config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
+    objects = given.again(config)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-        parts = open_parts(config, quiet=quiet)
-        return Session(parts, Run(run_dir, runs.NOTHING_WRITTEN, dump_config(config)), State(), quiet=quiet)
+        parts = open_parts(config, quiet=quiet, objects=objects)
+        run = Run(run_dir, runs.NOTHING_WRITTEN, dump_config(config))
+        return Session(parts, run, State(), quiet=quiet, callbacks=objects.callbacks)
     path = runs.newest_checkpoint(run_dir)
-    parts = open_parts(config, quiet=quiet, checkpoint=path)
+    parts = open_parts(config, quiet=quiet, checkpoint=path, objects=objects)
     counted = load_state(path, parts)
     pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
@@ -48,7 +49,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], *, quiet: bool) -> Ses
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     run = Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config))
-    session = Session(parts, run, state, quiet=quiet)
+    session = Session(parts, run, state, quiet=quiet, callbacks=objects.callbacks)
     session.saved_step = state.step
     session.best.restore(counted.get("best"))
     return session

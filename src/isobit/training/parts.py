@@ -31,6 +31,7 @@ from isobit.tasks import Task, load_task
 from isobit.tasks.rewards import RewardPool
 from isobit.trackers.process import check_trackers
 from isobit.training.lengths import endless, first_prompt, fit_prompts
+from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.scoring import Scorer, WeightedModel
 from isobit.training.sft import cached_model, optimizer_settings
 
@@ -91,10 +92,11 @@ class Parts:
         return found
 
 
-def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None) -> Parts:
+def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
     """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit."""
+    objects.require(config)
     check_trackers(config.tracking.model_dump())
-    task = load_task(task_settings(config.task, config.seed))
+    task = load_task(replace(task_settings(config.task, config.seed), rows=objects.rows))
     if config.evaluation.every and not len(task.held_out):
         raise IsobitError("evaluation.every: the held-out split is empty; set task.held_out_size or task.held_out_path")
     rewards = RewardPool(
@@ -103,6 +105,7 @@ def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None) -
         num_workers=config.rewards.num_workers,
         on_error=config.rewards.on_error,
         environment=config.rewards.environment,
+        objects=objects.functions,
     )
     try:
         rewards.check_columns(task.train.examples[0].columns)

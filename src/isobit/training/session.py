@@ -27,6 +27,7 @@ from isobit.run import Interruption, Run
 from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, staleness_metrics
 from isobit.trackers.process import Trackers
 from isobit.training.lengths import endless
+from isobit.training.objects import OnStep
 from isobit.training.parts import Parts, save_checkpoint
 from isobit.training.scoring import RolloutScoring
 from isobit.training.snapshot import Snapshot, State
@@ -37,7 +38,14 @@ class Session:
     """Use as a context manager. Between the verbs of one step, times and counts gather in `_metrics`."""
 
     def __init__(
-        self, parts: Parts, run: Run, state: State, *, quiet: bool, recorded: Iterator[list[Group]] | None = None
+        self,
+        parts: Parts,
+        run: Run,
+        state: State,
+        *,
+        quiet: bool,
+        recorded: Iterator[list[Group]] | None = None,
+        callbacks: Sequence[OnStep] = (),
     ) -> None:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
         self.model, self.objective, self.quiet = parts.model, parts.objective, quiet
@@ -56,7 +64,7 @@ class Session:
             exit_code=lambda: self.interruption.exit_code,
             say=self.display.note,
         )
-        self._recorded = recorded
+        self._recorded, self._callbacks = recorded, callbacks
         self._scoring: RolloutScoring | None = None
         self._peaks = PeakMemory(self.model.ops.device)
         self._metrics: dict[str, float] = {}
@@ -238,6 +246,8 @@ class Session:
         every = config.run.checkpoint_every
         if state.step == config.steps or (every and state.step % every == 0):
             self._save()
+        for callback in self._callbacks:
+            callback(state.step, dict(values))
         self._stop_if_bad()
 
     def _row(self, sample: Sample) -> dict[str, object]:

@@ -23,7 +23,7 @@ from isobit.evaluation.measure import Plan, measure
 from isobit.intervals import Estimate, proportion
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
-from isobit.run import refuse_existing
+from isobit.run import occupied
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
 from isobit.training.lengths import encode_prompt, keep, outside
@@ -41,7 +41,10 @@ class SupervisedSample:
 def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     """Train and write a model directory to `config.out`; returns it. Raises IsobitError for bad data or models."""
     out = Path(config.out)
-    refuse_existing(out)
+    if what := occupied(out):
+        raise IsobitError(
+            f"{out} exists and {what}; sft begins anew and goes on with none: choose another (--out, or out=...)"
+        )
     task = load_task(task_settings(config.task, config.seed))
     model = _initial_model(config, task)
     if config.model.chat_template is not None:

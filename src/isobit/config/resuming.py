@@ -1,0 +1,23 @@
+"""What a run that goes on may change of its own config: declared once, for the check, its message, `--help`, docs."""
+
+from collections.abc import Sequence
+
+from isobit.errors import IsobitError
+
+_KEYS = ("steps",)
+_SECTIONS = ("run", "tracking")
+_FIXED = ("run.dir",)
+
+RESUMABLE = f"{', '.join(_KEYS)}, {' and '.join(f'{section}.*' for section in _SECTIONS)} (except {_FIXED[0]})"
+"""In words, which docs, `--help` and docstrings repeat (tests/test_resume.py)."""
+
+
+def check_resumed(overrides: Sequence[str]) -> None:
+    """Raise IsobitError for an override that would make another run of it."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        section, dot, _ = key.partition(".")
+        if key in _FIXED or not (key in _KEYS or (dot and section in _SECTIONS)):
+            raise IsobitError(
+                f"override {override!r}: a resumed run repeats its own config; only these may change: {RESUMABLE}"
+            )

@@ -1,0 +1,164 @@
+"""What a run takes as Python objects: reward functions, rows of data, and callbacks, as in a notebook.
+
+A run keeps its config in a file, where objects have no place. Names stand for them there, `<python>:NAME` for a reward
+function and `<python>:HASH` for rows, so that a run that goes on needs the objects again, and refuses others. Callbacks
+change nothing that is recorded, and leave no name. Left out: how functions are called (`tasks/rewards.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobit.config import Config, parse_config
+from isobit.errors import IsobitError
+from isobit.tasks.arrow_rows import plain
+from isobit.tasks.task import OBJECT
+
+RewardFunction = Callable[..., Any]
+Rewards = RewardFunction | str | Sequence[RewardFunction | str | tuple[RewardFunction | str, float]]
+"""One reward or several: functions, or what a config calls a function; in a pair with a weight, else weighing 1."""
+Rows = Iterable[Mapping[str, Any] | str]
+"""Rows of data: mappings of columns, or prompts."""
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""Called after every step with its number and its row of metrics.jsonl; what it returns is dropped."""
+_SIGNATURE = "reward(prompts, completions, **columns) -> list of numbers"
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects of a run: functions and rows by the names that stand for them in its config."""
+
+    functions: Mapping[str, RewardFunction] = field(default_factory=dict)
+    rows: Mapping[str, Sequence[dict[str, Any]]] = field(default_factory=dict)
+    callbacks: Sequence[OnStep] = ()
+
+    def require(self, config: Config) -> None:
+        """Raise IsobitError if the config speaks of an object that is not here."""
+        missing = [name for name in _names(config) if name not in self.functions and name not in self.rows]
+        if missing:
+            rewards = [name.removeprefix(OBJECT) for name in missing if name != config.task.path]
+            rewards = [name for name in rewards if f"{OBJECT}{name}" != config.task.held_out_path]
+            arguments = [f"rewards=[{', '.join(rewards)}]"] if rewards else []
+            arguments += ["data=rows"] if config.task.path in missing else []
+            arguments += ["held_out=rows"] if config.task.held_out_path in missing else []
+            raise IsobitError(
+                f"run {config.run.dir} was given objects in Python, which no file keeps: go on in Python, with "
+                f"isobit.resume({config.run.dir!r}, {', '.join(arguments)})"
+            )
+
+
+NO_OBJECTS = Objects()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller of `train` or `resume` gives as objects, not yet looked at."""
+
+    rewards: Rewards = ()
+    data: Rows | None = None
+    held_out: Rows | None = None
+    callbacks: Sequence[OnStep] = ()
+
+    def into(self, config: Config) -> tuple[Config, Objects]:
+        """(the config with the objects' names in it, the objects). Raises IsobitError for what is no reward, row or
+        callback, and for what the config names already."""
+        functions: dict[str, RewardFunction] = {}
+        rows: dict[str, Sequence[dict[str, Any]]] = {}
+        values = config.model_dump(mode="json")
+        if rewards := _listed(self.rewards):
+            if config.rewards.functions:
+                raise IsobitError("rewards: the settings have rewards.functions already; give all rewards in one place")
+            values["rewards"]["functions"] = [_reward(each, functions) for each in rewards]
+        for key, what, table in self._tables():
+            if values["task"][key] is not None:
+                raise IsobitError(f"{what}: the settings have task.{key} already; leave one out")
+            found = _rows(table, what)
+            name = f"{OBJECT}{_digest(found)}"
+            rows[name], values["task"][key] = found, name
+        return parse_config(Config, values, "settings"), Objects(functions, rows, _callbacks(self.callbacks))
+
+    def again(self, config: Config) -> Objects:
+        """The objects for the names in the config of a run that goes on. Raises IsobitError for others than it began
+        with."""
+        run, began = config.run.dir, config.rewards.functions
+        rewards = config.rewards.model_copy(update={"functions": ()} if _listed(self.rewards) else {})
+        task = config.task.model_copy(update={key: None for key, _, _ in self._tables()})
+        found, objects = self.into(config.model_copy(update={"rewards": rewards, "task": task}))
+        for key, what, _ in self._tables():
+            if getattr(found.task, key) != getattr(config.task, key):
+                raise IsobitError(f"{what}: these are not the rows that run {run} began with")
+        if [each.function for each in found.rewards.functions] != [each.function for each in began]:
+            names = ", ".join(each.function.removeprefix(OBJECT) for each in began)
+            raise IsobitError(f"rewards: run {run} began with {names or 'none'}, in this order")
+        for each, before in zip(_listed(self.rewards), began):
+            if isinstance(each, tuple) and each[1] != before.weight:
+                raise IsobitError(f"rewards: run {run} began with {before.weight:g} as the weight of {before.function}")
+        return objects
+
+    def _tables(self) -> list[tuple[str, str, Rows]]:
+        """(key of the task section, argument, rows) of what is given."""
+        both = (("path", "data", self.data), ("held_out_path", "held_out", self.held_out))
+        return [(key, what, table) for key, what, table in both if table is not None]
+
+
+def _names(config: Config) -> list[str]:
+    """The names of objects in a config."""
+    paths = [path for path in (config.task.path, config.task.held_out_path) if path is not None]
+    return [name for name in [r.function for r in config.rewards.functions] + paths if name.startswith(OBJECT)]
+
+
+def _listed(rewards: Rewards) -> list[Any]:
+    """One reward or several as a list; a pair of a function and a number is one."""
+    if rewards is not None and not callable(rewards) and not isinstance(rewards, Iterable):
+        raise IsobitError(f"rewards: expected functions, {_SIGNATURE}, got {rewards!r}")
+    pair = isinstance(rewards, tuple) and len(rewards) == 2 and isinstance(rewards[1], (int, float))
+    return [rewards] if callable(rewards) or isinstance(rewards, str) or pair else list(rewards or ())  # type: ignore[arg-type]
+
+
+def _reward(given: object, functions: dict[str, RewardFunction]) -> dict[str, Any]:
+    """An entry of `rewards.functions`; a function is kept in `functions` under its name."""
+    function, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+    if not isinstance(weight, (int, float)) or isinstance(weight, bool):
+        raise IsobitError(f"rewards: expected (function, weight), and the weight is {weight!r}")
+    if isinstance(function, str):
+        return {"function": function, "weight": weight}
+    if not callable(function) or isinstance(function, type):
+        raise IsobitError(f"rewards: expected functions, {_SIGNATURE}, got {function!r}")
+    inner = getattr(function, "func", function)  # of functools.partial
+    name = str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
+    if f"{OBJECT}{name}" in functions:
+        raise IsobitError(f"rewards: two functions are called {name!r}; give each a name of its own with def")
+    functions[f"{OBJECT}{name}"] = function
+    return {"function": f"{OBJECT}{name}", "weight": weight}
+
+
+def _rows(table: Rows, what: str) -> list[dict[str, Any]]:
+    wanted = "expected rows, each a mapping of columns such as {'prompt': ..., 'answer': ...}, or prompts"
+    if isinstance(table, (str, Mapping)) or not isinstance(table, Iterable):
+        hint = "; a file is named with task.path in the settings" if isinstance(table, str) else ""
+        raise IsobitError(f"{what}: {wanted}, got {type(table).__name__}{hint}")
+    if hasattr(table, "to_dict") and hasattr(table, "iloc"):
+        raise IsobitError(f"{what}: {wanted}, got a {type(table).__name__}; give its to_dict('records')")
+    rows = []
+    for number, row in enumerate(table, 1):
+        if isinstance(row, str):
+            row = {"prompt": row}
+        if not isinstance(row, Mapping):
+            raise IsobitError(f"{what}, row {number}: {wanted}, got {type(row).__name__}")
+        rows.append({str(name): plain(value, f"{what}, row {number}", str(name)) for name, value in row.items()})
+    return rows
+
+
+def _digest(rows: Sequence[Mapping[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _callbacks(callbacks: Sequence[OnStep]) -> Sequence[OnStep]:
+    if callable(callbacks):
+        return (callbacks,)
+    for callback in callbacks:
+        if not callable(callback):
+            raise IsobitError(f"callbacks: expected functions on_step(step, metrics), got {callback!r}")
+    return tuple(callbacks)
