@@ -41,6 +41,11 @@ MISMATCH = (
     Panel("Perplexity ratio", ("mismatch/ppl_ratio",), note="learner over rollout, mean over sequences"),
     Panel("Truncated weights", ("correction/clipped_fraction",), note="fraction of tokens that a correction truncated"),
     Panel("Effective sample size", ("correction/effective_sample_size_untruncated",), note="of untruncated weights"),
+    Panel(
+        "What the correction leaves",
+        ("correction/effective_step", "correction/kept_fraction"),
+        note="of the step's size, and of the completions",
+    ),
     Panel("Experts that differ", ("router/differing_choices",), log=True, note="(token, layer) pairs"),
     Panel("Mismatch of stale samples", ("staleness/kl_k3",), log=True, note="samples of older weights, told apart"),
 )
