@@ -73,6 +73,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm.dual_clip=1", "algorithm.dual_clip: expected above 1"),
         ("algorithm.correction={cap: 2}", "need a weight"),
         ("algorithm.correction={}", "an empty correction"),
+        ("algorithm.correction={weight: token, denominator: kept}", "needs a rejection or a veto"),
         ("algorithm.correction={rejection: {measure: k3}}", "give low, high, or both"),
         ("algorithm.correction={rejection: {low: 2, high: 1}}", "low 2.0 must be below high 1.0"),
         ("algorithm.correction={wieght: token}", "did you mean 'algorithm.correction.weight'"),

@@ -50,7 +50,7 @@ METRICS: dict[str, str] = {
     "correction/clipped_fraction": "tokens whose weight was truncated",
     "correction/rejected_fraction": "tokens that the correction left out",
     "correction/kept_fraction": "completions with a token that the correction kept",
-    "correction/effective_step": "Σ w·|advantage| / Σ |advantage| over tokens: what a correction leaves of the step",
+    "correction/effective_step": "what a correction leaves of the step: Σ weight · |advantage|, with it over without",
     "correction/largest_ratio": "largest weight before truncation",
     "correction/effective_sample_size": "1 / mean((w / mean w)²) of the truncated weights (veRL)",
     "correction/effective_sample_size_untruncated": "the same of the untruncated weights, where heavy tails show",

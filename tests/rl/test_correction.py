@@ -192,19 +192,24 @@ def test_a_sequence_does_not_depend_on_the_others(
 
 def test_what_a_correction_leaves_of_the_step_is_measured_and_said() -> None:
     """Two of three completions are out, which had 2 + 2 of 5 of the advantages; the last has the weight 1.5."""
-    rule = CORRECTIONS["sequence_mis"]
+    rule, lengths, even = CORRECTIONS["sequence_mis"], [2, 0, 1, 2], [0.2] * 4
     found = of_ratios(rule, [3.0, 1.0], [], [0.2], [1.5, 1.0])
     advantages = torch.tensor([1.0, 1.0, -2.0, 0.5, 0.5])
-    metrics = step_metrics(found, advantages, [2, 0, 1, 2])
+    metrics = step_metrics(found, advantages, lengths, even, even)
     assert metrics["correction/kept_fraction"] == pytest.approx(1 / 3)
     assert metrics["correction/effective_step"] == pytest.approx(1.5 / 5, rel=1e-6)
     assert "keeps 33% of the completions and 30% of the step's size" in str(small_step(rule, metrics))
     assert "sequence_mis" in str(small_step(rule, metrics))
-    whole = step_metrics(of_ratios(rule, [1.0, 1.0], [], [1.0], [1.0, 1.0]), advantages, [2, 0, 1, 2])
+    kept_only = step_metrics(found, advantages, lengths, even, [0.5] * 4)
+    assert kept_only["correction/effective_step"] == pytest.approx(1.5 * 0.5 / (5 * 0.2), rel=1e-6)
+    assert small_step(rule, kept_only) is not None  # a third of the completions is little, whatever they weigh
+    by_sequence = step_metrics(found, advantages, lengths, [0.1, 0.1, 0.4, 0.1], [0.1, 0.1, 0.4, 0.1])
+    assert by_sequence["correction/effective_step"] == pytest.approx(0.15 / (0.2 + 0.8 + 0.1), rel=1e-6)
+    whole = step_metrics(of_ratios(rule, [1.0, 1.0], [], [1.0], [1.0, 1.0]), advantages, lengths, even, even)
     assert whole == {"correction/kept_fraction": 1.0, "correction/effective_step": 1.0}
     assert small_step(rule, whole) is None
     assert small_step(rule, {}) is None  # no correction
-    assert step_metrics(found, advantages * 0, [2, 0, 1, 2]) == {}
+    assert step_metrics(found, advantages * 0, lengths, even, even) == {}
 
 
 def test_rules_have_readable_names() -> None:

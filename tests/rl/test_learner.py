@@ -11,7 +11,7 @@ from torch import Tensor
 from isobit import metrics
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, Sample, for_precision, supervised_update
-from isobit.rl.correction import CorrectionRule
+from isobit.rl.correction import CorrectionRule, Rejection
 from isobit.rl.forward import forward
 from isobit.rl.packing import pack
 from tests.conftest import tiny_model
@@ -165,6 +165,47 @@ def test_recomputed_old_logprobs_and_their_correction() -> None:
     assert 0 < result["correction/effective_sample_size_untruncated"] < 1
     assert result["clip_fraction"] == 0
     metrics.check(result)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
+    """verl's `agg_loss` over a mask that has lost the rejected tokens, policy and KL alike, for any split; the control
+    is the average over all."""
+    model, reference = random_model("fp8-rollout"), random_model("fp8-rollout", seed=1)
+    samples = roll_out(model)
+    rejection = Rejection("ratio", "token", 0.8, 1.25)
+
+    def gradient(denominator: str, budget: int = 10_000) -> dict[str, Tensor]:
+        rule = CorrectionRule(rejection=rejection, denominator=denominator)
+        objective = Objective(loss_aggregation=aggregation, max_new_tokens=5, kl_coefficient=0.3, kl_estimator="k2")
+        resolved = for_precision(objective, model.precision, rule, "auto")
+        learner = make_learner(model, resolved, reference=reference, micro_batch_tokens=budget)
+        return gradients(learner, samples, alternating(samples))
+
+    losses, masks = [], []
+    for sample, advantage in zip(samples, alternating(samples)):
+        packed = pack([sample])
+        logprobs, _ = forward(model, packed, 1.0)
+        with torch.no_grad():
+            other, _ = forward(reference, packed, 1.0)
+        ratios = torch.exp(logprobs.detach() - torch.tensor(sample.rollout_logprobs))
+        masks.append(((ratios >= 0.8) & (ratios <= 1.25)).float())
+        surrogate = -advantage * torch.exp(logprobs - logprobs.detach())
+        losses.append((surrogate + 0.3 * 0.5 * (other - logprobs) ** 2) * masks[-1])
+    kept = sum(float(mask.sum()) for mask in masks)
+    assert 0 < kept < sum(len(mask) for mask in masks)
+    loss = {
+        "token_mean": lambda: sum(row.sum() for row in losses) / kept,
+        "sequence_mean": lambda: sum(row.sum() / (m.sum() + 1e-8) for row, m in zip(losses, masks)) / len(losses),
+        "constant": lambda: sum(row.sum() for row in losses) / len(losses) / 5,
+    }[aggregation]()
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss.backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters().items() if p.grad is not None}
+    for budget in (17, 10_000):
+        assert distance(gradient("kept", budget), wanted) < 2e-2  # BF16 gradients
+    assert distance(gradient("all"), wanted) > 0.05
 
 
 def test_bypass_takes_the_ratio_to_the_rollout() -> None:

@@ -36,6 +36,9 @@ class CorrectionConfig(Section):
     normalize: bool = Field(False, description="divide weights by their mean over the batch, rejected ones included")
     rejection: RejectionConfig | None = None
     veto: float = Field(0.0, ge=0, lt=1, description="reject a sequence if any token's ratio is below this; 0: off")
+    denominator: Literal["all", "kept"] = Field(
+        "all", description="average the loss over all tokens, or over those that are kept, as verl does"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "CorrectionConfig":
@@ -45,6 +48,8 @@ class CorrectionConfig(Section):
             raise ValueError("cap, floor and normalize need a weight: token or sequence")
         if self.weight == "none" and self.rejection is None and not self.veto:
             raise ValueError("an empty correction: give a weight, a rejection or a veto, or write correction: none")
+        if self.denominator == "kept" and self.rejection is None and not self.veto:
+            raise ValueError("denominator: kept needs a rejection or a veto, which leave something out")
         return self
 
 

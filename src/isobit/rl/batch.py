@@ -16,7 +16,8 @@ Advantage = float | Sequence[float]
 @dataclass(eq=False)
 class Batch:
     """Per sample, [completion tokens] float32: advantages and log-probabilities; `fresh`: it has to be of the weights
-    that learning begins with, so that a difference is a mismatch."""
+    that learning begins with, so that a difference is a mismatch. `kept`, bool: the tokens that are averaged over, if
+    not all are."""
 
     samples: Sequence[Sample]
     advantages: list[Tensor]
@@ -25,6 +26,12 @@ class Batch:
     fresh: list[bool]
     reference: list[Tensor] | None = None
     weights: list[Tensor] | None = None
+    kept: list[Tensor] | None = None
+
+    @property
+    def counted(self) -> list[int]:
+        """The tokens of each sample that the loss is averaged over."""
+        return [len(row) for row in self.rollout] if self.kept is None else [int(row.sum()) for row in self.kept]
 
     def mismatch(self, found: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
         """Of the learner's log-probabilities by index against the rollout's."""

@@ -3,8 +3,8 @@
 A correction is a weight and a rejection, each on its own: both multiply the per-token loss and carry no gradient. All
 is said in lr = log π_old - log π_rollout per token, clamped to ±20 before any exponential (veRL's safety bound). Bounds
 on `ratio` are bounds on π_old/π_rollout, those on `inverse_ratio` bounds on π_rollout/π_old, which is what veRL's are
-on in its modes `*_k1`. Rejected tokens stay in the denominator of the loss. Under a unified
-precision lr is 0 and there is nothing to correct. Left out: the metrics of the mismatch itself (`mismatch.py`).
+on in its modes `*_k1`. Rejected tokens stay in the denominator of the loss, unless a rule says otherwise. Under a
+unified precision lr is 0 and there is nothing to correct. Left out: the metrics of the mismatch (`mismatch.py`).
 
 Sources: token and sequence TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
 training"; masks: Liu et al. 2025, "When speed kills stability"; IcePop: Ling team 2025; KPop, which is binary_kl per
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 LEAST_STEP = 0.5
-"""Of the step without a correction: below it a run warns."""
+"""Of the step without a correction, or of its completions: below it a run warns."""
+DENOMINATORS = ("all", "kept")
 WEIGHTS = ("none", "token", "sequence")
 MEASURES = ("ratio", "inverse_ratio", "k1", "k2", "k3", "binary_kl")
 LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
@@ -49,7 +50,8 @@ class CorrectionRule:
     """`weight`: none (1), token (exp(lr)) or sequence (exp of the sum of lr, for all its tokens); clamped to [`floor`,
     `cap`]; with `normalize` divided by its mean over the batch before anything is rejected: over all tokens, or, for
     weights of sequences, over all sequences that have tokens. `rejection`, and `veto`: a sequence is out if any of its
-    tokens has a ratio below it."""
+    tokens has a ratio below it. `denominator`: the loss is averaged over all tokens, or over those that are kept, and
+    then a penalty in the loss is too (veRL, whose mask of the response loses what is rejected)."""
 
     weight: str = "none"
     cap: float = math.inf
@@ -57,6 +59,7 @@ class CorrectionRule:
     normalize: bool = False
     rejection: Rejection | None = None
     veto: float = 0.0
+    denominator: str = "all"
 
     @property
     def active(self) -> bool:
@@ -126,23 +129,31 @@ def correction_metrics(correction: Correction) -> dict[str, float]:
     }
 
 
-def step_metrics(correction: Correction, advantages: Tensor, lengths: Sequence[int]) -> dict[str, float]:
-    """What a correction leaves of the step: the fraction of completions with a token that it kept, and Σ w·|A| / Σ |A|
-    over the tokens, w the weights and A the `advantages` [tokens]; nothing where no advantage differs from 0."""
+def step_metrics(
+    correction: Correction,
+    advantages: Tensor,
+    lengths: Sequence[int],
+    before: Sequence[float],
+    after: Sequence[float],
+) -> dict[str, float]:
+    """What a correction leaves: the fraction of completions with a token that it kept; and of the step Σ w·s·|A| / Σ
+    s'·|A| over the tokens, w the correction's weights, A the `advantages` [tokens], s' and s the weights in the loss of
+    each sequence's tokens, `before` and `after` the correction. Nothing where no advantage differs from 0."""
     sizes = advantages.double().abs()
     if not bool(sizes.any()):
         return {}
+    counts = torch.tensor(list(lengths))
+    old, new = (torch.tensor(list(s), dtype=torch.float64).repeat_interleave(counts) * sizes for s in (before, after))
     kept = [bool(part.any()) for part in correction.kept.split(list(lengths)) if part.numel()]
-    left = float((correction.weights.double() * sizes).sum() / sizes.sum())
+    left = float((correction.weights.double() * new).sum() / old.sum())
     return {"correction/kept_fraction": sum(kept) / len(kept), "correction/effective_step": left}
 
 
 def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None:
     """One line that warns of a correction that leaves little of the step."""
-    left = metrics.get("correction/effective_step", 1.0)
-    if left >= LEAST_STEP:
+    left, kept = (metrics.get(f"correction/{name}", 1.0) for name in ("effective_step", "kept_fraction"))
+    if min(left, kept) >= LEAST_STEP:
         return None
-    kept = metrics["correction/kept_fraction"]
     return (
         f"algorithm.correction ({rule}) keeps {kept:.0%} of the completions and {left:.0%} of the step's size: "
         "widen its bounds, or take token_tis, or precision: fp8, which needs none "

@@ -186,9 +186,16 @@ class Learner:
         lengths = [len(r) for r in rollout]
         if self.objective.correction.active and any(lengths):
             correction = correct(self.objective.correction, torch.cat(batch.old), torch.cat(rollout), lengths)
-            metrics |= correction_metrics(correction) | step_metrics(correction, torch.cat(batch.advantages), lengths)
             batch.weights = list(correction.weights.split(lengths))
+            before = self._token_weights(lengths)
+            if self.objective.correction.denominator == "kept":
+                batch.kept = list(correction.kept.split(lengths))
+            sizes = (torch.cat(batch.advantages), lengths, before, self._token_weights(batch.counted))
+            metrics |= correction_metrics(correction) | step_metrics(correction, *sizes)
         return batch
+
+    def _token_weights(self, counted: Sequence[int]) -> list[float]:
+        return token_weights(counted, self.objective.loss_aggregation, self.objective.max_new_tokens)
 
     @torch.no_grad()
     def _logprobs(self, model: Model, samples: Sequence[Sample]) -> list[Tensor]:
@@ -249,8 +256,8 @@ class Learner:
         if batch.weights is not None and not any(bool(batch.weights[i].any()) for i in part):
             totals.skipped += 1  # all of it was rejected
             return
-        weights = token_weights(lengths, self.objective.loss_aggregation, self.objective.max_new_tokens)
-        weight = dict(zip(part, weights))
+        counted = batch.counted
+        weight = dict(zip(part, self._token_weights([counted[i] for i in part])))
         part = [i for i in part if batch.samples[i].completion_ids]  # what has no token has no gradient
         self.optimizer.zero_grad()
         own = Totals()
@@ -290,6 +297,8 @@ class Learner:
         packed = pack(samples)
         logprobs, entropy, tape = self._forward(self.model, packed, samples, compare=first is not None)
         token_weight = torch.tensor(weights)[packed.sequence]
+        if batch.kept is not None:
+            token_weight = token_weight * torch.cat([batch.kept[i] for i in chosen])
         surrogate = policy_loss(
             logprobs,
             torch.cat([batch.old[i] for i in chosen]),
