@@ -168,6 +168,41 @@ def test_most_bf16_products_are_exact_and_need_no_tree(monkeypatch: pytest.Monke
             REFERENCE.product(*cancelling(2, 3, 64), None, torch.float32)
 
 
+def last_place(x: float) -> Fraction:
+    """The largest power of two of which a number is a multiple."""
+    number = Fraction(x)
+    return Fraction(number.numerator & -number.numerator, number.denominator)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_sum_is_taken_for_exact_that_needs_more_than_53_bits(dtype: torch.dtype) -> None:
+    """Where the bound of the difference is 0, in rational arithmetic; from few bits to far too many."""
+    random = torch.Generator().manual_seed(11)
+    found = []
+    for spread in range(0, 34, 3):
+        a, b = (
+            (torch.randn(6, 24, generator=random) * 2.0 ** torch.randint(-spread, 1, (6, 24), generator=random)).to(
+                dtype
+            )
+            for _ in range(2)
+        )
+        a = a.bfloat16().to(dtype) if spread % 2 else a
+        a[0], b[0] = 0.0, 1.0
+        errors = sums._errors(a.double(), a, b.double(), b)
+        for i, left in enumerate(a.tolist()):
+            for j, right in enumerate(b.tolist()):
+                products = [abs(Fraction(x) * Fraction(y)) for x, y in zip(left, right)]
+                fits = sum(products) <= 2**53 * min((last_place(x) for x in left if x), default=Fraction(1)) * min(
+                    last_place(y) for y in right if y
+                )
+                claimed = float(errors[0][i] * errors[1][j]) == 0
+                assert fits or not claimed
+                found.append((claimed, fits))
+    assert (False, False) in found
+    if dtype == torch.bfloat16:
+        assert sum(claimed for claimed, _ in found) > 100
+
+
 @given(
     st.floats(-3e38, 3e38, allow_nan=False),
     st.integers(-60, -8),
