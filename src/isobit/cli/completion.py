@@ -41,7 +41,7 @@ def config_files(incomplete: str) -> list[str]:
 
 
 def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Keys, then values. Bash hands over what is after the `=` as a word of its own, other shells the whole."""
+    """Keys, then values. Bash passes what follows the `=` as a separate word, other shells pass the whole."""
     keys = dict(schema_keys(_ROOTS[str(ctx.info_name)]))
     key, sign, start = incomplete.partition("=")
     if sign:
@@ -72,7 +72,7 @@ def consistencies(incomplete: str) -> list[str]:
 
 
 def schema_keys(root: str) -> Iterator[Key]:
-    """Every dotted key of a schema that has a value of its own, and those of the sections in it."""
+    """Every dotted key of a schema that takes a value, and those of its sections."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(_CONFIG.glob("*.py"))]
     body = [node for tree in trees for node in tree.body]
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}

@@ -89,7 +89,7 @@ def evaluate(
     consistency: _Consistency = None,
     backend: _Backend = None,
 ) -> None:
-    """Accuracy on held-out prompts: greedy, pass@k, maj@k and mean reward, with 95 % intervals; two models compared.
+    """Measure accuracy on held-out prompts (greedy, pass@k, maj@k, mean reward), with intervals; compare two models.
 
     \b
     isobit eval MODEL --task gsm8k --data test.jsonl

@@ -82,7 +82,9 @@ def _train(
         raise IsobitError("--redo is for a new run: give a config, without --resume, --from-rollouts and --dry-run")
     if resume is not None:
         if from_rollouts is not None or out is not None or dry_run:
-            raise IsobitError("--resume goes on with a run where it is; leave --from-rollouts, --out and --dry-run out")
+            raise IsobitError(
+                "--resume continues a run in its own directory; leave out --from-rollouts, --out and --dry-run"
+            )
         return loop.resume(resume, overrides, quiet=quiet).exit_code
     if from_rollouts is not None:
         if out is None or dry_run:
