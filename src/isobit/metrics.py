@@ -45,6 +45,7 @@ METRICS: dict[str, str] = {
     "mismatch/chi2_sequence": "mean over sequences of exp(2 Σ lr), minus 1 (veRL's chi2_seq)",
     "mismatch/max_abs_logprob_diff": "largest |lr|",
     "mismatch/differing_tokens": "tokens whose two log-probabilities differ in any bit",
+    "mismatch/corrected": "1 where tokens differed that must not, and were weighed; only under on_mismatch: correct",
     "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step (the weights move on)",
     "correction/mean_weight": "mean importance weight",
     "correction/clipped_fraction": "tokens whose weight was truncated",

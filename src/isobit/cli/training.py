@@ -24,7 +24,7 @@ def train(
         typer.Option(
             metavar="RUN",
             help="resume an interrupted run, or extend a finished one; overrides may change "
-            "steps, run.* and tracking.* (except run.dir)",
+            "steps, on_mismatch, run.* and tracking.* (except run.dir)",
         ),
     ] = None,
     from_rollouts: Annotated[

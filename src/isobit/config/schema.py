@@ -13,6 +13,7 @@ from isobit.config.sections import (
     BACKEND,
     CHAT_TEMPLATE,
     CONSISTENCY,
+    ON_MISMATCH,
     PRECISION,
     EngineConfig,
     EvaluationConfig,
@@ -40,6 +41,7 @@ class Config(Section):
     precision: Precision = Field("fp8", description=PRECISION)
     consistency: Literal["bitwise", "fast"] = Field("bitwise", description=CONSISTENCY)
     backend: Literal["auto", "triton", "native", "reference"] = Field("auto", description=BACKEND)
+    on_mismatch: Literal["stop", "warn", "correct"] = Field("stop", description=ON_MISMATCH)
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

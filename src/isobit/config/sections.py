@@ -15,6 +15,10 @@ PRECISION = (
     "mxfp8, nvfp4; or {preset: ..., and what differs}, also written fp8[wgrad=bf16]"
 )
 CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the libraries' own products"
+ON_MISMATCH = (
+    "what a token does whose bits differ between rollout and learner, under one flow and consistency: bitwise; "
+    "correct: such a batch is weighed by token TIS"
+)
 CHAT_TEMPLATE = "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
 BACKEND = "auto: triton on an H100 or H200, else native where a C++ compiler is found"
 

@@ -153,6 +153,10 @@ class Transformer:
         """The linear layers as the rollout multiplies them."""
         return list(self._working["rollout"].linear_layers())
 
+    def working_names(self, use: str) -> dict[int, str]:
+        """The names of a use's working weights, by `id` of what the operators are given."""
+        return {id(operand): name for name, operand, _ in self._working[use].tensors()}
+
     def working_bytes(self) -> tuple[int, int]:
         """Bytes of the rollout's working weights, and of those of the learner that are not the rollout's."""
         rollout, learner = ({id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES)

@@ -26,6 +26,7 @@ from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder
 from isobit.model.moe import RouteTape, decode_routes
+from isobit.rl.agreement import Disagreement, corrected, promises_bits, require_agreement
 from isobit.rl.batch import Advantage, Batch, per_token
 from isobit.rl.correction import correct, correction_metrics, step_metrics
 from isobit.rl.forward import forward
@@ -46,7 +47,8 @@ class Learner:
     [layers, 2] is that of keys and values in the last batch, where a KV cache is calibrated from it. `clip_bounds` are
     the objective's, or those that the last shadow pass calibrated. `compared` holds the learner's log-probabilities of
     the last batch's completion tokens, of those samples that the mismatch was measured on, by (prompt_index,
-    sample_index).
+    sample_index). `on_mismatch` (stop, warn or correct) is what a differing token does where the flow has `promised`
+    that there is none.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class Learner:
         reference: Model | None = None,
         micro_batch_tokens: int = 16384,
         seed: int = 0,
+        on_mismatch: str = "warn",
     ) -> None:
         assert (reference is not None) == (objective.kl_coefficient > 0)
         self.model, self.optimizer, self.objective, self.reference = model, optimizer, objective, reference
         self.micro_batch_tokens = micro_batch_tokens
         self.seed = seed
+        self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
         self.bad_steps_in_a_row = 0
         self.kv_amax: Tensor | None = None
         self.compared: dict[tuple[int, int], list[float]] = {}
@@ -75,14 +79,32 @@ class Learner:
         """`optimize`, recording the amax of keys and values where they are calibrated from it."""
         precision, transformer = self.model.precision, self.model.transformer
         if not (precision.calibrated and precision.calibration.side == "learner"):
-            return self.optimize(samples, advantages, step)
+            return self._learn(samples, advantages, step)
         transformer.recorder = recorder = AmaxRecorder(self.model.config.num_layers)
         try:
-            return self.optimize(samples, advantages, step)
+            return self._learn(samples, advantages, step)
         finally:
             transformer.recorder = None
             if recorder.batches:
                 self.kv_amax = recorder.amax(precision.calibration.percentile)
+
+    def _learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> dict[str, float]:
+        """`optimize`, and once more for a batch that disagrees and is to be corrected.
+
+        Raises Disagreement, before anything has changed, if tokens differ that must not; unless they are to be
+        corrected, or only counted.
+        """
+        if not self.promised or self.on_mismatch != "correct":
+            return self.optimize(samples, advantages, step)
+        try:
+            return self.optimize(samples, advantages, step) | {"mismatch/corrected": 0.0}
+        except Disagreement:
+            self._routing = RoutingTotals()
+        objective, self.objective, self.promised = self.objective, corrected(self.objective), False
+        try:
+            return self.optimize(samples, advantages, step) | {"mismatch/corrected": 1.0}
+        finally:
+            self.objective, self.promised = objective, True
 
     def optimize(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> dict[str, float]:
         """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate. Returns metrics.
@@ -122,6 +144,11 @@ class Learner:
             sample = batch.samples[i]
             self.compared[_key(sample)] = logprobs.tolist()
         return batch.mismatch(fresh)
+
+    def _require_agreement(self, batch: Batch, found: Sequence[tuple[int, Tensor]], part: Sequence[int]) -> None:
+        if self.promised and self.on_mismatch != "warn":
+            fresh = [(batch.samples[i], logprobs) for i, logprobs in found if batch.fresh[i]]
+            require_agreement(fresh, [batch.samples[i] for i in part])
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Per sample and token, the estimate of KL(policy ‖ reference) that the reward pays for.
@@ -179,6 +206,7 @@ class Learner:
         batch = Batch(samples, per_token(samples, advantages), rollout, rollout, fresh)
         if self.objective.recompute_old:
             batch.old = self._old_logprobs(samples)
+            self._require_agreement(batch, list(enumerate(batch.old)), range(len(samples)))
             metrics |= self._compare(batch, list(enumerate(batch.old)))
             metrics |= batch.staleness()
         if self.reference is not None and not self.objective.kl_in_reward:
@@ -274,6 +302,7 @@ class Learner:
         except NonFiniteError:
             norm = float("inf")
         if math.isfinite(own.loss) and math.isfinite(own.kl) and math.isfinite(norm):
+            self._require_agreement(batch, first or [], part)
             self.optimizer.step(rate, norm)
             own.norms.append(norm)
             totals.add(own)

@@ -70,8 +70,8 @@ def resume(
     """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
     for bit (tests/test_resume.py).
 
-    The objects that the run began with must be given again. `overrides` may change steps, run.* and tracking.* (except
-    run.dir).
+    The objects that the run began with must be given again. `overrides` may change steps, on_mismatch, run.* and
+    tracking.* (except run.dir).
     """
     given = Given(rewards, data, held_out, callbacks)
     with open_resumed(Path(run_dir), overrides, given, quiet=quiet) as session:

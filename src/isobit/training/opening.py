@@ -15,6 +15,7 @@ from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import Run
 from isobit.training.objects import Given, Objects
+from isobit.training.agreement import unlike
 from isobit.training.parts import load_state, open_parts
 from isobit.training.session import Session
 from isobit.training.snapshot import State
@@ -66,9 +67,14 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     config = load_config(recorded / runs.CONFIG, [f"steps={steps}", *overrides, f"run.dir={out}"])
     runs.refuse_existing(out)
     parts = open_parts(config, quiet=quiet)
-    return Session(
+    other = unlike(recorded, config, parts.machine())
+    parts.learner.promised &= not other
+    session = Session(
         parts, Run.create(out, dump_config(config)), State(), quiet=quiet, recorded=_recorded_groups(recorded)
     )
+    if other:
+        session.display.note(f"tokens may differ from those of {recorded}: it had another {', '.join(other)}")
+    return session
 
 
 def _recorded_groups(recorded: Path) -> Iterator[list[Group]]:

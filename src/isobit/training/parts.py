@@ -147,6 +147,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         reference=reference,
         micro_batch_tokens=config.optimizer.micro_batch_tokens,
         seed=config.seed,
+        on_mismatch=config.on_mismatch,
     )
     sampling = _sampling(config)
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)

@@ -21,6 +21,7 @@ from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
 from isobit.rl.batch import Advantage
+from isobit.rl.agreement import Disagreement
 from isobit.rl.collect import StepBatch
 from isobit.rl.correction import small_step
 from isobit.run import Interruption, Run
@@ -28,6 +29,7 @@ from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, staleness
 from isobit.trackers.process import Trackers
 from isobit.training.lengths import endless
 from isobit.training.objects import OnStep
+from isobit.training.agreement import failure, warning
 from isobit.training.parts import Parts, save_checkpoint
 from isobit.training.scoring import RolloutScoring
 from isobit.training.snapshot import Snapshot, State
@@ -205,7 +207,13 @@ class Session:
         self.parts.sleep()
         self._whole = None
         with self._timed("learn"), self._peaks.of("learn"):
-            learned = self.parts.learner.learn(samples, advantages, self.state.step)
+            try:
+                learned = self.parts.learner.learn(samples, advantages, self.state.step)
+            except Disagreement as found:
+                recorded = self._recorded is not None
+                raise failure(found, self.parts.learner, self.state.step + 1, self.run.directory, recorded) from None
+        if (line := warning(learned, self.parts.learner, self.state.step + 1)) is not None:
+            self.display.note(line)
         self.parts.calibrator.learner_amax = self.parts.learner.kv_amax
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
         nonzero = sum(advantage != 0 for advantage in advantages)

@@ -1,0 +1,175 @@
+"""Where two computations of one sequence begin to differ: the first layer and operator whose rows have other bits.
+
+A sequence is computed alone, among the sequences that it was learned with, and token by token over a cache, as a
+rollout does. Of every operator's result a checksum of each row is kept, not the result, so that this fits beside a
+model of any size. Left out: operators inside a fused one, and the rows of single experts, which show in their sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import KVStore, Layout
+from isobit.model import Model
+from isobit.precision import QTensor
+
+_PLACES = {
+    "quantize": "",
+    "product": "",
+    "rms_norm": "",
+    "rms_norm_quantized": "",
+    "silu_mul_quantized": "",
+    "silu_mul": "gate",
+    "attention_inputs": "attention",
+    "attention": "attention",
+    "sum_of_rows": "experts",
+}
+"""Operators that are watched, and what they are of where no argument says it."""
+_HASHED_ROWS = 256  # at a time: elements become 8 bytes wide
+
+
+@dataclass(frozen=True)
+class Located:
+    """`found`: the first difference in words, or None. `logprob`: of the token, computed for this alone."""
+
+    found: str | None
+    logprob: float
+
+
+@torch.no_grad()
+def locate(
+    model: Model, tokens: Sequence[int], target: int, batch: Sequence[Sequence[int]], index: int, temperature: float
+) -> Located:
+    """Why the log-probability of `target` after `tokens` might depend on how they are computed.
+
+    `batch`: all sequences of the learner's packed forward, of which number `index` begins with `tokens`.
+    """
+    alone, bits = _packed(model, [tokens], 0, len(tokens), target, temperature)
+    packed, packed_bits = _packed(model, batch, index, len(tokens), target, temperature)
+    found = _first_difference(alone, packed, "in its batch", bits, packed_bits)
+    if found is None:
+        stepped, stepped_bits = _token_by_token(model, tokens, target, temperature)
+        found = _first_difference(alone, stepped, "token by token, as in a rollout,", bits, stepped_bits)
+    return Located(found, bits)
+
+
+_Trace = list[tuple[str, Tensor]]
+"""Of every call in order: where it was, and a checksum of each row of the sequence [rows] int64."""
+
+
+class _Watching:
+    """Operators that keep a checksum of every row of what they return, and otherwise are those that they wrap."""
+
+    def __init__(self, ops: object, names: dict[int, str]) -> None:
+        self._ops, self._names = ops, names
+        self._layer, self.trace = "", _Trace()
+
+    def __getattr__(self, name: str) -> object:
+        operator = getattr(self._ops, name)
+        if name not in _PLACES:
+            return operator
+
+        def call(*arguments: object, **options: object) -> object:
+            result = operator(*arguments, **options)
+            self.trace.append((self._place(name, arguments), _checksums(result, self.rows)))
+            return result
+
+        return call
+
+    rows = 0
+
+    def _place(self, operator: str, arguments: Sequence[object]) -> str:
+        known = [self._names[id(a)] for a in arguments if id(a) in self._names]
+        known += [a for a in arguments if isinstance(a, str) and a.startswith("layers.")]
+        if known:
+            self._layer = ".".join(known[0].split(".")[:2]) if known[0].startswith("layers.") else known[0]
+        place = known[0] if known else f"{self._layer}.{_PLACES[operator]}".rstrip(".")
+        return f"{place}, operator {operator}"
+
+
+def _packed(
+    model: Model, batch: Sequence[Sequence[int]], index: int, length: int, target: int, temperature: float
+) -> tuple[_Trace, float]:
+    """As the learner computes: the first `length` rows of sequence `index`, and the log-probability after them."""
+    lengths = [len(sequence) for sequence in batch]
+    start = sum(lengths[:index])
+    rows = slice(start, start + length)
+    ids = torch.tensor([token for sequence in batch for token in sequence], dtype=torch.int64)
+    trace, hidden = _watched(model, "learner", ids, Layout.packed(lengths), None)
+    return [(label, sums[rows]) for label, sums in trace], _logprob(model, hidden[rows][-1:], target, temperature)
+
+
+def _token_by_token(model: Model, tokens: Sequence[int], target: int, temperature: float) -> tuple[_Trace, float]:
+    """As a rollout computes: each row alone, over the stored keys and values of those before."""
+    transformer, config, size = model.transformer, model.config, 16
+    flows = [model.precision.flow("rollout", layer, config.num_layers) for layer in range(config.num_layers)]
+    pages = -(-len(tokens) // size)
+    shape, device = (pages * size, config.num_kv_heads, config.head_dim), transformer.ops["rollout"].device
+    stores = [
+        KVStore.allocate(
+            *shape, flow.kv, flow.compute, transformer.layer_scales(layer) if flow.calibrated else None, device
+        )
+        for layer, flow in enumerate(flows)
+    ]
+    table = torch.arange(pages, dtype=torch.int32).unsqueeze(0)
+    whole: list[list[Tensor]] = []
+    for position, token in enumerate(tokens):
+        layout = Layout.build([1], [position], table, size)
+        trace, hidden = _watched(model, "rollout", torch.tensor([token], dtype=torch.int64), layout, stores)
+        whole.append([sums for _, sums in trace])
+    joined = [(label, torch.cat(sums)) for (label, _), sums in zip(trace, zip(*whole))]
+    return joined, _logprob(model, hidden, target, temperature, "rollout")
+
+
+def _watched(
+    model: Model, use: str, ids: Tensor, layout: Layout, stores: Sequence[KVStore] | None
+) -> tuple[_Trace, Tensor]:
+    transformer = model.transformer
+    inner = transformer.ops[use]
+    watching = _Watching(inner, transformer.working_names(use))
+    watching.rows = layout.num_rows
+    transformer.ops[use] = watching  # type: ignore[assignment]
+    try:
+        hidden = transformer.hidden(ids, layout, stores, use=use)
+    finally:
+        transformer.ops[use] = inner
+    inner.raise_faults()
+    return watching.trace, hidden
+
+
+def _logprob(model: Model, hidden: Tensor, target: int, temperature: float, use: str = "learner") -> float:
+    wanted = torch.tensor([target], dtype=torch.int64, device=hidden.device)
+    return float(model.transformer.head_logprobs(hidden, wanted, temperature, use)[0])
+
+
+def _first_difference(alone: _Trace, other: _Trace, how: str, bits: float, other_bits: float) -> str | None:
+    for (label, sums), (_, others) in zip(alone, other, strict=True):
+        rows = (sums != others).nonzero().flatten()
+        if len(rows):
+            return f"{label}: row {int(rows[0])} of the sequence has other bits {how} than alone"
+    return None if bits == other_bits else f"the output head: the row has other bits {how} than alone"
+
+
+def _checksums(result: object, rows: int) -> Tensor:
+    """[rows] int64 on the CPU, over all results that have something for each row."""
+    total = torch.zeros(rows, dtype=torch.int64)
+    for place, part in enumerate(_tensors(result)):
+        if not part.numel() or part.shape[0] % rows:
+            continue
+        flat = part.detach().reshape(rows, -1).contiguous()
+        words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        generator = torch.Generator().manual_seed(place)
+        factors = torch.randint(-(1 << 63), (1 << 63) - 1, (words.shape[1],), generator=generator).to(words.device)
+        sums = [(chunk.to(torch.int64) * factors).sum(1) for chunk in words.split(_HASHED_ROWS)]
+        total += torch.cat(sums).cpu()
+    return total
+
+
+def _tensors(result: object) -> list[Tensor]:
+    if isinstance(result, QTensor):
+        return [result.data, result.scale]
+    if isinstance(result, Tensor):
+        return [result]
+    return [tensor for part in result for tensor in _tensors(part)] if isinstance(result, tuple) else []

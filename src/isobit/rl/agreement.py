@@ -1,0 +1,65 @@
+"""Whether the learner computes the bits that the rollout recorded, where the flow promises that it does.
+
+Under a unified precision and `consistency: bitwise` a single differing token means that an operator depends on its
+batch, or that weights, scales or cache were not what they should be. So the learner compares before its first optimizer
+step changes anything, and nothing is learned from a batch that disagrees (tests/training/test_agreement.py). Left out:
+where the difference begins (`inspection/locate.py`) and what the user is told (`training/agreement.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from isobit.model import Model
+from isobit.rl.correction import CORRECTIONS
+from isobit.rl.objective import Objective
+from isobit.rl.samples import Sample
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first differing token: the one at `position` of the sample's completion, and its two log-probabilities."""
+
+    sample: Sample
+    position: int
+    rollout: float
+    learner: float
+
+
+class Disagreement(Exception):
+    """`differing` of `compared` tokens differ in a bit, `first` before all others. `batch` are the samples that the
+    learner was about to take an optimizer step on, in its order."""
+
+    def __init__(self, differing: int, compared: int, first: Difference, batch: Sequence[Sample]) -> None:
+        super().__init__(f"{differing} of {compared} tokens differ")
+        self.differing, self.compared, self.first, self.batch = differing, compared, first, batch
+
+
+def promises_bits(model: Model) -> bool:
+    """Whether rollout and learner of this model must compute the same bits."""
+    precision = model.precision
+    return precision.unified and model.ops.consistency == "bitwise" and precision.varies_with_batch() is None
+
+
+def require_agreement(compared: Sequence[tuple[Sample, Tensor]], batch: Sequence[Sample]) -> None:
+    """Raise Disagreement unless the learner's log-probabilities [completion tokens] of samples are the recorded ones,
+    bit for bit. `batch`: all samples of the optimizer step, with those that have nothing to compare."""
+    differing, first = 0, None
+    for sample, learner in compared:
+        rollout = torch.tensor(sample.rollout_logprobs, dtype=torch.float32)
+        places = (learner.contiguous().view(torch.int32) != rollout.view(torch.int32)).nonzero().flatten()
+        differing += len(places)
+        if first is None and len(places):
+            place = int(places[0])
+            first = Difference(sample, place, float(rollout[place]), float(learner[place]))
+    if first is not None:
+        raise Disagreement(differing, sum(len(learner) for _, learner in compared), first, batch)
+
+
+def corrected(objective: Objective) -> Objective:
+    """The objective for a batch that disagrees: old log-probabilities computed anew, and weighed by what was asked for,
+    else by token TIS, as two-engine flows are."""
+    rule = objective.correction if objective.correction.active else CORRECTIONS["token_tis"]
+    return replace(objective, recompute_old=True, correction=rule)

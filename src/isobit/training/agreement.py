@@ -1,0 +1,74 @@
+"""What a run does when a token differs that must not: the line that ends it, or the one that warns."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from isobit import checkpoints
+from isobit import run as runs
+from isobit.config import Config, load_config
+from isobit.errors import NonFiniteError, RunFailed
+from isobit.inspection.locate import locate
+from isobit.rl import Learner
+from isobit.rl.agreement import Disagreement
+from isobit.rl.packing import micro_batches
+
+
+def failure(found: Disagreement, learner: Learner, step: int, run: Path, recorded: bool) -> RunFailed:
+    """The end of a run under `on_mismatch: stop`, in one line. `recorded`: it learns from recorded rollouts."""
+    first, sample = found.first, found.first.sample
+    saved = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
+    again = "isobit train --from-rollouts RECORDED --out DIR" if recorded else f"isobit train --resume {run}"
+    return RunFailed(
+        f"step {step}: rollout and learner differ in {found.differing} of {found.compared} tokens, and "
+        f"{learner.model.precision.name} promises the same bits; first: prompt {sample.prompt_index}, sample "
+        f"{sample.sample_index}, token {first.position} of the completion, log-probability {first.rollout!r} in the "
+        f"rollout and {first.learner!r} in the learner; {_where(found, learner)}; nothing was learned from this batch; "
+        f"the last good checkpoint is {saved[-1] if saved else 'missing'}; go on with: {again} on_mismatch=warn"
+    )
+
+
+def warning(learned: Mapping[str, float], learner: Learner, step: int) -> str | None:
+    """The line of a step that learned from tokens that differ, if it did."""
+    differing = learned.get("mismatch/differing_tokens", 0.0)
+    corrected = learned.get("mismatch/corrected", 0.0) > 0
+    if not (learner.promised and (differing or corrected)):
+        return None
+    what = "weighed by token TIS" if corrected else "learned from nonetheless"
+    of = f"{differing:.0f} of {learned['mismatch/compared_tokens']:.0f} tokens"
+    return f"warning: step {step}: rollout and learner differ in {of}: {what} (on_mismatch: {learner.on_mismatch})"
+
+
+def _where(found: Disagreement, learner: Learner) -> str:
+    """The first differing layer and operator, or what its absence means."""
+    first, batch = found.first, found.batch
+    index = next(i for i, sample in enumerate(batch) if sample is first.sample)
+    span = next(part for part in micro_batches(batch, learner.micro_batch_tokens) if index in part)
+    inputs = [
+        [*batch[i].prompt_ids, *batch[i].completion_ids[: max(len(batch[i].completion_ids) - 1, 0)]] for i in span
+    ]
+    before = [*first.sample.prompt_ids, *first.sample.completion_ids[: first.position]]
+    target = first.sample.completion_ids[first.position]
+    try:
+        located = locate(learner.model, before, target, inputs, index - span.start, learner.objective.temperature)
+    except NonFiniteError as error:
+        return f"computed anew, the sequence fails: {error}"
+    if located.found is not None:
+        return located.found
+    sides = {first.rollout: "the rollout", first.learner: "the learner"}
+    agrees = sides.get(located.logprob, "neither")
+    reason = ": the rollout had other weights, scales or keys" if agrees == "the learner" else ""
+    return f"not reproduced: alone, in its batch and token by token the sequence agrees with {agrees}{reason}"
+
+
+def unlike(recorded: Path, config: Config, machine: Mapping[str, object]) -> list[str]:
+    """What makes a replay under `config`, on this machine, compute other bits than the run that it learns from: the
+    sections of the config and the facts of the machine that differ."""
+    before = load_config(recorded / runs.CONFIG)
+    free = {"run", "tracking", "evaluation", "rewards", "engine", "backend", "on_mismatch"}
+    if config.optimizer.schedule == "constant":
+        free.add("steps")
+    sections = [n for n in Config.model_fields if n not in free and getattr(before, n) != getattr(config, n)]
+    path = recorded / runs.MACHINE
+    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return sections + [name for name, value in machine.items() if name != "why" and facts.get(name, value) != value]
