@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.engine.calibration import measured_amax
 from isobit.inspection.quantization import activation_health, weight_health
 from isobit.kernels import Ops, separate_ops
 from isobit.kernels.reference import ReferenceOps
@@ -64,7 +65,8 @@ def learn(ops: Ops, precision: str, family: str, objective: Objective, samples: 
         metrics.append(learner.learn(samples, [(-1.0) ** i for i in range(len(samples))], step))
         model.sync()
     assert all(p.device == ops.device for p in model.parameters())
-    amax = None if learner.kv_amax is None else learner.kv_amax.tolist()
+    sequences = [(*s.prompt_ids, *s.completion_ids) for s in samples]
+    amax = measured_amax(model, sequences, "learner", 16).tolist()
     state = {name: bits(tensor) for name, tensor in optimizer.state().items()}
     weights = {name: bits(p.detach().cpu()) for name, p in model.named_parameters().items()}
     return metrics, amax, state, weights

@@ -67,6 +67,7 @@ METRICS: dict[str, str] = {
     "quant/weight_relative_error": "norm of the rollout's weights minus the masters, relative to the masters",
     "quant/kv_scale_k_mean": "calibrated scale of the keys, mean over layers",
     "quant/kv_scale_v_mean": "calibrated scale of the values, mean over layers",
+    "quant/query_scale_mean": "calibrated scale of the queries, mean over layers",
     "quant/kv_scale_drift": "largest relative change of a calibrated scale since the last step",
     "quant/kv_saturated_fraction": "elements of keys and values that a calibrated scale clamped in the last rollout",
     "router/load_max_over_mean": "tokens of the busiest expert over those of the average one, mean over layers",

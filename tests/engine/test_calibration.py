@@ -7,9 +7,10 @@ import torch
 
 from isobit.config import load_config
 from isobit.engine import Calibrator, Engine, Sampling
-from isobit.engine.calibration import prompt_amax
+from isobit.engine.calibration import measured_amax, prompt_amax
 from isobit.errors import IsobitError
-from isobit.model.kv_scales import AmaxRecorder, scales_from
+from isobit.model import Model
+from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from
 from isobit.precision import Calibration
 from isobit.run import read_jsonl
 from isobit.training.loop import resume, train
@@ -25,7 +26,7 @@ def test_the_rule_is_a_percentile_over_batches_a_margin_and_448() -> None:
     recorder = AmaxRecorder(1)
     for peak in (1.0, 2.0, 4.0):
         recorder.begin()
-        recorder.see(0, torch.tensor([[[-peak, 0.5]]]), torch.zeros(1, 1, 2))
+        recorder.see(0, torch.tensor([[[-peak, 0.5]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
     assert recorder.amax(100.0).tolist() == [[4.0, 0.0]]
     assert recorder.amax(50.0).tolist() == [[2.0, 0.0]]
     assert recorder.amax(75.0).tolist() == [[3.0, 0.0]]
@@ -107,3 +108,79 @@ def test_a_run_recalibrates_every_step_and_resumes_bit_for_bit(
     resume(tmp_path / "cut" / "run", ["steps=4"])
     assert fingerprint(tmp_path / "cut" / "run") == fingerprint(whole.run_dir)
     assert all("time/calibrate" in row for row in read_jsonl(whole.run_dir / "metrics.jsonl") if row["step"] > 0)
+
+
+def _spied_run(
+    folder: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, precision: dict[str, object]
+) -> tuple[Path, list[KVScales], list[dict[str, torch.Tensor]]]:
+    """A run; and, of every rollout in it, the scales that it had and the masters that it was of."""
+    scales: list[KVScales] = []
+    masters: list[dict[str, torch.Tensor]] = []
+    generate = Engine.generate
+
+    def spy(self: Engine, *arguments: object, **options: object) -> object:
+        assert self.model.transformer.kv_scales is not None
+        assert self.model.transformer.kv_scales.version == self.model.weights_version
+        scales.append(self.model.transformer.kv_scales)
+        masters.append({name: p.detach().clone() for name, p in self.model.named_parameters().items()})
+        return generate(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "generate", spy)
+    settings = {"precision": precision, "optimizer": {"learning_rate": 1e-2}, "steps": 3}
+    result = train(load_config(write_config(folder, base_model, **settings)))
+    return result.run_dir, scales, masters
+
+
+@pytest.mark.parametrize("preset", ["fp8-rollout-kv", "fp8"])
+@pytest.mark.parametrize("queries", [False, True])
+def test_learner_side_scales_are_of_the_updated_weights_and_the_whole_batch(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, preset: str, queries: bool
+) -> None:
+    """NeMo RL's order: update, then a forward over all of the training batch. Computed anew from the recorded batch and
+    the masters of each rollout; the control are the masters of one update before."""
+    options = {"kv_cache": "e4m3-calibrated"} | ({"query": "e4m3-calibrated"} if queries else {})
+    precision: dict[str, object] = {"preset": preset, "kv_calibration": "learner"}
+    precision |= options if preset == "fp8" else {"rollout": options}
+    run_dir, scales, masters = _spied_run(tmp_path, base_model, monkeypatch, precision)
+    assert len(scales) == 3
+    rows = list(read_jsonl(run_dir / "completions.jsonl"))
+    for step in (1, 2):
+        batch = [[*row["prompt_ids"], *row["completion_ids"]] for row in rows if row["step"] == step]
+        assert len(batch) == 16
+        found = [_scales_of(base_model, precision, weights, batch) for weights in (masters[step], masters[step - 1])]
+        assert scales[step].values.shape == (2, 3 if queries else 2)
+        assert scales[step].values.tolist() == found[0].tolist()
+        assert (scales[step].values[:, 1] != found[1][:, 1]).all()  # a norm bounds keys and queries
+
+
+def _scales_of(
+    base_model: Path, precision: dict[str, object], masters: dict[str, torch.Tensor], batch: list[list[int]]
+) -> torch.Tensor:
+    model = Model.load(base_model, precision)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters().items():
+            parameter.copy_(masters[name])
+    model.sync()
+    amax = measured_amax(model, batch, "learner", 1 << 20)
+    return scales_from(amax, model.precision.calibration, 0).values
+
+
+def test_calibrated_queries_agree_bit_for_bit_and_are_static() -> None:
+    """One scale for the queries of a layer on both sides; the control is another scale on one of them."""
+    model = tiny_model("fp8[kv_cache=e4m3-calibrated, query=e4m3-calibrated]")
+    assert "e4m3 per layer, calibrated, fp32" in model.precision.table()
+    engine = Engine(model, kv_pages=32, page_size=4)
+    with pytest.raises(IsobitError, match="not calibrated"):
+        engine.generate(PROMPTS, Sampling(max_new_tokens=2))
+    Calibrator(model).calibrate(PROMPTS)
+    groups = engine.generate(PROMPTS, Sampling(n=3, max_new_tokens=12))
+    completions = [c for group in groups for c in group]
+
+    def agree() -> bool:
+        found = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
+        return all(row[-len(c.logprobs) :].tolist() == c.logprobs for row, c in zip(found, completions))
+
+    assert agree()
+    assert model.transformer.kv_scales is not None
+    model.transformer.kv_scales.values[:, 2] *= 1.3
+    assert not agree()

@@ -1,12 +1,12 @@
-"""Calibrate the static scales of an FP8 KV cache, after every change of the weights.
+"""Calibrate the static scales of an FP8 KV cache, after every change of the weights and with the weights as they are.
 
-On the rollout's side: a forward over some prompts, during which keys and values stay in the compute format, so that
-scales of an earlier step have no part in the new ones. On the learner's side: the amax that it recorded while it
-learned from the last batch; before the first batch, the prompts. A checkpoint holds `state`, so that a resumed run goes
-on with the bits of one that was never stopped.
+On the rollout's side: a forward over some prompts. On the learner's side, as NeMo RL does: a forward over the whole
+batch that was learned from last, by the learner's flow, after the update; before the first batch, over the prompts.
+What is calibrated stays in the compute format meanwhile, so that scales of an earlier step have no part in the new
+ones. A checkpoint holds `state`, so that a resumed run goes on with the bits of one that was never stopped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,32 +16,55 @@ from isobit.kernels import KVStore, Layout
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from
 
+_FORWARD_TOKENS = 16384
+
 
 @torch.no_grad()
-def prompt_amax(model: Model, prompts: Sequence[Prompt]) -> Tensor:
-    """amax [layers, 2] of K and V under the rollout's flow, in one forward over all: one batch of NeMo's rule."""
-    transformer, config = model.transformer, model.config
-    transformer.recorder = recorder = AmaxRecorder(config.num_layers)
-    compute = model.precision.rollout.compute
+def measured_amax(model: Model, sequences: Sequence[Sequence[int]], use: str, most_tokens: int) -> Tensor:
+    """amax [layers, 2] of K and V, and [layers, 3] with Q where queries are calibrated, under the flow of `use`: the
+    percentile over forwards of at most `most_tokens` tokens (a longer sequence has one of its own)."""
+    transformer, config, precision = model.transformer, model.config, model.precision
+    recorder = AmaxRecorder(config.num_layers, precision.calibrated_queries)
+    flow = precision.rollout if use == "rollout" else precision.learner
+    device = transformer.ops[use].device
+    transformer.recorder = recorder
     try:
-        token_ids = encode(prompts, model.tokenizer, config.vocab_size)
-        layout = Layout.packed([len(ids) for ids in token_ids])
-        device = transformer.ops["rollout"].device
-        shape = (layout.num_slots, config.num_kv_heads, config.head_dim)
-        stores = [KVStore.allocate(*shape, None, compute, device=device) for _ in range(config.num_layers)]
-        tokens = torch.tensor([token for ids in token_ids for token in ids], dtype=torch.int64)
-        transformer.hidden(tokens, layout, stores, use="rollout")
+        for part in _forwards(sequences, most_tokens):
+            layout = Layout.packed([len(ids) for ids in part])
+            shape = (layout.num_slots, config.num_kv_heads, config.head_dim)
+            stores = [KVStore.allocate(*shape, None, flow.compute, device=device) for _ in range(config.num_layers)]
+            tokens = torch.tensor([token for ids in part for token in ids], dtype=torch.int64)
+            transformer.hidden(tokens, layout, stores, use=use)
     finally:
         transformer.recorder = None
-    return recorder.amax(model.precision.calibration.percentile)
+    transformer.ops[use].raise_faults()
+    return recorder.amax(precision.calibration.percentile)
+
+
+def prompt_amax(model: Model, prompts: Sequence[Prompt], use: str = "rollout") -> Tensor:
+    """`measured_amax` of some prompts in one forward: one batch of NeMo's rule."""
+    sequences = encode(prompts, model.tokenizer, model.config.vocab_size)
+    return measured_amax(model, sequences, use, sum(map(len, sequences)))
+
+
+def _forwards(sequences: Sequence[Sequence[int]], most_tokens: int) -> Iterator[list[Sequence[int]]]:
+    part, tokens = list[Sequence[int]](), 0
+    for sequence in sequences:
+        if part and tokens + len(sequence) > most_tokens:
+            yield part
+            part, tokens = [], 0
+        part.append(sequence)
+        tokens += len(sequence)
+    if part:
+        yield part
 
 
 class Calibrator:
-    """Keeps a model's scales fresh. `learner_amax` [layers, 2] is what the learner recorded last."""
+    """Keeps a model's scales fresh; `most_tokens` of one forward over a training batch."""
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.learner_amax: Tensor | None = None
+    def __init__(self, model: Model, most_tokens: int = _FORWARD_TOKENS) -> None:
+        self.model, self.most_tokens = model, most_tokens
+        self._batch: list[Sequence[int]] = []
         self._of_last_step: KVScales | None = None
 
     @property
@@ -49,15 +72,20 @@ class Calibrator:
         """Whether there is anything to calibrate."""
         return self.model.precision.calibrated
 
+    def learned_from(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Keep a batch that was learned from, as tokens, for the calibration on the learner's side."""
+        if self.active and self.model.precision.calibration.side == "learner":
+            self._batch = list(sequences)
+
     def calibrate(self, prompts: Sequence[Prompt]) -> None:
         """Set the scales for the present weights; `prompts` are those of the step that comes."""
         if not self.active:
             return
         calibration = self.model.precision.calibration
-        if calibration.side == "learner" and self.learner_amax is not None:
-            amax = self.learner_amax
+        if self._batch:
+            amax = measured_amax(self.model, self._batch, "learner", self.most_tokens)
         else:
-            amax = prompt_amax(self.model, prompts[: calibration.prompts])
+            amax = prompt_amax(self.model, prompts[: calibration.prompts], calibration.side)
         self.model.transformer.kv_scales = scales_from(amax, calibration, self.model.weights_version)
 
     def step_metrics(self) -> dict[str, float]:
@@ -66,19 +94,27 @@ class Calibrator:
         if not self.active or scales is None:
             return {}
         drift, self._of_last_step = scales.drift(self._of_last_step), scales
-        k, v = scales.values.unbind(1)
-        return {
+        k, v = scales.values[:, :2].unbind(1)
+        found = {
             "quant/kv_scale_k_mean": float(k.mean()),
             "quant/kv_scale_v_mean": float(v.mean()),
             "quant/kv_scale_drift": drift,
         }
+        if self.model.precision.calibrated_queries:
+            found["quant/query_scale_mean"] = float(scales.values[:, 2].mean())
+        return found
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the scales of the last step, and the learner's amax."""
+        """What a checkpoint holds: the scales of the last step, and the batch that the next ones are computed on."""
         found = {} if self._of_last_step is None else {"scales": self._of_last_step.values}
-        return found if self.learner_amax is None else found | {"amax": self.learner_amax}
+        if not self._batch:
+            return found
+        tokens = torch.tensor([token for ids in self._batch for token in ids], dtype=torch.int32)
+        return found | {"tokens": tokens, "lengths": torch.tensor([len(ids) for ids in self._batch])}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state`."""
-        self.learner_amax = tensors.get("amax")
         self._of_last_step = KVScales(tensors["scales"], -1) if "scales" in tensors else None
+        self._batch = []
+        if "tokens" in tensors:
+            self._batch = [part.tolist() for part in tensors["tokens"].split(tensors["lengths"].tolist())]

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from isobit.kernels import KVStore, Layout, Operand, Ops
-from isobit.precision import QTensor, QuantSpec
+from isobit.precision import QTensor, QuantSpec, quantize_with_scale
 
 ALONG_INPUTS = ("1x32", "1x16", "row")
 
@@ -103,10 +103,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, store: KVStore, layout: Layout, s
     return ops.attention(q, store, layout, scale)[0]
 
 
-def rounded(x: Tensor, spec: QuantSpec, ops: Ops) -> Tensor:
-    """x [T, H, D] quantized per row and back, in x's dtype; the gradient goes straight through."""
-    flat = x.reshape(-1, x.shape[-1])
-    values = ops.quantize(flat.detach(), spec, "queries").dequantize().to(x.dtype).view(x.shape)
+def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -> Tensor:
+    """x [T, H, D] quantized per row, or by a `scale` [1] that is given, and back, in x's dtype; the gradient goes
+    straight through."""
+    flat = x.reshape(-1, x.shape[-1]).detach()
+    if scale is None:
+        quantized = ops.quantize(flat, spec, "queries")
+    else:
+        quantized = quantize_with_scale(flat, scale.to(x.device).view(1, 1), spec)
+    values = quantized.dequantize().to(x.dtype).view(x.shape)
     return _StraightThrough.apply(x, values) if torch.is_grad_enabled() else values
 
 

@@ -1,7 +1,8 @@
-"""Static scales of an FP8 KV cache, one for K and one for V in each layer, and the amax that they are made of.
+"""Static scales of an FP8 KV cache, one for K and one for V in each layer, and one for the queries where these are
+calibrated too; and the amax that they are made of.
 
-NeMo RL's rule: amax of K and V after QK-norm and rotary embedding, per batch and layer; a percentile over the batches;
-times a margin; over 448. Left out: what is run to find them (`engine/calibration.py`, `rl/learner.py`).
+NeMo RL's rule: amax of K, V and Q after QK-norm and rotary embedding, per batch and layer; a percentile over the
+batches; times a margin; over 448. Left out: what is run to find them (`engine/calibration.py`).
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from isobit.precision import E4M3, Calibration
 
 @dataclass(frozen=True, eq=False)
 class KVScales:
-    """`values` [layers, 2] float32, on the CPU: scales of K and of V; `version`: of the weights that they are for."""
+    """`values` [layers, 2 or 3] float32, on the CPU: scales of K, of V, and of Q where queries are calibrated;
+    `version`: of the weights that they were computed with."""
 
     values: Tensor
     version: int
@@ -25,28 +27,29 @@ class KVScales:
 
 
 class AmaxRecorder:
-    """Largest magnitudes of K and V, per forward and layer, while it is attached to a transformer.
+    """Largest magnitudes of K and V, and of Q with `queries`, per forward and layer, while it is attached to a
+    transformer.
 
     Each stays where it was computed until `amax` asks, so that a forward waits for none of them.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
+    def __init__(self, num_layers: int, queries: bool = False) -> None:
+        self.num_layers, self.sides = num_layers, 3 if queries else 2
         self.batches: list[dict[tuple[int, int], Tensor]] = []
 
     def begin(self) -> None:
         """A forward begins."""
         self.batches.append({})
 
-    def see(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keys and values [T, KV, D] of a layer, as they go to the cache."""
-        for side, tensor in enumerate((k, v)):
+    def see(self, layer: int, k: Tensor, v: Tensor, q: Tensor) -> None:
+        """Keys and values [T, KV, D] of a layer, as they go to the cache, and its queries [T, H, D]."""
+        for side, tensor in enumerate((k, v, q)[: self.sides]):
             if tensor.numel():
                 self.batches[-1][layer, side] = tensor.detach().abs().max().float()
 
     def amax(self, percentile: float) -> Tensor:
-        """[layers, 2] on the CPU: the percentile over the forwards seen, interpolated linearly."""
-        seen = torch.zeros(len(self.batches), self.num_layers, 2)
+        """[layers, 2 or 3] on the CPU: the percentile over the forwards seen, interpolated linearly."""
+        seen = torch.zeros(len(self.batches), self.num_layers, self.sides)
         places = [(batch, *place) for batch, found in enumerate(self.batches) for place in found]
         if places:
             found = torch.stack([peak for batch in self.batches for peak in batch.values()]).cpu()

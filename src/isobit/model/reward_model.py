@@ -47,7 +47,7 @@ class RewardModel:
         # there is no output head; a tied one needs no tensor
         config = ModelConfig.from_hf(values | {"tie_word_embeddings": True}, str(directory / "config.json"))
         flow = precision_from(precision)
-        if flow.learner.calibrated:
+        if flow.learner.calibrated or flow.learner.calibrated_queries:
             raise IsobitError(f"reward model {directory}: precision {flow.name} has a calibrated KV cache; use e4m3")
         tensors = read_weights(directory)
         score = tensors.pop("score.weight", None)

@@ -169,11 +169,17 @@ class Transformer:
         """Calibrated scales [2] of K and V. Raises IsobitError if there are none."""
         if self.kv_scales is None:
             raise IsobitError("the KV cache has calibrated scales, and none yet: call Engine.calibrate(prompts)")
-        return self.kv_scales.values[layer]
+        return self.kv_scales.values[layer, :2]
+
+    def query_scale(self, layer: int) -> Tensor:
+        """The calibrated scale [1] of the queries; as `layer_scales`."""
+        self.layer_scales(layer)
+        assert self.kv_scales is not None
+        return self.kv_scales.values[layer, 2:]
 
     def check_scales(self) -> None:
         """Raise IsobitError unless the calibrated scales, where a rollout has them, are of the present weights."""
-        if not self.precision.rollout.calibrated:
+        if not (self.precision.rollout.calibrated or self.precision.rollout.calibrated_queries):
             return
         version = -1 if self.kv_scales is None else self.kv_scales.version
         if version != self.weights_version:
@@ -255,10 +261,11 @@ class Transformer:
         rows, dim, eps = qkv.shape[0], self.config.head_dim, self.config.rms_eps
         qkv = qkv.view(rows, qkv.shape[1] // dim, dim)
         q, k, v = autograd.attention_inputs(qkv, layer.head_norms, eps, tables, store, layout, ops)
-        if layer.flow.query is not None:
-            q = autograd.rounded(q, layer.flow.query, ops)
         if recorder is not None:
-            recorder.see(index, k, v)
+            recorder.see(index, k, v, q)
+        flow = layer.flow
+        if flow.query is not None and (recorder is None or not flow.calibrated_queries):
+            q = autograd.rounded(q, flow.query, ops, self.query_scale(index) if flow.calibrated_queries else None)
         out = autograd.attention(q, k, v, store, layout, dim**-0.5, ops)
         return autograd.linear(out.flatten(1), layer.o, ops)
 

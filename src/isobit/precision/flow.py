@@ -21,7 +21,8 @@ class Flow:
 
     `compute` is the format of activations between operators, embedding, norms and output head. `weight` and
     `activation` quantize the two operands of each linear layer, `kv` the keys and values (granularity `row`: one scale
-    per token and head; `tensor`: one calibrated scale per layer for K and one for V), `query` the queries.
+    per token and head; `tensor`: one calibrated scale per layer for K and one for V), `query` the queries
+    (the same two).
     """
 
     compute: Format = BF16
@@ -35,13 +36,19 @@ class Flow:
         """Whether keys and values have static scales, which come from a calibration."""
         return self.kv is not None and self.kv.granularity == "tensor"
 
+    @property
+    def calibrated_queries(self) -> bool:
+        """The same of queries."""
+        return self.query is not None and self.query.granularity == "tensor"
+
 
 @dataclass(frozen=True)
 class Calibration:
     """How static scales of keys and values are found, in every step after the weights changed (NeMo RL's rule).
 
     scale = amax · `margin` / 448, with amax the `percentile` over batches of the largest magnitude in each. `side`:
-    rollout (a forward over the first `prompts` of the step) or learner (recorded while it learned from the last batch).
+    rollout (a forward over the first `prompts` of the step, by its flow) or learner (a forward over the whole batch
+    that was learned from last, by its flow; over those prompts before the first).
     """
 
     side: str = "rollout"
@@ -111,8 +118,14 @@ class Precision:
 
     @property
     def calibrated(self) -> bool:
-        """Whether any flow has calibrated keys and values."""
-        return self.rollout.calibrated or self.learner.calibrated
+        """Whether any flow has calibrated keys and values, or queries."""
+        flows = (self.rollout, self.learner)
+        return any(flow.calibrated for flow in flows) or self.calibrated_queries
+
+    @property
+    def calibrated_queries(self) -> bool:
+        """Whether any flow has calibrated queries."""
+        return self.rollout.calibrated_queries or self.learner.calibrated_queries
 
     @property
     def shared(self) -> bool:
@@ -194,6 +207,8 @@ def _cell(flow: Flow, role: str) -> str:
     if role == "kv":
         scales = "per layer, calibrated," if flow.calibrated else "per token and head"
         return f"{spec.format} {scales} {spec.scale}"
+    if role == "query" and flow.calibrated_queries:
+        return f"{spec.format} per layer, calibrated, {spec.scale}"
     return str(spec)
 
 

@@ -22,7 +22,7 @@ _ACTIVATIONS = ("1x128", "1x32", "row", "tensor", "128x128")
 _SCALES = ("fp32", "ue8m0")
 _FLOW_CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache": tuple(_KV),
-    "query": ("bf16", "e4m3"),
+    "query": ("bf16", "e4m3", "e4m3-calibrated"),
     "weight_scale": _SCALES,
     "weight_granularity": ("128x128", "1x32", "row", "tensor"),
     "activation_scale": _SCALES,
@@ -52,7 +52,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
     Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated), `query`
-    (bf16 | e4m3), `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | row | tensor),
+    (the same), `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | row | tensor),
     `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16), `gradient_scale`,
     `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`
     (some of qkv, o, gate_up, down), `engines` (shared | separate), `kv_calibration` (rollout | learner),
@@ -219,8 +219,9 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
         granularity = _KV[options["kv_cache"]]
         scale = activation.scale if activation is not None and activation.scale in _SCALES else "ue8m0"
         kv = None if granularity is None else QuantSpec(E4M3, granularity, kv.scale if kv is not None else scale)
-    if "query" in options:  # a power of two: the value of a code is then exact in BF16
-        query = QuantSpec(E4M3, "row", "ue8m0") if options["query"] == "e4m3" else None
+    if "query" in options:  # per row a power of two: the value of a code is then exact in BF16
+        kinds = {"e4m3": QuantSpec(E4M3, "row", "ue8m0"), "e4m3-calibrated": QuantSpec(E4M3, "tensor", "fp32")}
+        query = kinds.get(options["query"])
     return Flow(flow.compute, weight, activation, kv, query)
 
 

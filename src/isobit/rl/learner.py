@@ -24,7 +24,6 @@ from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.model import Model
-from isobit.model.kv_scales import AmaxRecorder
 from isobit.model.moe import RouteTape, decode_routes
 from isobit.rl.agreement import Disagreement, corrected, promises_bits, require_agreement
 from isobit.rl.batch import Advantage, Batch, per_token
@@ -43,12 +42,11 @@ from isobit.rl.totals import Totals
 class Learner:
     """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
 
-    `bad_steps_in_a_row` counts skipped optimizer steps since the last good one; a resumed run sets it again. `kv_amax`
-    [layers, 2] is that of keys and values in the last batch, where a KV cache is calibrated from it. `clip_bounds` are
-    the objective's, or those that the last shadow pass calibrated. `compared` holds the learner's log-probabilities of
-    the last batch's completion tokens, of those samples that the mismatch was measured on, by (prompt_index,
-    sample_index). `on_mismatch` (stop, warn or correct) is what a differing token does where the flow has `promised`
-    that there is none.
+    `bad_steps_in_a_row` counts skipped optimizer steps since the last good one; a resumed run sets it again.
+    `clip_bounds` are the objective's, or those that the last shadow pass calibrated. `compared` holds the learner's
+    log-probabilities of the last batch's completion tokens, of those samples that the mismatch was measured on, by
+    (prompt_index, sample_index). `on_mismatch` (stop, warn or correct) is what a differing token does where the flow
+    has `promised` that there is none.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Learner:
         self.seed = seed
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
         self.bad_steps_in_a_row = 0
-        self.kv_amax: Tensor | None = None
         self.compared: dict[tuple[int, int], list[float]] = {}
         self.clip_bounds = (objective.clip_low, objective.clip_high)
         self._routing = RoutingTotals()
@@ -76,19 +73,6 @@ class Learner:
         self._old_version = model.weights_version
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> dict[str, float]:
-        """`optimize`, recording the amax of keys and values where they are calibrated from it."""
-        precision, transformer = self.model.precision, self.model.transformer
-        if not (precision.calibrated and precision.calibration.side == "learner"):
-            return self._learn(samples, advantages, step)
-        transformer.recorder = recorder = AmaxRecorder(self.model.config.num_layers)
-        try:
-            return self._learn(samples, advantages, step)
-        finally:
-            transformer.recorder = None
-            if recorder.batches:
-                self.kv_amax = recorder.amax(precision.calibration.percentile)
-
-    def _learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> dict[str, float]:
         """`optimize`, and once more for a batch that disagrees and is to be corrected.
 
         Raises Disagreement, before anything has changed, if tokens differ that must not; unless they are to be

@@ -161,7 +161,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         rewards,
         scorer,
         engine,
-        Calibrator(model),
+        Calibrator(model, config.optimizer.micro_batch_tokens),
         ReplayBuffer(ReplaySettings(**config.replay.model_dump()), config.seed),
         sampling,
         objective,

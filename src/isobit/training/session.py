@@ -131,7 +131,7 @@ class Session:
         if self.parts.calibrator.active:
             count = self.model.precision.calibration.prompts
             first = self.state.cursor
-            with self._timed("calibrate"):
+            with self._timed("calibrate"), self._broken_weights_end_the_run():
                 self.parts.calibrator.calibrate([self.parts.task.train.at(first + i).prompt for i in range(count)])
 
     def begin_batch(self) -> StepBatch:
@@ -214,7 +214,7 @@ class Session:
                 raise failure(found, self.parts.learner, self.state.step + 1, self.run.directory, recorded) from None
         if (line := warning(learned, self.parts.learner, self.state.step + 1)) is not None:
             self.display.note(line)
-        self.parts.calibrator.learner_amax = self.parts.learner.kv_amax
+        self.parts.calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
         nonzero = sum(advantage != 0 for advantage in advantages)
         self._metrics["advantage/nonzero_fraction"] = nonzero / len(advantages) if advantages else math.nan
