@@ -28,7 +28,7 @@ def failure(found: Disagreement, learner: Learner, step: int, run: Path, recorde
     )
 
 
-def warning(learned: Mapping[str, float], learner: Learner, step: int) -> str | None:
+def warning_of(learned: Mapping[str, float], learner: Learner, step: int) -> str | None:
     """The line of a step that learned from tokens that differ, if it did."""
     differing = learned.get("mismatch/differing_tokens", 0.0)
     corrected = learned.get("mismatch/corrected", 0.0) > 0

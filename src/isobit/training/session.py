@@ -29,7 +29,7 @@ from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, staleness
 from isobit.trackers.process import Trackers
 from isobit.training.lengths import endless
 from isobit.training.objects import OnStep
-from isobit.training.agreement import failure, warning
+from isobit.training.agreement import failure, warning_of
 from isobit.training.parts import Parts, save_checkpoint
 from isobit.training.scoring import RolloutScoring
 from isobit.training.snapshot import Snapshot, State
@@ -212,7 +212,7 @@ class Session:
             except Disagreement as found:
                 recorded = self._recorded is not None
                 raise failure(found, self.parts.learner, self.state.step + 1, self.run.directory, recorded) from None
-        if (line := warning(learned, self.parts.learner, self.state.step + 1)) is not None:
+        if (line := warning_of(learned, self.parts.learner, self.state.step + 1)) is not None:
             self.display.note(line)
         self.parts.calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
