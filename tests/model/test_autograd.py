@@ -10,6 +10,7 @@ from torch import Tensor
 from isobit.kernels import Composed, KVStore, Layout, Ops, get_ops
 from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
+from isobit.model.head import head_logprobs
 from isobit.precision import BF16, E4M3, FP32, PRESETS, QTensor, QuantSpec, quantize
 
 from .helpers import require
@@ -292,7 +293,7 @@ def _head(hidden: Tensor, dtype: torch.dtype, chunk: int, ops: Ops, gradient: Te
     targets = torch.arange(hidden.shape[0]) * 5 % 97
     hidden = hidden.clone().requires_grad_(gradient is not None)
     with torch.set_grad_enabled(gradient is not None):
-        logprobs, entropy = autograd.head_logprobs(hidden, head, targets, 0.7, chunk, ops)
+        logprobs, entropy = head_logprobs(hidden, head, targets, 0.7, chunk, ops)
     if gradient is not None:
         logprobs.backward(gradient)
     return logprobs.detach(), entropy, hidden.grad, master.grad, head.working, targets

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from isobit.kernels import KVStore, Layout, Operand, Ops
-from isobit.precision import QTensor, QuantSpec, quantize_with_scale
+from isobit.precision import QTensor, QuantSpec, along_rows, quantize_with_scale
 
 ALONG_INPUTS = ("1x32", "1x16", "row")
 
@@ -35,6 +35,7 @@ class Weight:
     gradient: QuantSpec | None = None
     dgrad: str = "bf16"
     wgrad: str = "bf16"
+    own_copy: bool = False  # WGrad's activation is quantized along the tokens in the forward, from the unquantized one
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +51,7 @@ def linear(x: Tensor, weight: Weight, ops: Ops) -> Tensor:
     """x [T, K] times the weight, plus bias: [T, N] in x's dtype."""
     if torch.is_grad_enabled():
         return _Linear.apply(x, weight.master, weight.bias_master, weight, ops)
-    operand = x if weight.activation is None else ops.quantize(x, weight.activation, weight.name)
-    return ops.product(operand, weight.working, weight.bias, x.dtype)
+    return ops.product(_quantized(x, weight, ops), weight.working, weight.bias, x.dtype)
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops: Ops) -> tuple[Tensor, Tensor]:
@@ -122,21 +122,12 @@ def embedding(tokens: Tensor, table: Vector, ops: Ops) -> Tensor:
     return table.working[tokens]
 
 
-def head_logprobs(
-    hidden: Tensor, head: Weight, targets: Tensor, temperature: float, chunk: int, ops: Ops
-) -> tuple[Tensor, Tensor]:
-    """(log-probability of `targets` [T], entropy [T], without gradient), `chunk` rows of logits at a time."""
-    if torch.is_grad_enabled():
-        return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, chunk, ops)
-    return _chunked_logprobs(hidden, head, targets, temperature, chunk, ops)
-
-
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, bias_master: Tensor | None, weight: Weight, ops: Ops) -> Tensor:
         ctx.weight, ctx.ops = weight, ops
-        operand: Operand = x if weight.activation is None else ops.quantize(x, weight.activation, weight.name)
-        ctx.save_for_backward(*_parts(operand))
+        operand = _quantized(x, weight, ops)
+        ctx.save_for_backward(*_kept(operand, x, weight, ops))
         return ops.product(operand, weight.working, weight.bias, x.dtype)
 
     @staticmethod
@@ -146,7 +137,31 @@ class _Linear(Function):
         return dx, dw, db, None, None
 
 
-def _parts(operand: Operand) -> tuple[Tensor, ...]:
+def _kept(operand: Operand, x: Tensor, weight: Weight, ops: Ops) -> tuple[Tensor, ...]:
+    """What WGrad needs of an operand that was quantized from x [T, K]: its parts, or those of a copy of x along the
+    tokens. DGrad needs nothing of it."""
+    if weight.activation is None or not has_own_copy(weight):
+        return parts(operand)
+    return parts(ops.quantize_along_tokens(x, weight.activation, weight.name))
+
+
+def _quantized(x: Tensor, weight: Weight, ops: Ops) -> Operand:
+    return x if weight.activation is None else ops.quantize(x, weight.activation, weight.name)
+
+
+def has_own_copy(weight: Weight) -> bool:
+    """Whether WGrad multiplies an own copy of the activation."""
+    return weight.own_copy and weight.wgrad == "fp8" and weight.activation is not None
+
+
+def copy_spec(weight: Weight) -> QuantSpec:
+    """The spec of an own copy [K, T]."""
+    assert weight.activation is not None
+    return along_rows(weight.activation).transpose()
+
+
+def parts(operand: Operand) -> tuple[Tensor, ...]:
+    """What an operand is saved as."""
     return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
 
 
@@ -155,7 +170,8 @@ def _linear_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(gradient of the operand, of the weight, of the bias), as far as `needed`; `saved` are the operand's parts."""
     weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
-    operand = QTensor(saved[0], saved[1], weight.activation) if len(saved) == 2 else saved[0]
+    spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
+    operand = QTensor(saved[0], saved[1], spec) if len(saved) == 2 else saved[0]
     dx = _dgrad(dy, weight, ops) if needed[0] else None
     dw = _wgrad(dy, operand, weight, ops) if needed[1] else None
     db = dy.double().sum(0).float() if needed[2] else None
@@ -175,9 +191,12 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
 
 
 def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor:
-    """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens."""
+    """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens; `saved` is x [T, K], or its own copy
+    [K, T], which is quantized so already."""
     if weight.wgrad == "fp8" and isinstance(saved, QTensor) and weight.gradient is not None:
         gradient = ops.quantize_along_tokens(dy, weight.gradient, f"output gradient of {weight.name}")
+        if has_own_copy(weight):
+            return ops.gradient_product(gradient, saved, torch.float32)
         activation = ops.quantize_along_tokens(saved, saved.spec, weight.name)
         return ops.gradient_product(gradient, activation, torch.float32)
     return ops.gradient_product(dy.t(), _plain(saved, dy.dtype).t(), torch.float32)
@@ -219,9 +238,15 @@ class _NormLinear(Function):
         weight: Weight,
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
-        operand, summed, rstd = _normed(x, residual, norm, eps, weight, ops)
+        if has_own_copy(weight):
+            normed, summed, rstd = ops.rms_norm(x, norm.working, eps, residual)
+            operand = _quantized(normed, weight, ops)
+            kept = _kept(operand, normed, weight, ops)
+        else:
+            operand, summed, rstd = _normed(x, residual, norm, eps, weight, ops)
+            kept = parts(operand)
         ctx.norm, ctx.weight, ctx.ops, ctx.has_residual = norm, weight, ops, residual is not None
-        ctx.save_for_backward(summed, rstd, *_parts(operand))
+        ctx.save_for_backward(summed, rstd, *kept)
         return ops.product(operand, weight.working, weight.bias, x.dtype), summed.view_as(summed)
 
     @staticmethod
@@ -248,9 +273,15 @@ class _GatedLinear(Function):
     def forward(
         ctx: Any, gate_up: Tensor, master: Tensor, bias_master: Tensor | None, weight: Weight, ops: Ops
     ) -> Tensor:
-        operand = _gated(gate_up, weight, ops)
+        if has_own_copy(weight):
+            hidden = ops.silu_mul(gate_up)
+            operand = _quantized(hidden, weight, ops)
+            kept = _kept(operand, hidden, weight, ops)
+        else:
+            operand = _gated(gate_up, weight, ops)
+            kept = parts(operand)
         ctx.weight, ctx.ops = weight, ops
-        ctx.save_for_backward(gate_up, *_parts(operand))
+        ctx.save_for_backward(gate_up, *kept)
         return ops.product(operand, weight.working, weight.bias, gate_up.dtype)
 
     @staticmethod
@@ -336,46 +367,3 @@ class _Embedding(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
         return None, ctx.ops.embedding_backward(dy, tokens, ctx.count), None, None
-
-
-class _HeadLogprobs(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        master: Tensor,
-        head: Weight,
-        targets: Tensor,
-        temperature: float,
-        chunk: int,
-        ops: Ops,
-    ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _chunked_logprobs(hidden, head, targets, temperature, chunk, ops)
-        ctx.head, ctx.temperature, ctx.chunk, ctx.ops = head, temperature, chunk, ops
-        ctx.save_for_backward(hidden, targets)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlogprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets = ctx.saved_tensors
-        weight = ctx.head.working
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros(weight.shape, device=weight.device)
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            found = ctx.ops.head_backward(dlogprobs[rows], hidden[rows], weight, targets[rows], ctx.temperature)
-            dhidden[rows] = found[0]
-            dweight += found[1]
-        return dhidden, dweight, None, None, None, None, None
-
-
-def _chunked_logprobs(
-    hidden: Tensor, head: Weight, targets: Tensor, temperature: float, chunk: int, ops: Ops
-) -> tuple[Tensor, Tensor]:
-    assert isinstance(head.working, Tensor), "the output head stays in the compute format"
-    parts = [
-        ops.head_logprobs(rows, head.working, tokens, temperature)
-        for rows, tokens in zip(hidden.split(chunk), targets.split(chunk))
-    ]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

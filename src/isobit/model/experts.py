@@ -2,13 +2,15 @@
 
 A token stands in the sorted rows once for every expert that serves it. Activations are quantized row by row, so once
 for a token, whoever serves it; a row's bits are those of the expert's MLP over that row alone (`tests/model/
-test_experts.py`). The forward asks no size of the device: it never waits for a GPU. The backward does, once for each
-of the two matrices, because an expert without rows has no gradient at all.
+test_experts.py`). The forward asks no size of the device, unless WGrad has own copies: it never waits for a GPU. The
+backward does, once for each of the two matrices, because an expert without rows has no gradient at all.
 
 Activations or gradients whose rows share scales (granularity `tensor`, and the like) are quantized expert by expert, as
 matrices of their own. Left out: which experts serve a token (`moe.py`).
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,8 +58,14 @@ class _Experts(Function):
         ctx: Any, x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, *masters: Tensor
     ) -> Tensor:
         total, plan, inputs, gate_up, hidden, results = _forward(x, gates, chosen, layer, ops)
-        ctx.layer, ctx.ops, ctx.num_inputs = layer, ops, len(_parts(inputs))
-        ctx.save_for_backward(gates, *plan, gate_up, results, *_parts(inputs), *_parts(hidden))
+        (rows, _, offsets), up, down = plan, layer.experts[0].gate_up, layer.experts[0].down
+        kept, kept_hidden = autograd.parts(inputs), autograd.parts(hidden)
+        if autograd.has_own_copy(up):
+            kept = _copies(x.index_select(0, rows), up, offsets, ops)
+        if autograd.has_own_copy(down):
+            kept_hidden = _copies(ops.silu_mul(gate_up), down, offsets, ops)
+        ctx.layer, ctx.ops, ctx.num_inputs = layer, ops, len(kept)
+        ctx.save_for_backward(gates, *plan, gate_up, results, *kept, *kept_hidden)
         return total
 
     @staticmethod
@@ -66,12 +74,12 @@ class _Experts(Function):
         layer, ops, count = ctx.layer, ctx.ops, len(ctx.layer.experts)
         gates, rows, place, offsets, gate_up, results, *parts = ctx.saved_tensors
         up, down = layer.experts[0].gate_up, layer.experts[0].down
-        inputs, hidden = _operand(parts[: ctx.num_inputs], up), _operand(parts[ctx.num_inputs :], down)
+        inputs, hidden = parts[: ctx.num_inputs], parts[ctx.num_inputs :]
         needed = ctx.needs_input_grad[5:]
         dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results, place, gates)
-        ddown = _weight_gradients(dy, hidden, down, offsets, needed[count:], ops)
+        ddown = _weight_gradients(dy, hidden, None, down, offsets, needed[count:], ops)
         dgate_up = ops.silu_mul_backward(_input_gradient(dy, layer.down, down, offsets, ops), gate_up)
-        dup = _weight_gradients(dgate_up, _pick(inputs, rows), up, offsets, needed[:count], ops)
+        dup = _weight_gradients(dgate_up, inputs, rows, up, offsets, needed[:count], ops)
         dx = None
         if ctx.needs_input_grad[0]:
             drows = _input_gradient(dgate_up, layer.gate_up, up, offsets, ops)
@@ -118,14 +126,53 @@ def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tenso
 
 
 def _weight_gradients(
-    dy: Tensor, operand: Operand, weight: Weight, offsets: Tensor, needed: tuple[bool, ...], ops: Ops
+    dy: Tensor,
+    saved: list[Tensor],
+    rows: Tensor | None,
+    weight: Weight,
+    offsets: Tensor,
+    needed: tuple[bool, ...],
+    ops: Ops,
 ) -> list[Tensor | None]:
-    """dW [N, K] float32 of every expert that has rows and needs one."""
+    """dW [N, K] float32 of every expert that has rows and needs one. `saved`: the parts of an operand, whose `rows` are
+    those of dy, by default all; or of own copies."""
     if not any(needed):
         return [None] * len(needed)
-    gradient = weight.gradient if weight.wgrad == "fp8" and isinstance(operand, QTensor) else None
-    found = ops.grouped_weight_gradient(dy, operand, offsets, gradient, _name(weight))
+    name = _name(weight)
+    if autograd.has_own_copy(weight):
+        assert weight.gradient is not None
+        found: list[Tensor | None] = [None] * len(needed)
+        for expert, (start, stop), copy in _split(saved, weight, offsets):
+            gradient = ops.quantize_along_tokens(dy[start:stop], weight.gradient, f"output gradient of {name}")
+            found[expert] = ops.gradient_product(gradient, copy, torch.float32)
+    else:
+        operand = _operand(saved, weight)
+        given = weight.gradient if weight.wgrad == "fp8" and isinstance(operand, QTensor) else None
+        found = ops.grouped_weight_gradient(dy, operand if rows is None else _pick(operand, rows), offsets, given, name)
     return [dw if wanted else None for dw, wanted in zip(found, needed)]
+
+
+def _copies(x: Tensor, weight: Weight, offsets: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+    """Codes [K, R] and scales [K, blocks] of x [R, K] quantized along the tokens, expert by expert; asks a GPU where
+    each expert's rows begin."""
+    assert weight.activation is not None
+    bounds = [pair for pair in pairwise(offsets.tolist()) if pair[1] > pair[0]]
+    found = [ops.quantize_along_tokens(x[i:j], weight.activation, _name(weight)) for i, j in bounds]
+    if not found:
+        return x.new_empty(x.shape[1], 0), x.new_empty(x.shape[1], 0)
+    codes = torch.cat([copy.data.view(torch.uint8) for copy in found], 1)
+    return codes.view(found[0].data.dtype), torch.cat([copy.scale for copy in found], 1)
+
+
+def _split(saved: list[Tensor], weight: Weight, offsets: Tensor) -> Iterator[tuple[int, tuple[int, int], QTensor]]:
+    """(expert, its rows, its own copy [K, rows]) of every expert that has rows."""
+    (codes, scales), spec, column = saved, autograd.copy_spec(weight), 0
+    for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        if stop > start:
+            wide = spec.block((codes.shape[0], stop - start))[1]
+            blocks = -(-(stop - start) // wide)
+            yield expert, (start, stop), QTensor(codes[:, start:stop], scales[:, column : column + blocks], spec)
+            column += blocks
 
 
 def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
@@ -158,10 +205,6 @@ def _pick(operand: Operand, rows: Tensor) -> Operand:
         return operand.index_select(0, rows)
     codes = operand.data.view(torch.uint8).index_select(0, rows).view(operand.data.dtype)
     return QTensor(codes, operand.scale.index_select(0, rows), operand.spec)
-
-
-def _parts(operand: Operand) -> tuple[Tensor, ...]:
-    return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
 
 
 def _operand(parts: list[Tensor], weight: Weight) -> Operand:

@@ -19,6 +19,7 @@ from isobit.kernels import KVStore, Layout, Ops, separate_ops
 from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
+from isobit.model.head import head_logprobs
 from isobit.model.kv_scales import AmaxRecorder, KVScales
 from isobit.model.moe import RouteTape, mixture
 from isobit.model.recompute import recomputed
@@ -127,7 +128,7 @@ class Transformer:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
         rows = chunk if chunk is not None else self._head_rows(self.ops[use].device)
         head = self._working[use].outside.head
-        return autograd.head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
+        return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
 
     def head_weight(self, use: str = "learner") -> Tensor:
         """The output head [vocabulary, hidden], as it is multiplied."""

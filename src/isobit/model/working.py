@@ -215,7 +215,8 @@ def _make_layer(
         if activation is None:
             return Weight(prefix + name, master, operand, bias, rounded)
         gradient = precision.gradient
-        return Weight(prefix + name, master, operand, bias, rounded, activation, gradient, dgrad, wgrad)
+        own_copy = precision.wgrad_activation == "own-copy"
+        return Weight(prefix + name, master, operand, bias, rounded, activation, gradient, dgrad, wgrad, own_copy)
 
     def mixture() -> Mixture:
         assert config.experts is not None

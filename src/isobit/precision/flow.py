@@ -71,9 +71,11 @@ class Precision:
     `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has its own copy of the
     weights, sent at every sync, and rounds like an inference engine: `isobit.kernels.separate`). `gradient` quantizes
     output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized
-    operands of the forward). On both sides the first and last layers may stay in the compute format, and so may the
-    linear layers that `bf16_layers` names, in every layer. `correction` is what the objective applies by default;
-    `calibration` is of a KV cache with static scales.
+    operands of the forward). `wgrad_activation`: FP8 WGrad takes the forward's codes `requantized` along the tokens, or
+    an `own-copy`, quantized along the tokens in the forward from the activation itself (as Transformer Engine does).
+    On both sides the first and last layers may stay in the compute format, and so may the linear layers that
+    `bf16_layers` names, in every layer. `correction` is what the objective applies by default; `calibration` is of a KV
+    cache with static scales.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Precision:
     gradient: QuantSpec | None = None
     dgrad: str = "bf16"
     wgrad: str = "bf16"
+    wgrad_activation: str = "requantized"
     bf16_first_layers: int = 0
     bf16_last_layers: int = 0
     bf16_layers: tuple[str, ...] = ()
@@ -183,6 +186,8 @@ class Precision:
         rows.append(("output gradients", "", gradient))
         for product in ("fprop", "dgrad", "wgrad"):
             value = getattr(self, product)
+            if value == "fp8" and product == "wgrad":
+                value = f"fp8, activations {self.wgrad_activation}"
             rows.append((product, "", str(self.learner.compute) if value == "bf16" else value))
         rows.append(("master weights, optimizer", "", "fp32"))
         rows.append(("engine", *(("one", "the same") if self.shared else ("its own", "its own"))))
@@ -236,7 +241,7 @@ PRESETS: dict[str, Precision] = {
         Precision(
             "fp8-rollout-kv", _fp8_flow("fp32", "tensor"), Flow(BF16), correction="token_tis", engines="separate"
         ),
-        replace(_unified("fp8-e2e", "fp32"), correction="token_tis", engines="separate"),
+        replace(_unified("fp8-e2e", "fp32"), correction="token_tis", engines="separate", wgrad_activation="own-copy"),
         _unified("fp8-unified", "fp32"),
         _unified("fp8", "ue8m0", kv="row"),
         Precision("mxfp8-rollout", _MXFP8, Flow(BF16), correction="token_tis", engines="separate"),

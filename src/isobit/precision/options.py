@@ -31,6 +31,7 @@ _FLOW_CHOICES: dict[str, tuple[str, ...]] = {
 _CHOICES: dict[str, tuple[str, ...]] = _FLOW_CHOICES | {
     "dgrad": ("fp8", "bf16"),
     "wgrad": ("fp8", "bf16"),
+    "wgrad_activation": ("requantized", "own-copy"),
     "gradient_scale": _SCALES,
     "gradient_granularity": ("1x128", "1x32", "row", "tensor"),
     "gradient_format": ("e4m3", "e5m2"),
@@ -53,7 +54,8 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
 
     Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated), `query`
     (the same), `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | row | tensor),
-    `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16), `gradient_scale`,
+    `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16),
+    `wgrad_activation` (requantized | own-copy), `gradient_scale`,
     `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`
     (some of qkv, o, gate_up, down), `engines` (shared | separate), `kv_calibration` (rollout | learner),
     `kv_percentile`, `kv_margin`, `kv_calibration_prompts`. The name of the result, such as `fp8[wgrad=bf16]`, is
@@ -160,18 +162,21 @@ def _apply(precision: Precision, options: Mapping[str, Any]) -> Precision:
         gradient=_gradient(changed, options),
         dgrad=options.get("dgrad", changed.dgrad),
         wgrad=options.get("wgrad", changed.wgrad),
+        wgrad_activation=options.get("wgrad_activation", changed.wgrad_activation),
         engines=options.get("engines", changed.engines),
         bf16_first_layers=options.get("bf16_first_layers", changed.bf16_first_layers),
         bf16_last_layers=options.get("bf16_last_layers", changed.bf16_last_layers),
         bf16_layers=_names(options.get(_NAMES, ())),
     )
+    if options.get("wgrad_activation") == "own-copy" and changed.wgrad != "fp8":
+        raise IsobitError("precision.wgrad_activation: own-copy is what WGrad multiplies in FP8; set wgrad: fp8")
     return replace(changed, calibration=_calibration(changed, options))
 
 
 def _gradient(precision: Precision, options: Mapping[str, Any]) -> QuantSpec | None:
     given = precision.gradient
     if given is None:
-        backward = ("dgrad", "wgrad", "gradient_scale", "gradient_granularity", "gradient_format")
+        backward = ("dgrad", "wgrad", "wgrad_activation", "gradient_scale", "gradient_granularity", "gradient_format")
         refused = [key for key in backward if key in options and options[key] != "bf16"]
         if refused:
             raise IsobitError(
