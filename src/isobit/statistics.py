@@ -1,7 +1,7 @@
 """Metrics that describe a step: rewards, lengths and groups, the quantization of the weights, and peak memory."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -79,17 +79,29 @@ class WeightTotals:
     def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
         """Tensor to `relative_error`, `saturated` and `flushed` (fractions), each a list over layers; None where a
         layer is not quantized."""
-        found: dict[str, dict[str, list[float | None]]] = {}
-        for (layer, role), totals in sorted(self._parts.items()):
-            for name, value in asdict(totals.stats()).items():
-                lists = found.setdefault(role, {}).setdefault(name, [None] * self._layers)
-                lists[layer] = float(f"{value:.6g}")
-        return found
+        return listed_by_tensor(self._parts, self._layers)
 
     def due(self, step: int, every: int) -> bool:
-        """Whether a step's `by_tensor` is to be recorded: the first, and each `every`-th. (Not the last: a run that is
-        extended would then differ from one that was planned longer.)"""
-        return bool(self._parts) and every > 0 and (step == 1 or step % every == 0)
+        """Whether a step's `by_tensor` is to be recorded."""
+        return bool(self._parts) and recorded(step, every)
+
+
+def recorded(step: int, every: int) -> bool:
+    """Whether quantization is recorded by tensor in a step: in the first, and in each `every`-th. (Not in the last: a
+    run that is extended would then differ from one that was planned longer.)"""
+    return every > 0 and (step == 1 or step % every == 0)
+
+
+def listed_by_tensor(
+    parts: Mapping[tuple[int, str], QuantTotals], num_layers: int
+) -> dict[str, dict[str, list[float | None]]]:
+    """Totals by (layer, tensor) as lists over layers, by tensor and figure; None where a layer has none."""
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for (layer, role), totals in sorted(parts.items()):
+        for name, value in asdict(totals.stats()).items():
+            lists = found.setdefault(role, {}).setdefault(name, [None] * num_layers)
+            lists[layer] = float(f"{value:.6g}")
+    return found
 
 
 def layer_and_role(name: str) -> tuple[int, str]:

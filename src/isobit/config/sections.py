@@ -289,6 +289,9 @@ class RunConfig(Section):
     )
     keep_last: int = Field(2, ge=1)
     quantization_every: int = Field(
-        10, ge=0, description="steps between records of the weights' quantization by layer, from step 1; 0: none"
+        10,
+        ge=0,
+        description="steps between records of quantization by layer, of weights and of the learner's activations "
+        "and output gradients, from step 1; 0: none",
     )
     report: bool = True

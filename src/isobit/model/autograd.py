@@ -185,7 +185,8 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {weight.name}")
         transposed = working.transpose()
         if working.spec.granularity in ALONG_INPUTS:  # scales for every row of N: quantized again, along N
-            transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, weight.name)
+            name = f"transposed {weight.name}"
+            transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, name)
         return ops.gradient_product(quantized, transposed, dy.dtype)
     return ops.gradient_product(dy, _plain(working, dy.dtype).t(), dy.dtype)
 

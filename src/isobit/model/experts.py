@@ -118,7 +118,7 @@ def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tenso
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {_name(weight)}")
         transposed = stacked.transpose()
         if stacked.spec.granularity in ALONG_INPUTS:  # scales for every row of N: quantized again, along N
-            spec, name = stacked.spec, _name(weight)
+            spec, name = stacked.spec, f"transposed {_name(weight)}"
             transposed = transposed.map(lambda w: ops.quantize(_plain(w, torch.float32).contiguous(), spec, name))
         return ops.grouped_product(quantized, transposed, offsets, dy.dtype)
     plain = stacked if stacked.spec is None else stacked.map(lambda w: _plain(w, dy.dtype))

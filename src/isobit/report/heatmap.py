@@ -1,4 +1,5 @@
-"""Quantization of the weights as heat maps: layers down, tensors across, one table for each of three figures.
+"""Quantization of weights, activations and output gradients as heat maps: layers down, tensors across, one table for
+each of three figures.
 
 The tables show the last recorded step; the script moves them over the recorded steps. A figure's colours have one
 scale over all steps: the relative error's is linear from the lowest there is, fractions' are logarithmic, and 0 has no
@@ -13,9 +14,9 @@ from isobit.report.axes import power_text
 from isobit.report.document import escaped
 
 FIGURES = {
-    "relative_error": ("Relative error", "norm of the quantized weights minus the masters, relative to the masters"),
-    "flushed": ("Flushed to zero", "fraction of the weights that are not zero and became zero"),
-    "saturated": ("Saturated", "fraction of the weights clamped by their scale"),
+    "relative_error": ("Relative error", "norm of the quantized tensor minus the tensor, relative to the tensor"),
+    "flushed": ("Flushed to zero", "fraction of the elements that are not zero and became zero"),
+    "saturated": ("Saturated", "fraction of the elements clamped by their scale"),
 }
 SHADES = 8
 """Classes `q1` to `q8` of the style sheet; `q0` has no colour."""
@@ -97,7 +98,11 @@ def _compact(values: Sequence[float | None]) -> list[float | None]:
     return [None if v is None else float(f"{v:.3g}") for v in values]
 
 
+_LAYERS = ("qkv", "o", "gate_up", "down", "experts gate_up", "experts down")
+_KINDS = ("", " input", " input (WGrad)", " gradient", " gradient (WGrad)")
+
+
 def _order(name: str) -> tuple[int, str]:
-    """Tensors as a token meets them."""
-    known = ("qkv", "o", "gate_up", "down", "experts gate_up", "experts down")
+    """Weights, activations, gradients; each as a token meets them."""
+    known = [layer + kind for kind in _KINDS for layer in _LAYERS]
     return (known.index(name) if name in known else len(known), name)

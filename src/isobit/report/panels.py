@@ -54,6 +54,23 @@ QUANTIZATION = (
     Panel("Weights: relative error", ("quant/weight_relative_error",), note="all layers"),
     Panel("Weights flushed to zero", ("quant/weight_flushed_fraction",), log=True, note="fraction, all layers"),
     Panel("Weights saturated", ("quant/weight_saturated_fraction",), log=True, note="fraction, all layers"),
+    Panel(
+        "Activations and gradients: relative error",
+        ("quant/activation_relative_error", "quant/gradient_relative_error"),
+        note="the learner's, all layers",
+    ),
+    Panel(
+        "Activations and gradients flushed to zero",
+        ("quant/activation_flushed_fraction", "quant/gradient_flushed_fraction"),
+        log=True,
+        note="fraction, all layers",
+    ),
+    Panel(
+        "Activations and gradients saturated",
+        ("quant/activation_saturated_fraction", "quant/gradient_saturated_fraction"),
+        log=True,
+        note="fraction, all layers",
+    ),
     Panel("KV cache saturated", ("quant/kv_saturated_fraction",), log=True, note="fraction of keys and values"),
     Panel("Drift of KV scales", ("quant/kv_scale_drift",), note="largest relative change since the step before"),
 )

@@ -25,12 +25,13 @@ from isobit.rl.agreement import Disagreement
 from isobit.rl.collect import StepBatch
 from isobit.rl.correction import small_step
 from isobit.run import Interruption, Run
-from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, staleness_metrics
+from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, recorded, staleness_metrics
 from isobit.trackers.process import Trackers
 from isobit.training.lengths import endless
 from isobit.training.objects import OnStep
 from isobit.training.agreement import failure, warning_of
 from isobit.training.parts import Parts, save_checkpoint
+from isobit.training.quantization import LearnerTotals
 from isobit.training.scoring import RolloutScoring
 from isobit.training.snapshot import Snapshot, State
 from isobit.view import Display, Shown
@@ -71,6 +72,7 @@ class Session:
         self._peaks = PeakMemory(self.model.ops.device)
         self._metrics: dict[str, float] = {}
         self._weights: WeightTotals
+        self._learner_totals: LearnerTotals
         self._began = 0.0
         self._warned = False
         self.saved_step: int | None = None
@@ -206,12 +208,14 @@ class Session:
         """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
         self.parts.sleep()
         self._whole = None
-        with self._timed("learn"), self._peaks.of("learn"):
+        self._learner_totals = LearnerTotals(self.model)
+        due = recorded(self.state.step + 1, self.config.run.quantization_every)
+        with self._timed("learn"), self._peaks.of("learn"), self._learner_totals.watching(due):
             try:
                 learned = self.parts.learner.learn(samples, advantages, self.state.step)
             except Disagreement as found:
-                recorded = self._recorded is not None
-                raise failure(found, self.parts.learner, self.state.step + 1, self.run.directory, recorded) from None
+                replayed = self._recorded is not None
+                raise failure(found, self.parts.learner, self.state.step + 1, self.run.directory, replayed) from None
         if (line := warning_of(learned, self.parts.learner, self.state.step + 1)) is not None:
             self.display.note(line)
         self.parts.calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
@@ -238,6 +242,7 @@ class Session:
             **batch_metrics(batch),
             **staleness_metrics(staleness, len(batch.replayed), len(self.parts.replay.groups)),
             **learned,
+            **self._learner_totals.metrics(),
             **self._metrics,
             "prompts/consumed": float(state.cursor),
             "weights_version": float(self.model.weights_version),
@@ -248,7 +253,7 @@ class Session:
         }
         self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)
         if self._weights.due(state.step, config.run.quantization_every):
-            self.run.write_quantization(state.step, self._weights.by_tensor())
+            self.run.write_quantization(state.step, self._weights.by_tensor() | self._learner_totals.by_tensor())
         values = self._finish_step(measured)
         self.display.step(values, (self._shown(sample) for group in batch.groups for sample in group))
         every = config.run.checkpoint_every

@@ -1,0 +1,107 @@
+"""What the learner's FP8 does to activations and output gradients in a step: watched every few steps, by tensor.
+
+The operators that are watched return what they would return (`tests/training/test_quantization.py`): the figures are
+taken beside them, of the tensor that was quantized and of its codes. Left out: weights (`isobit.statistics`), and
+WGrad's operands of experts, which one operator quantizes and multiplies.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import Operand, Ops
+from isobit.model import Model
+from isobit.precision import QTensor, QuantSpec, QuantTotals
+from isobit.statistics import layer_and_role, listed_by_tensor
+
+_GRADIENT = "output gradient of "
+
+
+class LearnerTotals:
+    """Of one step's forwards and backwards; empty until something was quantized while it was `watching`."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._masters = {parameter.data_ptr() for parameter in model.parameters()}
+        self._whole: dict[str, QuantTotals] = {}
+        self._parts: dict[tuple[int, str], QuantTotals] = {}
+
+    @contextmanager
+    def watching(self, due: bool) -> Iterator[None]:
+        """While the learner learns, if it is `due`."""
+        if not due:
+            yield
+            return
+        operators = self._model.transformer.ops
+        inner = operators["learner"]
+        operators["learner"] = _Watching(inner, self)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            operators["learner"] = inner
+
+    @torch.no_grad()
+    def see(self, name: str, x: Tensor, quantized: QTensor, products: str = "") -> None:
+        """A tensor under the name that the quantizer was given; `products`: which one it is for, if not for any."""
+        kind = "gradient" if name.startswith(_GRADIENT) else "activation"
+        name = name.removeprefix(_GRADIENT)
+        if not name.startswith("layers.") or not x.numel() or x.data_ptr() in self._masters:
+            return  # queries; weights, whose sync comes between optimizer steps
+        own = QuantTotals()
+        own.add(x, quantized)
+        layer, role = layer_and_role(name)
+        key = (layer, f"{role} {'gradient' if kind == 'gradient' else 'input'}{products}")
+        self._parts.setdefault(key, QuantTotals()).merge(own)
+        self._whole.setdefault(kind, QuantTotals()).merge(own)
+
+    def metrics(self) -> dict[str, float]:
+        """Of all activations together, and of all output gradients."""
+        found = {kind: totals.stats() for kind, totals in self._whole.items()}
+        return {
+            f"quant/{kind}_{name}": value
+            for kind, stats in found.items()
+            for name, value in (
+                ("flushed_fraction", stats.flushed),
+                ("saturated_fraction", stats.saturated),
+                ("relative_error", stats.relative_error),
+            )
+        }
+
+    def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
+        """As `WeightTotals.by_tensor`: `qkv input`, `qkv gradient`, and those that are quantized for WGrad alone."""
+        return listed_by_tensor(self._parts, self._model.config.num_layers)
+
+
+class _Watching:
+    """Operators that tell what they quantize, and otherwise are those that they wrap."""
+
+    def __init__(self, ops: Ops, totals: LearnerTotals) -> None:
+        self._ops, self._totals = ops, totals
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)
+
+    def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
+        quantized = self._ops.quantize(x, spec, name)
+        self._totals.see(name, x, quantized)
+        return quantized
+
+    def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
+        quantized = self._ops.quantize_along_tokens(x, spec, name)
+        values = x.dequantize() if isinstance(x, QTensor) else x
+        self._totals.see(name, values.t(), quantized, " (WGrad)")
+        return quantized
+
+    def rms_norm_quantized(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+    ) -> tuple[QTensor, Tensor, Tensor]:
+        found = self._ops.rms_norm_quantized(x, weight, eps, residual, spec, name)
+        self._totals.see(name, self._ops.rms_norm(x, weight, eps, residual)[0], found[0])
+        return found
+
+    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+        quantized = self._ops.silu_mul_quantized(gate_up, spec, name)
+        self._totals.see(name, self._ops.silu_mul(gate_up), quantized)
+        return quantized
