@@ -24,11 +24,16 @@ def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: i
 
     Raises RunFailed if the disk is full or the files cannot be written; earlier checkpoints stay as they are.
     """
-    final = directory / f"{_PREFIX}{step:06d}"
+    final = path_of(directory, step)
     replace(final, write)
     for old in all_checkpoints(directory)[:-keep_last]:
         shutil.rmtree(old)
     return final
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or will be."""
+    return directory / f"{_PREFIX}{step:06d}"
 
 
 def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None) -> None:

@@ -109,8 +109,9 @@ def test_a_resume_may_warn_and_go_on_or_correct(
 
 def test_a_stale_weight_version_stops_the_run(tmp_path: Path, base_model: Path, stale_rollout: None) -> None:
     with pytest.raises(RunFailed) as caught:
-        train(config_of(tmp_path, base_model))
+        train(config_of(tmp_path, base_model, "run.checkpoint_every=0"))
     assert "step 3: rollout and learner differ in " in str(caught.value)
+    assert f"the last good checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step-000002'}" in str(caught.value)
     assert "other bits token by token, as in a rollout, than alone" in str(caught.value)
     assert checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-000002"
 

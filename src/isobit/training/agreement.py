@@ -17,14 +17,14 @@ from isobit.rl.packing import micro_batches
 def failure(found: Disagreement, learner: Learner, step: int, run: Path, recorded: bool) -> RunFailed:
     """The end of a run under `on_mismatch: stop`, in one line. `recorded`: it learns from recorded rollouts."""
     first, sample = found.first, found.first.sample
-    saved = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
+    last = checkpoints.path_of(run / runs.CHECKPOINTS, step - 1)
     again = "isobit train --from-rollouts RECORDED --out DIR" if recorded else f"isobit train --resume {run}"
     return RunFailed(
         f"step {step}: rollout and learner differ in {found.differing} of {found.compared} tokens, and "
         f"{learner.model.precision.name} promises the same bits; first: prompt {sample.prompt_index}, sample "
         f"{sample.sample_index}, token {first.position} of the completion, log-probability {first.rollout!r} in the "
         f"rollout and {first.learner!r} in the learner; {_where(found, learner)}; nothing was learned from this batch; "
-        f"the last good checkpoint is {saved[-1] if saved else 'missing'}; go on with: {again} on_mismatch=warn"
+        f"the last good checkpoint is {last}; go on with: {again} on_mismatch=warn"
     )
 
 

@@ -14,8 +14,8 @@ from isobit.errors import IsobitError
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import Run
-from isobit.training.objects import Given, Objects
 from isobit.training.agreement import unlike
+from isobit.training.objects import Given, Objects
 from isobit.training.parts import load_state, open_parts
 from isobit.training.session import Session
 from isobit.training.snapshot import State

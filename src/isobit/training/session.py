@@ -20,16 +20,16 @@ from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
-from isobit.rl.batch import Advantage
 from isobit.rl.agreement import Disagreement
+from isobit.rl.batch import Advantage
 from isobit.rl.collect import StepBatch
 from isobit.rl.correction import small_step
 from isobit.run import Interruption, Run
 from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, recorded, staleness_metrics
 from isobit.trackers.process import Trackers
+from isobit.training.agreement import failure, warning_of
 from isobit.training.lengths import endless
 from isobit.training.objects import OnStep
-from isobit.training.agreement import failure, warning_of
 from isobit.training.parts import Parts, save_checkpoint
 from isobit.training.quantization import LearnerTotals
 from isobit.training.scoring import RolloutScoring
@@ -207,13 +207,14 @@ class Session:
     def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> dict[str, float]:
         """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
         self.parts.sleep()
-        self._whole = None
+        whole, self._whole = self._whole, None
         self._learner_totals = LearnerTotals(self.model)
         due = recorded(self.state.step + 1, self.config.run.quantization_every)
         with self._timed("learn"), self._peaks.of("learn"), self._learner_totals.watching(due):
             try:
                 learned = self.parts.learner.learn(samples, advantages, self.state.step)
             except Disagreement as found:
+                self._whole = whole  # the weights are still those of the last step
                 replayed = self._recorded is not None
                 raise failure(found, self.parts.learner, self.state.step + 1, self.run.directory, replayed) from None
         if (line := warning_of(learned, self.parts.learner, self.state.step + 1)) is not None:
