@@ -30,6 +30,7 @@ LAYERS = [
 FREE = {
     "errors",
     "strict_yaml",
+    "hub",
     "intervals",
     "metrics",
     "standstill",
@@ -45,13 +46,14 @@ FREE = {
 FREE_MAY = {
     "errors": set(),
     "strict_yaml": set(),
+    "hub": set(),
     "intervals": set(),
     "metrics": set(),
     "standstill": set(),
     "checkpoints": {"errors"},
     "run": {"errors", "checkpoints", "metrics"},
     "view": {"errors", "run", "standstill"},
-    "tasks": {"errors"},
+    "tasks": {"errors", "hub"},
     "report": {"errors", "intervals", "run", "standstill"},
     "trackers": {"errors", "run"},
     "config": {"errors", "strict_yaml", "tasks", "precision"},

@@ -72,7 +72,7 @@ def test_no_prompts_no_completions(make_engine: MakeEngine) -> None:
         ([[64]], "prompt 0: token id 64 is not in the model's vocabulary of 64"),
         ([[-1]], "prompt 0: token id -1 is not in the model's vocabulary"),
         ([[1.5]], "prompt 0: expected text, token ids or chat messages, found 1.5"),
-        ([5], "prompt 0: expected text, token ids or chat messages, got 5"),
+        ([5], r"expected a list of prompts, got one of token ids; write \[ids\]"),
         ("text", "expected a list of prompts, got one text"),
         ([[{"role": "user", "content": "x"}]], "no chat template"),
     ],

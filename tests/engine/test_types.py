@@ -22,7 +22,10 @@ from isobit.errors import IsobitError
         ("min_p", 2),
         ("seed", -1),
         ("seed", 2**63),
-        ("stop", "text"),
+        ("stop", ""),
+        ("stop", None),
+        ("stop", 3),
+        ("ignore_eos", "no"),
         ("stop", ("",)),
         ("stop", (3,)),
     ],
@@ -35,6 +38,7 @@ def test_values_that_cannot_work_are_refused_by_name(field: str, value: object) 
 
 def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
     assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert Sampling(stop="text").stop == ("text",)  # type: ignore[arg-type]
     assert hash(Sampling(stop=["a"])) == hash(Sampling(stop=("a",)))  # type: ignore[arg-type]
 
 

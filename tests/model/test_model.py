@@ -187,8 +187,8 @@ def test_temperature_divides_the_logits() -> None:
 @pytest.mark.parametrize(
     ("sequences", "options", "message"),
     [
-        ([[3], [4, 61]], {}, "sequence 1: a token id is not in the model's vocabulary of 61"),
-        ([[-1]], {}, "sequence 0: a token id is not in"),
+        ([[3], [4, 61]], {}, "sequence 1: token id 61 is not in the model's vocabulary of 61"),
+        ([[-1]], {}, "sequence 0: token id -1 is not in"),
         ([[3] * 129], {}, "sequence 0 has 129 tokens, more than the model's context of 128"),
         ([[3, 4]], {"temperature": 0.0}, "temperature: log-probabilities need one above 0, got 0.0"),
         ([[3, 4]], {"use": "teacher"}, "use: expected one of rollout, learner, got 'teacher'"),

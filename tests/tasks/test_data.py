@@ -124,9 +124,11 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(file: Path) -> None:
         ([], ": no examples in it: expected a row for each prompt"),
         (["", "  "], ": no examples"),
         ([{"prompt": "a"}, "{oops"], ":2: malformed JSON: Expecting property name"),
-        (["[" * 100_000], ":1: malformed JSON: nested too deeply"),
+        (["[" * 100_000], ": malformed JSON: nested too deeply"),
+        (['{"prompt": ' + "[" * 100_000], ":1: malformed JSON: nested too deeply"),
         (['{"prompt": ' + "9" * 5000 + "}"], ":1: malformed JSON"),
-        (["[1]"], ":1: expected a JSON object of columns, got a list"),
+        (["[1]"], ": row 1: expected a JSON object of columns, got a number"),
+        ([{"prompt": "a"}, "[1]"], ":2: expected a JSON object of columns, got a list"),
         (["null"], ":1: expected a JSON object of columns, got null"),
         (
             [{"promt": "a"}],

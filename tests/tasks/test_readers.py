@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import gzip
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +48,34 @@ def tsv_file(folder: Path, rows: Rows) -> Path:
     return csv_file(folder, rows, "\t")
 
 
+def json_array(folder: Path, rows: Rows) -> Path:
+    path = folder / "rows.json"
+    path.write_text("\ufeff \n" + json.dumps(list(rows), indent=1), encoding="utf-8")
+    return path
+
+
+def packed(write: Writer) -> Writer:
+    """The same file, packed by gzip."""
+
+    def writer(folder: Path, rows: Rows) -> Path:
+        plain = write(folder, rows)
+        path = plain.with_name(f"{plain.name}.gz")
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+        return path
+
+    writer.__name__ = f"packed_{write.__name__}"
+    return writer
+
+
+def packed_splits(folder: Path, rows: Rows) -> Path:
+    place = folder / "packed"
+    place.mkdir(exist_ok=True)
+    for name, part in (("train", rows), ("test", rows[:1])):
+        lines = "".join(json.dumps(row) + "\n" for row in part)
+        (place / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return place
+
+
 def parquet(folder: Path, rows: Rows, name: str = "rows.parquet") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), folder / name)
@@ -78,7 +107,8 @@ def saved_splits(folder: Path, rows: Rows) -> Path:
     return place
 
 
-WRITERS: list[Writer] = [jsonl, csv_file, tsv_file, parquet, shards, saved, saved_splits]
+WRITERS: list[Writer] = [jsonl, json_array, csv_file, tsv_file, parquet, shards, saved, saved_splits, packed_splits]
+WRITERS += [packed(write) for write in (jsonl, json_array, csv_file, tsv_file)]
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 PROMPT = TEXT.filter(lambda text: bool(text.strip()))
 
@@ -120,7 +150,7 @@ NESTED = st.fixed_dictionaries(
 def test_nested_columns_and_chats_are_the_same_in_every_format_that_has_them(tmp_path: Path, rows: Rows) -> None:
     first = examples(jsonl(tmp_path, rows))
     assert [example.prompt for example in first] == [row["prompt"] for row in rows]
-    for write in (parquet, saved, saved_splits):
+    for write in (parquet, saved, saved_splits, json_array, packed(jsonl)):
         assert examples(write(tmp_path, rows)) == first, write.__name__
 
 
@@ -128,8 +158,10 @@ def test_nested_columns_and_chats_are_the_same_in_every_format_that_has_them(tmp
 def test_a_row_has_its_place(tmp_path: Path, write: Writer) -> None:
     path = write(tmp_path, ROWS)
     second = examples(path)[1].where
-    file = {"shards": path / "part-0.parquet", "saved_splits": path / "train"}.get(write.__name__, path)
-    line = {"jsonl": ":2", "csv_file": ":3", "tsv_file": ":3"}.get(write.__name__, ": row 2")
+    files = {"shards": "part-0.parquet", "saved_splits": "train", "packed_splits": "train.jsonl.gz"}
+    file = path / files.get(write.__name__, "")
+    lines = {"jsonl": ":2", "csv_file": ":3", "tsv_file": ":3", "splits": ":2"}
+    line = lines.get(write.__name__.removeprefix("packed_"), ": row 2")
     assert second == f"{file}{line}"
     with pytest.raises(IsobitError, match="did you mean 'prompt'") as caught:
         examples(path, columns={"prompt": "promt"})
@@ -377,7 +409,21 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
         text_file(b'{"prompt": "a"}\n{"prompt": 3}\n', "rows.jsonl"),
         "rows.jsonl:2: 'prompt' must be text or a list of chat",
     ),
-    (text_file(b"\x1f\x8b\x08\0", "rows.gz"), "rows.gz: cannot tell its format from name or content"),
+    (text_file(b"\x1f\x8b\x08\0", "rows.gz"), "rows.gz: malformed gzip: the file is cut off or damaged"),
+    (text_file(gzip.compress(b"hello"), "rows.gz"), "rows.gz: cannot tell its format from name or content"),
+    (text_file(gzip.compress(b'{"prompt": 1}'), "rows.jsonl.gz"), "rows.jsonl.gz:1: 'prompt' must be text"),
+    (text_file(gzip.compress(b"x" * 4000)[:-9], "rows.jsonl.gz"), "rows.jsonl.gz: malformed gzip"),
+    (
+        text_file(b'[{"prompt": "a"}, 3]', "rows.json"),
+        "rows.json: row 2: expected a JSON object of columns, got a number",
+    ),
+    (text_file(b'[{"prompt": "a"},\n {"prompt" 3}]', "rows.json"), "rows.json:2: malformed JSON"),
+    (text_file(b'[{"prompt": "\xff"}]', "rows.json"), "rows.json:1: not UTF-8 text"),
+    (text_file(b"[]", "rows.json"), "rows.json: no examples in it"),
+    (
+        text_file(b'{\n "data": [{"prompt": "a"}]\n}', "rows.json"),
+        "rows.json: one JSON object; expected an array of rows, [{...}, {...}], or one object a line",
+    ),
     (lambda folder: folder / "gone.parquet", "cannot read data file"),
 ]
 

@@ -29,7 +29,7 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
         values, where = _settings(source), "settings"
     else:
         raise IsobitError(f"config: expected the path of a YAML file or a mapping of settings, got {source!r}")
-    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+    if isinstance(overrides, (str, Mapping)) or not all(isinstance(override, str) for override in overrides):
         raise IsobitError(f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r}')
     for override in overrides:
         _override(values, override)
@@ -37,6 +37,9 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        hint = f"; a run goes on with --resume {path}" if (path / "config.yaml").is_file() else ""
+        raise IsobitError(f"cannot read config {path}: it is a directory, not a YAML file{hint}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -90,7 +90,8 @@ class TaskConfig(Section):
     name: str = Field("file", description="arithmetic, countdown, gsm8k, or file (any data)")
     path: str | None = Field(
         None,
-        description="JSONL, CSV, Parquet, or a directory of them or of `datasets`; every column reaches the reward",
+        description="JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of `datasets`; "
+        "every column reaches the reward",
     )
     held_out_path: str | None = Field(None, description="held-out data; default: taken from path")
     held_out_size: int | None = Field(None, ge=0, description="examples kept out of training for evaluation")

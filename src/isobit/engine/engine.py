@@ -26,6 +26,7 @@ from isobit.model import Model
 _CACHE_BYTES = 2 << 30
 _GPU_FRACTION = 4  # of the memory that is free
 Progress = Callable[[int, int], None]
+_DEFAULT = Sampling()
 OnGroup = Callable[[int, list[Completion]], None]
 
 
@@ -45,6 +46,8 @@ class Engine:
         max_sequences: int = 512,
         cuda_graphs: bool = True,
     ) -> None:
+        if not isinstance(model, Model):
+            raise IsobitError(f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)")
         for name, value in (
             ("kv_pages", kv_pages),
             ("page_size", page_size),
@@ -68,6 +71,10 @@ class Engine:
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
         self.record_routes = False  # of a mixture of experts, for router replay
         self._generation: Generation | None = None
+
+    def __repr__(self) -> str:
+        size = f"{self.pages.num_pages} pages of {self.page_size} tokens, {self.kv_bytes / 2**20:.1f} MiB"
+        return f"Engine({self.model!r}, {size})"
 
     @staticmethod
     def sized_for(
@@ -130,7 +137,7 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        sampling: Sampling,
+        sampling: Sampling = _DEFAULT,
         prompt_ids: Sequence[int] | None = None,
         progress: Progress | None = None,
         on_group: OnGroup | None = None,
@@ -146,6 +153,8 @@ class Engine:
         Raises IsobitError, before anything is computed, for a prompt that can never be answered.
         """
         assert self._generation is None, "generate was called while it was at work"
+        if not isinstance(sampling, Sampling):
+            raise IsobitError(f"sampling: expected Sampling(n=4, ...), got {sampling!r:.80}")
         config = self.model.config
         token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
         self.wake()

@@ -14,6 +14,11 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int) -> 
     """Token ids of each prompt. Text gets the tokenizer's special tokens; a chat template brings its own."""
     if isinstance(prompts, str):
         raise IsobitError("prompts: expected a list of prompts, got one text; write [text]")
+    if not isinstance(prompts, Sequence):
+        raise IsobitError(f"prompts: expected a list of prompts, got {prompts!r:.80}")
+    if prompts and isinstance(prompts[0], (int, Mapping)):
+        what, write = ("one of token ids", "[ids]") if isinstance(prompts[0], int) else ("one chat", "[messages]")
+        raise IsobitError(f"prompts: expected a list of prompts, got {what}; write {write}")
     return [_encode(i, prompt, tokenizer, vocab_size) for i, prompt in enumerate(prompts)]
 
 
@@ -38,6 +43,8 @@ def _encode(index: int, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -
 
 def check_ids(prompt_ids: Sequence[int] | None, count: int) -> list[int]:
     """The ids of the prompts in the sampling keys; by default their order."""
+    if prompt_ids is not None and (isinstance(prompt_ids, str) or not isinstance(prompt_ids, Sequence)):
+        raise IsobitError(f"prompt_ids: expected a list of whole numbers, got {prompt_ids!r:.80}")
     ids = list(range(count)) if prompt_ids is None else list(prompt_ids)
     if len(ids) != count:
         raise IsobitError(f"prompt_ids: expected one for each of the {count} prompts, got {len(ids)}")

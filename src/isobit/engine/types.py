@@ -17,8 +17,8 @@ class Sampling:
 
     `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy. The truncations act
     in this order, each on what the previous one kept: `top_k` (0: off), `top_p` (1: off), `min_p` (0: off). `stop`: the
-    text ends before the first of these strings. `ignore_eos` samples on through the end-of-sequence token. Raises
-    IsobitError for values that cannot work.
+    text ends before the first of these strings, or before this one. `ignore_eos` samples on through the
+    end-of-sequence token. Raises IsobitError for values that cannot work.
     """
 
     n: int = 1
@@ -43,9 +43,12 @@ class Sampling:
             raise IsobitError(f"sampling.top_p: expected above 0 and at most 1, got {self.top_p!r}")
         if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
             raise IsobitError(f"sampling.min_p: expected 0 to 1, got {self.min_p!r}")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
             raise IsobitError(f"sampling.stop: expected a sequence of non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", tuple(stop))
+        if not isinstance(self.ignore_eos, bool):
+            raise IsobitError(f"sampling.ignore_eos: expected True or False, got {self.ignore_eos!r}")
 
     @property
     def greedy(self) -> bool:

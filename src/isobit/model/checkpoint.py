@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.hub import download_hint
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
 
@@ -24,6 +25,19 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 _SCALES = "_scale_inv"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def model_folder(path: str | Path, what: str = "model") -> Path:
+    """The Hugging Face directory at a path. Raises IsobitError where there is none."""
+    if not isinstance(path, (str, Path)):
+        raise IsobitError(f"{what}: expected the path of a Hugging Face model directory, got {path!r}")
+    folder = Path(path)
+    if folder.is_file():
+        raise IsobitError(f"{what} {folder}: a file; give the Hugging Face model directory that it is in")
+    if not folder.is_dir():
+        hint = download_hint(path) or "; expected a Hugging Face model directory"
+        raise IsobitError(f"{what} {folder}: no such directory{hint}")
+    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:

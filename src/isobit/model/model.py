@@ -15,7 +15,7 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import names
-from isobit.model.checkpoint import SHARD_BYTES, read_json, read_weights, write_json, write_weights
+from isobit.model.checkpoint import SHARD_BYTES, model_folder, read_json, read_weights, write_json, write_weights
 from isobit.model.config import ModelConfig
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import USES, Transformer, parameter_shapes
@@ -28,6 +28,11 @@ class Model:
     """A language model under one precision flow."""
 
     def __init__(self, transformer: Transformer, tokenizer: Tokenizer) -> None:
+        if not isinstance(transformer, Transformer) or not isinstance(tokenizer, Tokenizer):
+            raise IsobitError(
+                f"Model: expected a Transformer and a Tokenizer, got {transformer!r:.80}; a model directory is opened "
+                "with Model.load(path)"
+            )
         config = transformer.config
         if tokenizer.vocab_size > config.vocab_size:
             raise IsobitError(
@@ -45,6 +50,11 @@ class Model:
         self.precision = transformer.precision
         self.ops = transformer.ops["learner"]
 
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.parameters())
+        ops = f"{self.ops.backend}, {self.ops.consistency}"
+        return f"Model({self.config.family}, {count:,} parameters, precision {self.precision.name}, {ops})"
+
     @staticmethod
     def load(
         path: str | Path,
@@ -56,9 +66,7 @@ class Model:
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
-        directory = Path(path)
-        if not directory.is_dir():
-            raise IsobitError(f"model {directory}: no such directory; expected a Hugging Face model directory")
+        directory = model_folder(path)
         flow, ops = precision_from(precision), get_ops(backend, consistency)
         config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
         tokenizer = Tokenizer.load(directory)
@@ -126,10 +134,9 @@ class Model:
         """
         if use not in USES:
             raise IsobitError(f"use: expected one of {', '.join(USES)}, got {use!r}")
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise IsobitError(f"temperature: log-probabilities need one above 0, got {temperature}")
-        for index, sequence in enumerate(sequences):
-            self._check(index, sequence)
+        if not (isinstance(temperature, (int, float)) and temperature > 0 and math.isfinite(temperature)):
+            raise IsobitError(f"temperature: log-probabilities need one above 0, got {temperature!r}")
+        sequences = token_sequences(sequences, self.config.vocab_size, self.config.max_positions)
         results: list[Tensor] = []
         batch: list[Sequence[int]] = []
         for sequence in sequences:
@@ -142,8 +149,13 @@ class Model:
     def save(self, directory: str | Path, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES) -> None:
         """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the directory as it is.
 
-        Weights above `shard_bytes` are written in several files.
+        Weights above `shard_bytes` are written in several files. Raises IsobitError for what is no directory or no
+        dtype.
         """
+        if not isinstance(directory, (str, Path)) or Path(directory).is_file():
+            raise IsobitError(f"save: expected the path of a directory, got {str(directory)!r}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise IsobitError(f"save: dtype: expected a floating-point dtype, such as torch.bfloat16, got {dtype!r}")
         tensors = names.split(self.named_parameters(), self.config)
         self.write(
             Path(directory), {name: t.to(dtype) for name, t in tensors.items()}, {"dtype": _name(dtype)}, shard_bytes
@@ -172,14 +184,6 @@ class Model:
         rollout, learner = self.transformer.working_bytes()
         return {"masters": masters, "rollout": rollout, "learner": learner}
 
-    def _check(self, index: int, sequence: Sequence[int]) -> None:
-        if len(sequence) > self.config.max_positions:
-            limit = self.config.max_positions
-            raise IsobitError(f"sequence {index} has {len(sequence)} tokens, more than the model's context of {limit}")
-        size = self.config.vocab_size
-        if any(not 0 <= token < size for token in sequence):
-            raise IsobitError(f"sequence {index}: a token id is not in the model's vocabulary of {size}")
-
     def _packed_logprobs(self, batch: Sequence[Sequence[int]], temperature: float, use: str) -> list[Tensor]:
         inputs = [list(sequence[:-1]) for sequence in batch]
         filled = [row for row in inputs if row]
@@ -193,6 +197,36 @@ class Model:
         logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()
         ops.raise_faults()
         return list(logprobs.split([len(row) for row in inputs]))
+
+
+def token_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, longest: int) -> list[Sequence[int]]:
+    """The sequences, with tensors and arrays as lists. Raises IsobitError for what is no list of sequences of ids of
+    the vocabulary, each of at most `longest`."""
+    wanted = "sequences: expected a list of sequences of token ids, such as [[1, 5]]"
+    if hasattr(sequences, "tolist"):
+        sequences = sequences.tolist()
+    if isinstance(sequences, str) or not isinstance(sequences, Sequence):
+        raise IsobitError(f"{wanted}, got {sequences!r:.80}")
+    checked: list[Sequence[int]] = []
+    for index, given in enumerate(sequences):
+        if isinstance(given, int):
+            raise IsobitError(f"{wanted}, got one sequence; write [ids]")
+        sequence = given.tolist() if hasattr(given, "tolist") else given
+        if isinstance(sequence, str) or not isinstance(sequence, Sequence):
+            raise IsobitError(f"{wanted}, and sequence {index} is {given!r:.80}")
+        if len(sequence) > longest:
+            raise IsobitError(
+                f"sequence {index} has {len(sequence)} tokens, more than the model's context of {longest}"
+            )
+        for token in sequence:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise IsobitError(f"sequence {index}: expected token ids, found {token!r:.80} in it")
+            if not 0 <= token < vocab_size:
+                raise IsobitError(
+                    f"sequence {index}: token id {token} is not in the model's vocabulary of {vocab_size}"
+                )
+        checked.append(sequence)
+    return checked
 
 
 def _name(dtype: torch.dtype) -> str:

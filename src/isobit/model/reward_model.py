@@ -14,7 +14,7 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import names
-from isobit.model.checkpoint import read_json, read_weights
+from isobit.model.checkpoint import model_folder, read_json, read_weights
 from isobit.model.config import ModelConfig
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import Transformer
@@ -40,9 +40,7 @@ class RewardModel:
         consistency: str = "bitwise",
     ) -> "RewardModel":
         """A Hugging Face directory. Raises IsobitError for one that is no reward model with a single label."""
-        directory = Path(path)
-        if not directory.is_dir():
-            raise IsobitError(f"reward model {directory}: no such directory; expected a Hugging Face model directory")
+        directory = model_folder(path, "reward model")
         values = read_json(directory / "config.json")
         # there is no output head; a tied one needs no tensor
         config = ModelConfig.from_hf(values | {"tie_word_embeddings": True}, str(directory / "config.json"))

@@ -1,8 +1,9 @@
 """From a path to rows: its format, and which of its files belong to a split.
 
-A file is JSONL, CSV or Parquet. A directory is what `datasets` wrote with `save_to_disk`, or holds such files: shards
-of one set, or splits named as on the Hugging Face Hub (`train.jsonl`, `data/test-00000-of-00002.parquet`,
-`test/0.csv`). Left out: downloads, configurations of a dataset (name the folder of one), and compressed files.
+A file is JSONL, a JSON array, CSV or Parquet; a text file may be packed by gzip (`.jsonl.gz`). A directory is what
+`datasets` wrote with `save_to_disk`, or holds such files: shards of one set, or splits named as on the Hugging Face Hub
+(`train.jsonl`, `data/test-00000-of-00002.parquet`, `test/0.csv`). Left out: downloads, configurations of a dataset
+(name the folder of one), and other compressions.
 """
 
 import json
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
+from isobit.hub import download_hint
 from isobit.tasks.arrow_rows import parquet_rows, saved_dataset_rows
-from isobit.tasks.text_rows import Row, csv_rows, jsonl_rows
+from isobit.tasks.text_rows import Row, csv_rows, jsonl_rows, read_text_file, stem_of, suffix_of
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "jsonl": jsonl_rows,
@@ -70,7 +72,8 @@ def read_rows(source: Source) -> Iterator[Row]:
         if not is_folder:
             path.stat()
     except OSError as error:
-        raise IsobitError(f"cannot read data file {path}: {error.strerror}") from None
+        hint = download_hint(path, data=True)
+        raise IsobitError(f"cannot read data file {path}: {error.strerror}{hint}") from None
     if is_folder:
         yield from _folder_rows(source)
         return
@@ -95,21 +98,17 @@ def _folder_rows(source: Source) -> Iterator[Row]:
             return
     splits = _data_files(source)
     for file in splits[_choose(source, list(splits))]:
-        yield from READERS[_SUFFIXES[file.suffix.lower()]](file)
+        yield from READERS[_SUFFIXES[suffix_of(file)]](file)
 
 
 def _format_of(path: Path) -> str:
     """By the suffix, else by the first bytes. Raises IsobitError for what is neither known nor JSON."""
-    if path.suffix.lower() in _SUFFIXES:
-        return _SUFFIXES[path.suffix.lower()]
-    try:
-        with path.open("rb") as file:
-            start = file.read(64).removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise IsobitError(f"cannot read data file {path}: {error.strerror}") from None
+    if suffix_of(path) in _SUFFIXES:
+        return _SUFFIXES[suffix_of(path)]
+    start = read_text_file(path, 64)
     if start.startswith(b"PAR1"):
         return "parquet"
-    if start.lstrip().startswith(b"{") or not start.strip():
+    if start.lstrip().startswith((b"{", b"[")) or not start.strip():
         return "jsonl"
     raise IsobitError(
         f"{path}: cannot tell its format from name or content; set task.format to one of {_known_formats()}"
@@ -133,7 +132,7 @@ def _data_files(source: Source) -> dict[str, list[Path]]:
     for place in (folder, folder / "data"):
         files = _files_in(place, source)
         if files:
-            return _by_split({file: _split_of(file.stem) for file in files})
+            return _by_split({file: _split_of(stem_of(file)) for file in files})
     folders = [entry for entry in _entries(folder) if entry.is_dir()]
     named = {entry: split for entry in folders if (split := _split_of(entry.name)) is not None}
     files_of = {file: split for entry, split in named.items() for file in _files_in(entry, source)}
@@ -146,10 +145,10 @@ def _data_files(source: Source) -> dict[str, list[Path]]:
 
 def _files_in(folder: Path, source: Source) -> list[Path]:
     """The data files directly in a folder. JSON documents (.json) are none: a dataset's description is one too."""
-    files = [f for f in _entries(folder) if f.is_file() and f.suffix.lower() in _SUFFIXES.keys() - {".json"}]
-    formats = sorted({_SUFFIXES[file.suffix.lower()] for file in files})
+    files = [f for f in _entries(folder) if f.is_file() and suffix_of(f) in _SUFFIXES.keys() - {".json"}]
+    formats = sorted({_SUFFIXES[suffix_of(file)] for file in files})
     if source.format not in ("auto", "dataset"):
-        return [file for file in files if _SUFFIXES[file.suffix.lower()] == source.format]
+        return [file for file in files if _SUFFIXES[suffix_of(file)] == source.format]
     if len(formats) > 1:
         raise IsobitError(f"{folder}: has {' and '.join(formats)} files; choose with task.format")
     return files
@@ -170,7 +169,7 @@ def _by_split(files: Mapping[Path, str | None]) -> dict[str, list[Path]]:
         return {_UNNAMED: list(files)}
     splits: dict[str, list[Path]] = {}
     for file, split in files.items():
-        splits.setdefault(split or file.stem, []).append(file)
+        splits.setdefault(split or stem_of(file), []).append(file)
     return splits
 
 

@@ -1,26 +1,35 @@
-"""Rows of text files: JSONL (one JSON object a line) and CSV (a header, then text; tabs between fields in a .tsv).
+"""Rows of text files: JSONL (one JSON object a line), a JSON array of objects, and CSV (a header, then text; tabs
+between fields in a .tsv).
 
-A row comes with its place, `file:line`. Both are UTF-8, with or without a byte order mark; blank lines are passed over.
-A value of CSV is text, also where it looks like a number. Left out: compressed files, and a JSON array as a file.
+A row comes with its place, `file:line`, or `file: row N` of an array. All are UTF-8, with or without a byte order mark,
+packed by gzip or not; blank lines are passed over. A value of CSV is text, also where it looks like a number.
 """
 
 import csv
+import gzip
 import io
 import json
 import sys
+import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
 
+_GZIP = b"\x1f\x8b"
 Row = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its columns."""
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:
-    """The objects of a JSONL file. Raises IsobitError with file and line."""
-    for number, line in enumerate(_read(path).split(b"\n"), 1):
+    """The objects of a JSONL file, or of one JSON array. Raises IsobitError with file and line."""
+    data = read_text_file(path)
+    if data.lstrip().startswith(b"["):
+        yield from _array_rows(path, data)
+        return
+    for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -29,12 +38,38 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
         except UnicodeDecodeError:
             raise IsobitError(f"{where}: not UTF-8 text") from None
         except json.JSONDecodeError as error:
+            if number == 1 and _is_one_object(data):
+                wanted = "an array of rows, [{...}, {...}], or one object a line"
+                raise IsobitError(f"{path}: one JSON object; expected {wanted}") from None
             raise IsobitError(f"{where}: malformed JSON: {error.msg} (column {error.colno})") from None
         except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python converts
             raise IsobitError(f"{where}: malformed JSON: nested too deeply or a number too long") from None
         if not isinstance(row, dict):
             raise IsobitError(f"{where}: expected a JSON object of columns, got {kind(row)}")
         yield where, row
+
+
+def _array_rows(path: Path, data: bytes) -> Iterator[Row]:
+    try:
+        rows = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise IsobitError(f"{path}:{data.count(10, 0, error.start) + 1}: not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise IsobitError(f"{path}:{error.lineno}: malformed JSON: {error.msg} (column {error.colno})") from None
+    except (RecursionError, ValueError):  # as above
+        raise IsobitError(f"{path}: malformed JSON: nested too deeply or a number too long") from None
+    for number, row in enumerate(rows, 1):
+        where = f"{path}: row {number}"
+        if not isinstance(row, dict):
+            raise IsobitError(f"{where}: expected a JSON object of columns, got {kind(row)}")
+        yield where, row
+
+
+def _is_one_object(data: bytes) -> bool:
+    try:
+        return isinstance(json.loads(data), dict)
+    except (RecursionError, ValueError):
+        return False
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
@@ -70,14 +105,14 @@ def kind(value: Any) -> str:
 
 def _records(path: Path) -> list[tuple[int, list[str]]]:
     """(line that it begins on, fields) of every record."""
-    data = _read(path)
+    data = read_text_file(path)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise IsobitError(f"{path}:{data.count(10, 0, error.start) + 1}: not UTF-8 text") from None
     limit = csv.field_size_limit(sys.maxsize)
     reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
+        io.StringIO(text, newline=""), delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True
     )
     records, begins = [], 1
     try:
@@ -92,8 +127,33 @@ def _records(path: Path) -> list[tuple[int, list[str]]]:
     return records
 
 
-def _read(path: Path) -> bytes:
+def read_text_file(path: Path, count: int = -1) -> bytes:
+    """The first `count` bytes (-1: all) of a file, unpacked where gzip packed it, without a byte order mark. Raises
+    IsobitError for what cannot be read."""
     try:
-        return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        with path.open("rb") as file:
+            packed = file.read(2) == _GZIP
+            file.seek(0)
+            with gzip.open(file) if packed else nullcontext(file) as unpacked:
+                data = unpacked.read(count)
+    except gzip.BadGzipFile as error:
+        raise IsobitError(f"{path}: malformed gzip: {error}") from None
+    except (EOFError, zlib.error):
+        raise IsobitError(f"{path}: malformed gzip: the file is cut off or damaged") from None
     except OSError as error:
         raise IsobitError(f"cannot read data file {path}: {error.strerror}") from None
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def suffix_of(path: Path) -> str:
+    """What a file's name says of its format, in lower case: `.jsonl` also of `rows.jsonl.gz`."""
+    return _unpacked(path).suffix.lower()
+
+
+def stem_of(path: Path) -> str:
+    """The name without that: `rows`."""
+    return _unpacked(path).stem
+
+
+def _unpacked(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix.lower() == ".gz" else path
