@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from isobit.completions import COMPLETIONS, pack
 from isobit.model import Tokenizer
-from isobit.run import COMPLETIONS, CONFIG, METRICS, QUANTIZATION
+from isobit.run import CONFIG, METRICS, QUANTIZATION
 
 ALPHABET = "".join(chr(i) for i in range(32, 127)) + "\n"
 _WORDS = (
@@ -52,12 +53,9 @@ def write_run(
     _write(folder / METRICS, (_metrics(step, steps, exact, generator) for step in range(1, steps + 1)))
     recorded = [1, *range(10, steps + 1, 10)]
     _write(folder / QUANTIZATION, (_quantization(step, generator) for step in recorded))
-    rows = (
-        row
-        for step in range(1, steps + 1)
-        for row in _completions(step, steps, completions, tokens, exact, prompts, tokenizer, generator)
-    )
-    _write(folder / COMPLETIONS, rows)
+    with (folder / COMPLETIONS).open("wb") as file:
+        for step in range(1, steps + 1):
+            file.write(pack(_completions(step, steps, completions, tokens, exact, prompts, tokenizer, generator)))
     return folder
 
 

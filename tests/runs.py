@@ -9,7 +9,8 @@ import yaml
 
 from isobit import metrics
 from isobit.checkpoints import all_checkpoints
-from isobit.run import read_jsonl
+from isobit.completions import COMPLETIONS
+from isobit.run import QUANTIZATION, read_jsonl
 
 
 def write_config(folder: Path, model: Path, **changes: Any) -> Path:
@@ -50,8 +51,8 @@ def fingerprint(run: Path) -> dict[str, Any]:
     files = ["model.safetensors", "trainer/optimizer.safetensors"]
     hashes = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in files}
     rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
-    lines = ("completions", "quantization")
-    hashes |= {name: hashlib.sha256((run / f"{name}.jsonl").read_bytes()).hexdigest() for name in lines}
+    lines = {"completions": COMPLETIONS, "quantization": QUANTIZATION}
+    hashes |= {name: hashlib.sha256((run / file).read_bytes()).hexdigest() for name, file in lines.items()}
     kept = [(run / "best" / name) for name in ("best.json", "model.safetensors")]
     best = [hashlib.sha256(path.read_bytes()).hexdigest() for path in kept if path.is_file()]
     return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "best": best}

@@ -8,10 +8,10 @@ import yaml
 
 from isobit import compare as comparing
 from isobit.compare import compare, folder_name
+from isobit.completions import COMPLETIONS, read
 from isobit.config import CompareConfig, load_compare_config
 from isobit.errors import IsobitError
 from isobit.intervals import mean_interval
-from isobit.run import read_jsonl
 from tests.runs import fingerprint, write_config
 
 PRESETS = ("bf16[engines=separate]", "fp8-rollout", "fp8")
@@ -43,7 +43,7 @@ def test_every_preset_and_seed_is_a_run_and_the_table_has_them_all(
     assert all(preset in page for preset in PRESETS)
     # the same prompts for all, and another order for another seed
     first = [
-        next(iter(read_jsonl(tmp_path / "out" / folder_name(preset) / f"seed-{seed}" / "completions.jsonl")))["prompt"]
+        next(iter(read(tmp_path / "out" / folder_name(preset) / f"seed-{seed}" / COMPLETIONS)))["prompt"]
         for preset in PRESETS
         for seed in (0, 1)
     ]

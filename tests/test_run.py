@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from isobit.completions import COMPLETIONS
 from isobit.errors import IsobitError, RunFailed
-from isobit.run import COMPLETIONS, METRICS, Interruption, Run, read_jsonl, refuse_existing
+from isobit.run import METRICS, Interruption, Run, read_jsonl, refuse_existing
 
 
 def test_a_new_directory_is_locked(tmp_path: Path) -> None:

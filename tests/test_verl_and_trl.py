@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from isobit import cli
-from isobit.run import read_jsonl
+from isobit.completions import COMPLETIONS, read
 from tests.conftest import tiny_model
 
 TEMPLATE = (
@@ -116,7 +116,7 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> list[
     with pytest.raises(SystemExit) as done:
         cli.main()
     assert not done.value.code
-    rows = list(read_jsonl(folder / "run" / "completions.jsonl"))
+    rows = list(read(folder / "run" / COMPLETIONS))
     assert len(rows) == 3 * 2 * 4
     return rows
 

@@ -1,9 +1,10 @@
 """A run directory: its files, its lock, and how a run is interrupted.
 
-`config.yaml`, `machine.json` (the hardware and versions used), `metrics.jsonl` (an object a step), `completions.jsonl`
-(an object a completion), `quantization.jsonl` (an object every few steps: the weights by layer and tensor),
-`checkpoints/`. A resumed run cuts the JSONL files back to where its checkpoint was made, so that they end as if it had
-never stopped. Left out: what is in a checkpoint (`training/session.py`) and how it becomes atomic (`checkpoints.py`).
+`config.yaml`, `machine.json` (the hardware and versions used), `metrics.jsonl` (an object a step),
+`completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object every few steps: the
+weights by layer and tensor), `checkpoints/`. A resumed run cuts these files back to where its checkpoint was made, so
+that they end as if it had never stopped. Left out: what is in a checkpoint (`training/session.py`) and how it becomes
+atomic (`checkpoints.py`).
 """
 
 import fcntl
@@ -18,19 +19,19 @@ from types import FrameType
 from typing import IO, Any
 
 from isobit import checkpoints, metrics
+from isobit.completions import COMPLETIONS, pack
 from isobit.errors import IsobitError, RunFailed
 
-CONFIG, METRICS, COMPLETIONS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE = (
+CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE = (
     "config.yaml",
     "metrics.jsonl",
-    "completions.jsonl",
     "quantization.jsonl",
     "checkpoints",
     "report.html",
     "machine.json",
 )
 NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0}
-"""Lengths of the JSONL files of a new run."""
+"""Lengths of the files of a new run that grow."""
 LOCK, BEST = ".lock", "best"
 REWARDS_LOG = "rewards.log"
 """What reward functions print; grows over a resume."""
@@ -91,7 +92,7 @@ class Run:
         return self.directory / CHECKPOINTS
 
     def offsets(self) -> dict[str, int]:
-        """How long the JSONL files are: part of a checkpoint's state."""
+        """How long the files are that grow: part of a checkpoint's state."""
         return {name: file.tell() for name, file in self._files.items()}
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
@@ -99,16 +100,19 @@ class Run:
         self._write(METRICS, [metrics.plain(values)])
 
     def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._write(COMPLETIONS, rows)
+        """The completions of one step; called once for each."""
+        self._append(COMPLETIONS, pack(rows))
 
     def write_quantization(self, step: int, tensors: Mapping[str, Any]) -> None:
         self._write(QUANTIZATION, [{"step": step, "tensors": tensors}])
 
     def _write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._append(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+    def _append(self, name: str, content: bytes) -> None:
         file = self._files[name]
         try:
-            for row in rows:
-                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+            file.write(content)
             file.flush()
         except OSError as error:
             again = f"isobit train --resume {self.directory}"

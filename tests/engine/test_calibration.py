@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from isobit.completions import COMPLETIONS, read
 from isobit.config import load_config
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.engine.calibration import measured_amax, prompt_amax
@@ -143,7 +144,7 @@ def test_learner_side_scales_are_of_the_updated_weights_and_the_whole_batch(
     precision |= options if preset == "fp8" else {"rollout": options}
     run_dir, scales, masters = _spied_run(tmp_path, base_model, monkeypatch, precision)
     assert len(scales) == 3
-    rows = list(read_jsonl(run_dir / "completions.jsonl"))
+    rows = list(read(run_dir / COMPLETIONS))
     for step in (1, 2):
         batch = [[*row["prompt_ids"], *row["completion_ids"]] for row in rows if row["step"] == step]
         assert len(batch) == 16

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recorded_run import write_run
+from isobit.completions import COMPLETIONS, pack, read
 from isobit.report import write_report
 from tests.browser import Opened, opened, require_browser
 
@@ -229,12 +230,12 @@ def test_every_control_has_a_name_and_every_id_is_one(wide: Opened) -> None:
 def test_nothing_of_a_completion_runs(tmp_path: Path, script: bool) -> None:
     """Hostile prompts, completions, configuration, and a hostile name of a run; with the script and without."""
     run = write_run(tmp_path / "<img src=x onerror=alert(2)>", 3, completions=8, prompts=2)
-    rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    rows = list(read(run / COMPLETIONS))
     for i, row in enumerate(rows):
         row |= {"prompt": HOSTILE[i % 6], "completion": HOSTILE[(i + 1) % 6]}
         if i % 2:
             del row["completion_ids"], row["rollout_logprobs"], row["policy_logprobs"]
-    (run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / COMPLETIONS).write_bytes(pack(rows))
     (run / "config.yaml").write_text(f"seed: 0\nnote: {json.dumps(HOSTILE[0])}\n")
     page = write_report([run], tmp_path / "report.html")
     with opened(page, script=script) as found:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.recorded_run import write_run
+from isobit.completions import COMPLETIONS, pack
 from isobit.errors import IsobitError
 from isobit.metrics import METRICS
 from isobit.report import write_report
@@ -71,7 +72,7 @@ def run_directory(folder: Path, steps: int = 3, differing: int = 0, **extra: flo
         for step in range(1, steps + 1)
         for i, (text, reward) in enumerate([(EVIL, 0.0), ("2", 1.0), ("none", None)])
     ]
-    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    (folder / COMPLETIONS).write_bytes(pack(samples[:5]) + pack(samples[5:]))
     return folder
 
 
@@ -143,7 +144,7 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
 
 def test_one_step_and_no_completions(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", 1)
-    (run / "completions.jsonl").unlink()
+    (run / COMPLETIONS).unlink()
     page = page_of(run)
     assert "<svg" in page
     assert "part-completions" not in page
@@ -156,10 +157,10 @@ def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
         write_report([run], tmp_path / "gone" / "report.html")
     with pytest.raises(IsobitError, match="not a run directory"):
         page_of(tmp_path)
-    (run / "completions.jsonl").write_text('{"step": 1, "reward": 0}\n{"no step": 1}\n')
-    with pytest.raises(IsobitError, match=r"completions\.jsonl, line 2: not a row of completions"):
+    (run / COMPLETIONS).write_bytes(pack([{"step": 1, "reward": 0}, {"no step": 1}]))
+    with pytest.raises(IsobitError, match=r"completions\.jsonl\.gz, line 2: not a row of completions"):
         page_of(run)
-    (run / "completions.jsonl").unlink()
+    (run / COMPLETIONS).unlink()
     (run / "config.yaml").write_text("just text")
     with pytest.raises(IsobitError, match=r"config\.yaml is not a configuration: expected keys and values in YAML"):
         page_of(run)

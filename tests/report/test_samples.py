@@ -1,7 +1,8 @@
 """What a page takes of the completions: exact figures of prompts, an even choice under a budget, tokens' texts."""
 
 import json
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from isobit.completions import pack
 from isobit.report.heatmap import heat_maps, heat_section, shade
 from isobit.report.prompts import kind, prompt_table
 from isobit.report.rollouts import Visit, read_rollouts
@@ -16,17 +18,22 @@ from isobit.report.samples import coarse_to_fine, sample_completions
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    """As a run does: a member for each step."""
+    path.write_bytes(b"".join(pack(of_step) for _, of_step in groupby(rows, key=itemgetter("step"))))
     return path
 
 
 def row(step: int, prompt: str, reward: float | None, index: int = 0, **more: Any) -> dict[str, Any]:
-    return {"step": step, "prompt": prompt, "prompt_index": index, "prompt_ids": [1, 2], "reward": reward} | more
+    return (
+        {"step": step, "prompt": prompt, "prompt_index": index}
+        | {"prompt_ids": [1, 2], "completion": "", "reward": reward}
+        | more
+    )
 
 
 def test_numbers_are_cut_out_without_touching_texts(tmp_path: Path) -> None:
     """A text that looks like the lists is a text."""
-    trap = 'x, "prompt_ids": [1, 2], "completion_ids": [3]'
+    trap = 'x,"prompt_ids":[1,2],"completion_ids":[3]'
     path = write(tmp_path / "c.jsonl", [row(1, trap, 1.0, completion_ids=[1, 2, 3], rollout_logprobs=[-0.5, -1.0, -2])])
     found = read_rollouts(path)
     assert list(found.visits) == [trap]
@@ -36,8 +43,8 @@ def test_numbers_are_cut_out_without_touching_texts(tmp_path: Path) -> None:
 def test_visits_of_a_prompt(tmp_path: Path) -> None:
     rows = [row(1, "a", 1.0), row(1, "a", 0.0), row(1, "b", None, 1), row(2, "a", 0.5, 2), row(2, "a", 0.75, 2)]
     path = write(tmp_path / "c.jsonl", rows)
-    with path.open("a") as file:
-        file.write('{"step": 3, "half a li')
+    with path.open("ab") as file:
+        file.write(pack([row(3, "a", 1.0)])[:-1])  # half a step
     found = read_rollouts(path)
     assert found.count == 5
     assert found.solved_from == 1.0

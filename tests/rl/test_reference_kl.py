@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from isobit.completions import COMPLETIONS, read
 from isobit.config import load_config
 from isobit.model import Model
 from isobit.rl import Objective, Sample, for_precision
-from isobit.run import read_jsonl
 from isobit.training.loop import replay, train
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
@@ -114,7 +114,7 @@ def test_a_run_with_two_engines_begins_at_no_distance(tmp_path: Path, base_model
     assert result.metrics[0]["reward/reference_kl"] == 0
     assert result.metrics[0]["mismatch/differing_tokens"] > 0
     assert result.metrics[1]["reward/reference_kl"] != 0
-    rows = [row for row in read_jsonl(result.run_dir / "completions.jsonl") if row["step"] == 2]
+    rows = [row for row in read(result.run_dir / COMPLETIONS) if row["step"] == 2]
     assert all(len(row["reference_kl"]) == len(row["completion_ids"]) for row in rows)
     charged = [math.fsum(row["reference_kl"]) for row in rows]
     assert sum(charged) / len(charged) == pytest.approx(result.metrics[1]["reward/reference_kl"], rel=1e-6)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from isobit import cli
+from isobit.completions import COMPLETIONS, read
 from isobit.config import load_config
 from isobit.metrics import is_timing
 from isobit.run import read_jsonl
@@ -80,7 +81,7 @@ def test_the_config_and_the_completions_are_there(finished: Path) -> None:
     from mlflow.tracking import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rows = [row for row in read_jsonl(finished / "completions.jsonl") if row["step"] == 4][:3]
+    rows = [row for row in read(finished / COMPLETIONS) if row["step"] == 4][:3]
     texts = [row["completion"] for row in rows]
     client = MlflowClient((finished / "tracking/mlflow").resolve().as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("isobit").experiment_id])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from isobit.completions import COMPLETIONS, pack
 from isobit.errors import IsobitError
 from isobit.trackers.base import Opened, Place
 from isobit.trackers.follow import Follower, Tail, read_state
@@ -110,9 +111,10 @@ def test_a_row_that_was_refused_is_given_again(run: Path) -> None:
 
 def test_the_first_completions_of_each_step(run: Path) -> None:
     for step in (1, 2, 4):
-        for text in "abc":
-            row = {"prompt": "p", "completion": f"{text}{step}", "reward": 1.0, "truncated": False}
-            write(run, [step], "completions.jsonl", **row)
+        texts: list[dict[str, str]] = [{}, *({"completion": f"{text}{step}"} for text in "abc")]  # one not whole
+        rows = [{"step": step, "prompt": "p", "reward": 1.0, "truncated": False, **text} for text in texts]
+        with (run / COMPLETIONS).open("ab") as file:
+            file.write(pack(rows))
     write(run, [0, 1])
     tracker = Recorder()
     follower = follow(run, tracker, completions=2)

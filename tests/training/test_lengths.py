@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from isobit import cli
+from isobit.completions import COMPLETIONS, read
 from isobit.config import TaskConfig, load_config
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
@@ -118,7 +119,7 @@ def test_what_is_too_long_is_dropped_and_counted(run: Callable[..., Path], capsy
     )
     train(config)
     assert capsys.readouterr().err == ""
-    shown = {json.loads(line)["prompt"] for line in Path("run/completions.jsonl").read_text().splitlines()}
+    shown = {row["prompt"] for row in read(Path("run") / COMPLETIONS)}
     assert shown == {"c" * 20, "d" * 56}
 
 
@@ -177,7 +178,7 @@ def test_a_given_template_is_used_and_saved_with_the_checkpoints(run: Callable[.
     Path("template.jinja").unlink()
     resume(Path("run"), ["steps=2"])
     assert fingerprint(Path("run")) == fingerprint(Path("whole"))
-    shown = {json.loads(line)["prompt"] for line in Path("run/completions.jsonl").read_text().splitlines()}
+    shown = {row["prompt"] for row in read(Path("run") / COMPLETIONS)}
     assert shown == {f"[system]Be brief.[user]{text}[assistant]" for text in ("Hi", "Ho")}
     saved = Tokenizer.load("run/checkpoints/step-000002")
     assert saved.chat_template == TEMPLATE
@@ -209,7 +210,7 @@ def test_the_reference_model_needs_no_template_of_its_own(run: Callable[..., Pat
 
 def test_data_without_shuffling_are_seen_in_their_order(run: Callable[..., Path]) -> None:
     train(load_config(run(["a", "b", "c", "d"], shuffle=False)))
-    shown = [json.loads(line)["prompt"] for line in Path("run/completions.jsonl").read_text().splitlines()]
+    shown = [row["prompt"] for row in read(Path("run") / COMPLETIONS)]
     assert shown == [text for text in "abcd" for _ in range(2)]
 
 

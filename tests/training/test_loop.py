@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from isobit import checkpoints
+from isobit.completions import COMPLETIONS, read
 from isobit.config import load_config
 from isobit.engine import Calibrator, Engine
 from isobit.errors import IsobitError, RunFailed
@@ -99,7 +100,7 @@ def test_kl_in_the_reward(tmp_path: Path, base_model: Path) -> None:
 
 def test_dynamic_sampling_drops_groups_and_keeps_the_surplus(tmp_path: Path, base_model: Path) -> None:
     result = run(tmp_path, base_model, "algorithm.preset=dapo", "prompts_per_step=3", "sampling.group_size=2")
-    learned = [row for row in read_jsonl(result.run_dir / "completions.jsonl") if row["step"] == 1]
+    learned = [row for row in read(result.run_dir / COMPLETIONS) if row["step"] == 1]
     assert len({row["prompt_index"] for row in learned}) == 3
     assert sum(row["groups/resampled"] for row in result.metrics) > 0
     assert result.metrics[-1]["prompts/consumed"] > 4 * 3
@@ -156,7 +157,7 @@ def test_a_reward_that_fails_stops_the_run_or_is_skipped(tmp_path: Path, base_mo
         run(tmp_path, base_model, rewards=rewards)
     skipped = run(tmp_path, base_model, "rewards.on_error=skip", f"run.dir={tmp_path / 'skip'}", rewards=rewards)
     assert sum(row["groups/unscored"] for row in skipped.metrics) > 0
-    rows = list(read_jsonl(skipped.run_dir / "completions.jsonl"))
+    rows = list(read(skipped.run_dir / COMPLETIONS))
     assert {row["reward"] for row in rows if len(row["completion"]) == 1} == {None}
 
 
@@ -277,7 +278,7 @@ def test_rollouts_ahead_of_the_learner(tmp_path: Path, base_model: Path, preset:
     assert all(0 < row["correction/effective_sample_size"] <= 1 for row in result.metrics)
     if preset == "fp8":
         assert result.metrics[0]["mismatch/differing_tokens"] == 0
-    steps = [(row["step"], row["rollout_step"]) for row in read_jsonl(result.run_dir / "completions.jsonl")]
+    steps = [(row["step"], row["rollout_step"]) for row in read(result.run_dir / COMPLETIONS)]
     assert {(step, step - 1 - rolled) for step, rolled in steps} == {(1, 0), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)}
 
 
@@ -337,7 +338,7 @@ def test_learner_logprobs_stand_beside_those_of_the_rollout(tmp_path: Path, base
     unified = run(tmp_path, base_model, "algorithm.updates_per_batch=2")
     separate = run(tmp_path, base_model, "precision=fp8-rollout", f"run.dir={tmp_path / 'separate'}")
     for result, differs in ((unified, False), (separate, True)):
-        rows = list(read_jsonl(result.run_dir / "completions.jsonl"))
+        rows = list(read(result.run_dir / COMPLETIONS))
         compared = [row for row in rows if row["policy_logprobs"] is not None]
         assert len(compared) == (len(rows) if differs else len(rows) // 2)
         pairs = [p for row in compared for p in zip(row["policy_logprobs"], row["rollout_logprobs"], strict=True)]

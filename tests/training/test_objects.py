@@ -12,8 +12,8 @@ import pytest
 
 from isobit import IsobitError, cli, resume, train
 from isobit.checkpoints import all_checkpoints
+from isobit.completions import COMPLETIONS, read
 from isobit.errors import RunFailed
-from isobit.run import read_jsonl
 from isobit.training.objects import NO_OBJECTS, Given
 from tests.runs import digit_reward_file, fingerprint
 
@@ -73,7 +73,7 @@ def test_weights_async_functions_and_workers_add_up(tmp_path: Path, base_model: 
         held_out=ROWS[:8],
         callbacks=[lambda step, metrics: seen.append((step, metrics))],
     )
-    for row in read_jsonl(result.run_dir / "completions.jsonl"):
+    for row in read(result.run_dir / COMPLETIONS):
         parts = row["rewards"]
         assert row["reward"] == pytest.approx(parts["digits"] + 0.5 * parts["short"] + 2 * parts["exact_match"])
         assert parts["digits"] == digits([], [row["completion"]])[0]

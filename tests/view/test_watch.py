@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isobit.cli import app
+from isobit.completions import COMPLETIONS, Member, lines, pack
 from isobit.errors import IsobitError
 from isobit.run import Run
 from isobit.view import watch as module
@@ -30,9 +31,8 @@ def write(path: Path, rows: list[dict]) -> None:
 def run(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text("precision: fp8\nconsistency: bitwise\nsteps: 3\n")
     write(tmp_path / "metrics.jsonl", [row(1), row(2)])
-    write(
-        tmp_path / "completions.jsonl", [completion(1, 1.0, "old"), completion(2, 0.0, "no"), completion(2, 1.0, "2")]
-    )
+    steps = [[completion(1, 1.0, "old")], [completion(2, 0.0, "no"), completion(2, 1.0, "2")]]
+    (tmp_path / COMPLETIONS).write_bytes(b"".join(map(pack, steps)))
     return tmp_path
 
 
@@ -62,13 +62,35 @@ def test_a_resumed_run_that_was_cut_back_starts_over(run: Path) -> None:
     assert watched.history.step == 1
 
 
-def test_only_the_end_of_many_completions_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TAIL_BYTES", 300)
-    write(run / "completions.jsonl", [completion(1, 1.0, f"text {i}") for i in range(50)] + [completion(2, 0.5, "end")])
+def test_only_the_last_step_of_the_completions_is_unpacked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a resume that cut the file back; of a sampled run those with a text."""
+    unpacked = []
+
+    def counted(path: Path, member: Member) -> list[bytes]:
+        unpacked.append(member)
+        return lines(path, member)
+
+    def end() -> str:
+        watched.look()
+        assert watched.history.best is not None
+        return watched.history.best.completion
+
+    monkeypatch.setattr(module, "lines", counted)
+    steps = [pack([completion(1, 1.0, f"text {i}") for i in range(50)]), pack([completion(2, 0.5, "end")])]
+    (run / COMPLETIONS).write_bytes(b"".join(steps))
     watched = Watched(run)
+    assert end() == "end"
+    assert unpacked == [Member(len(steps[0]), len(steps[1]))]
+    with (run / COMPLETIONS).open("ab") as file:
+        file.write(pack([completion(3, 0.5, "3"), {"step": 3, "reward": 1.0, "prompt": "p"}]))
+    write(run / "metrics.jsonl", [row(1), row(2), row(3)])
+    assert end() == "3"
+    (run / COMPLETIONS).write_bytes(steps[0][:-1])  # half a step
+    write(run / "metrics.jsonl", [row(1)])
     watched.look()
-    assert watched.history.best is not None
-    assert watched.history.best.completion == "end"
+    (run / COMPLETIONS).write_bytes(pack([completion(1, 1.0, "again")]))
+    write(run / "metrics.jsonl", [row(1), row(2)])
+    assert end() == "again"
 
 
 def test_a_run_is_worked_on_while_its_lock_is_held(run: Path) -> None:

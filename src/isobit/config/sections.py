@@ -295,4 +295,9 @@ class RunConfig(Section):
         description="steps between records of quantization by layer, of weights and of the learner's activations "
         "and output gradients, from step 1; 0: none",
     )
+    completions: Literal["all", "sample", "none"] = Field(
+        "all",
+        description="what completions.jsonl.gz has of a step; sample: eight whole, of the others prompt and reward; "
+        "only with all can the learning be repeated (--from-rollouts)",
+    )
     report: bool = True

@@ -1,22 +1,24 @@
-"""A run's completions.jsonl, read once: the results of every prompt, and where the rows of each step are.
+"""A run's completions.jsonl.gz, read once: the results of every prompt, and where the rows of each step are.
 
 Most rows are read for their text and reward only: their lists of numbers are cut out of the line before it is parsed,
-which is several times faster. The rows that a page shows are read whole (`Rollouts.rows`), by their place in the file.
-Left out: which rows a page shows (`samples.py`).
+which is several times faster. The rows that a page shows are read whole (`Rollouts.rows`), by their place: their number
+in the file. Left out: which rows a page shows (`samples.py`).
 """
 
 import json
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isobit.completions import Member, lines, members, parse
 from isobit.errors import IsobitError
 from isobit.intervals import mean_interval
 
-_LISTS = re.compile(rb', "(?:prompt_ids|completion_ids|rollout_logprobs|policy_logprobs)": \[[^\]]*\]')
+_LISTS = re.compile(rb',"(?:prompt_ids|completion_ids|rollout_logprobs|policy_logprobs|reference_kl)":\[[^\]]*\]')
 """Lists of numbers. Within a text every quote has a backslash before it, so these bytes are never part of one."""
 
 
@@ -36,7 +38,8 @@ class Visit:
 
 @dataclass
 class Rollouts:
-    """Visits by prompt text, in order; and for each step the places and the rewards of its rows.
+    """Visits by prompt text, in order; and for each step the places and the rewards of its whole rows, of `whole_bytes`
+    together: a sampled run has others, which count and cannot be shown.
 
     `solved_from`: the reward from which a completion counts as solved: 1, or the highest there is, if that is less.
     """
@@ -45,6 +48,8 @@ class Rollouts:
     visits: dict[str, list[Visit]] = field(default_factory=dict)
     steps: dict[int, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
     count: int = 0
+    whole_bytes: int = 0
+    members: list[tuple[int, Member]] = field(default_factory=list)
     solved_from: float = 1.0
 
     def reward_intervals(self) -> dict[int, float]:
@@ -58,31 +63,32 @@ class Rollouts:
         return {step: (high - low) / 2 for step, (_, low, high) in found.items()}
 
     def rows(self, places: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The rows at these places (bytes from the beginning of the file), whole."""
-        if not places:
-            return
-        with self.path.open("rb") as file:
-            for place in places:
-                file.seek(place)
-                yield json.loads(file.readline())
+        """The rows at these places (counted from the first), whole; quick where those of a step follow one another."""
+        starts, opened, found = [first for first, _ in self.members], -1, list[bytes]()
+        for place in places:
+            index = bisect_right(starts, place) - 1
+            if index != opened:
+                opened, found = index, lines(self.path, self.members[index][1])
+            yield parse(found[place - starts[index]])
 
 
 def read_rollouts(path: Path) -> Rollouts:
-    """Read the file, if it is there; a half-written last line is left out. Raises IsobitError for a line that is not a
+    """Read the file, if it is there; a half-written last step is left out. Raises IsobitError for a line that is not a
     row of completions."""
     found, groups, highest = Rollouts(path), dict[tuple[str, int, int], list[float]](), float("-inf")
-    if not path.is_file():
-        return found
-    for number, (place, line) in enumerate(_lines(path), 1):
+    for line in _lines(found):
+        number = found.count + 1
         try:
             row = json.loads(_LISTS.sub(b"", line))
             prompt, step, index = str(row.get("prompt") or ""), int(row["step"]), int(row.get("prompt_index") or 0)
             reward = None if row.get("reward") is None else float(row["reward"])
         except (ValueError, KeyError, TypeError, AttributeError):
             raise IsobitError(f"{path}, line {number}: not a row of completions") from None
-        places, rewards = found.steps.setdefault(step, (array("q"), array("d")))
-        places.append(place)
-        rewards.append(float("nan") if reward is None else reward)
+        if "completion" in row:
+            places, rewards = found.steps.setdefault(step, (array("q"), array("d")))
+            places.append(found.count)
+            rewards.append(float("nan") if reward is None else reward)
+            found.whole_bytes += len(line)
         scored = groups.setdefault((prompt, step, index), [])
         if reward is not None:
             scored.append(reward)
@@ -96,13 +102,11 @@ def read_rollouts(path: Path) -> Rollouts:
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    place = 0
+def _lines(found: Rollouts) -> Iterator[bytes]:
+    """All rows; where each step begins is kept on the way."""
     try:
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield place, line
-                place += len(line)
+        for member in members(found.path):
+            found.members.append((found.count, member))
+            yield from lines(found.path, member)
     except OSError as error:
-        raise IsobitError(f"cannot read {path}: {error.strerror}") from None
+        raise IsobitError(f"cannot read {found.path}: {error.strerror}") from None

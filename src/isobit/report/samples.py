@@ -63,21 +63,26 @@ def coarse_to_fine(items: Sequence[int]) -> Iterator[int]:
 
 def _places(rollouts: Rollouts, budget: int) -> list[int]:
     """Places of rows in the order in which they are wanted."""
-    if not rollouts.count:
+    if not rollouts.steps:
         return []
-    # a row of the page takes about a third of its line in the file
-    fitting = max(3 * budget // max(rollouts.path.stat().st_size // rollouts.count, 1), 2 * _STEP_ROWS)
+    # a row of the page takes about half of its line in the file, unpacked
+    whole = sum(len(places) for places, _ in rollouts.steps.values())
+    fitting = max(2 * budget // max(rollouts.whole_bytes // whole, 1), 2 * _STEP_ROWS)
     steps = list(coarse_to_fine(sorted(rollouts.steps)))
     each = max(_STEP_ROWS, fitting // len(steps))
     return [place for step in steps[: fitting // _STEP_ROWS + 1] for place in _of_step(*rollouts.steps[step], each)]
 
 
-def _of_step(places: Sequence[int], rewards: Sequence[float], count: int) -> list[int]:
-    """The best, the worst, and others evenly spread."""
+def best_worst_and_between(rewards: Sequence[float], count: int) -> list[int]:
+    """Which `count` completions of a step to show, by number: the best, the worst, and others evenly spread. A NaN is
+    no reward."""
     scored = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
     order = [max(scored, key=rewards.__getitem__), min(scored, key=rewards.__getitem__)] if scored else []
-    order = list(dict.fromkeys([*order, *coarse_to_fine(range(len(places)))]))
-    return [places[i] for i in order[:count]]
+    return list(dict.fromkeys([*order, *coarse_to_fine(range(len(rewards)))]))[:count]
+
+
+def _of_step(places: Sequence[int], rewards: Sequence[float], count: int) -> list[int]:
+    return [places[i] for i in best_worst_and_between(rewards, count)]
 
 
 def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Data:

@@ -1,8 +1,8 @@
 """What a rollout leaves behind: `Sample`, one scored completion, and its exact form in JSON.
 
-A float32 widened to a Python float prints as text that reads back as the same float, so the log-probabilities of
-`completions.jsonl` are the bits that were sampled. Its rows have the learner's too, `policy_logprobs`: null where a
-sample was not compared with the weights that sampled it. Left out: tensors (`packing.py`).
+A float32 widened to a Python float prints as text that reads back as the same float, so the log-probabilities of a
+checkpoint are the bits that were sampled; those of `completions.jsonl.gz` are too (`isobit/completions.py`). Left out:
+tensors (`packing.py`).
 """
 
 from collections.abc import Mapping, Sequence

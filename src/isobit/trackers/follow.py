@@ -23,8 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from isobit.completions import COMPLETIONS, CompletionTail
 from isobit.errors import IsobitError
-from isobit.run import COMPLETIONS, METRICS
+from isobit.run import METRICS
 from isobit.trackers.base import COMPLETION_COLUMNS, Place, Tracker
 from isobit.trackers.table import make_tracker
 
@@ -44,7 +45,7 @@ class Follower:
         self.directory = run / TRACKING
         self._state_file = self.directory / f"{name}.json"
         self._name = name
-        self._metrics, self._completions = Tail(run / METRICS), Tail(run / COMPLETIONS)
+        self._metrics, self._completions = Tail(run / METRICS), CompletionTail(run / COMPLETIONS)
         self._rows_wanted = completions
         self._held: dict[str, Any] | None = None
         self.last = -1
@@ -79,7 +80,7 @@ class Follower:
             if row["step"] > step:
                 self._held = row
                 break
-            if row["step"] == step and len(found) < self._rows_wanted:
+            if row["step"] == step and len(found) < self._rows_wanted and "completion" in row:
                 found.append([row[column] for column in COMPLETION_COLUMNS])
         return found
 

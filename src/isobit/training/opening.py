@@ -4,7 +4,7 @@ Models, data and reward workers are opened before the run directory, so that a u
 is written.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from isobit import checkpoints
@@ -17,6 +17,7 @@ from isobit.run import Run
 from isobit.training.agreement import unlike
 from isobit.training.objects import Given, Objects
 from isobit.training.parts import load_state, open_parts
+from isobit.training.recording import recorded_groups
 from isobit.training.session import Session
 from isobit.training.snapshot import State
 
@@ -59,31 +60,16 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet
 def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
     """A new run that learns from the rollouts recorded in another."""
     runs.require_run(recorded)
-    if not (recorded / runs.COMPLETIONS).is_file():
-        raise IsobitError(f"{recorded}: no {runs.COMPLETIONS} to learn from")
     steps = sum(1 for row in runs.read_jsonl(recorded / runs.METRICS) if row["step"] > 0)
     if steps == 0:
         raise IsobitError(f"{recorded}: no step was recorded")
+    groups = recorded_groups(recorded, load_config(recorded / runs.CONFIG))
     config = load_config(recorded / runs.CONFIG, [f"steps={steps}", *overrides, f"run.dir={out}"])
     runs.refuse_existing(out)
     parts = open_parts(config, quiet=quiet)
     other = unlike(recorded, config, parts.machine())
     parts.learner.promised &= not other
-    session = Session(
-        parts, Run.create(out, dump_config(config)), State(), quiet=quiet, recorded=_recorded_groups(recorded)
-    )
+    session = Session(parts, Run.create(out, dump_config(config)), State(), quiet=quiet, recorded=groups)
     if other:
         session.display.note(f"tokens may differ from those of {recorded}: it had another {', '.join(other)}")
     return session
-
-
-def _recorded_groups(recorded: Path) -> Iterator[list[Group]]:
-    """The groups of one step after another."""
-    step, groups = 1, dict[int, list[Sample]]()
-    for row in runs.read_jsonl(recorded / runs.COMPLETIONS):
-        while row["step"] != step:
-            yield list(groups.values())
-            step, groups = step + 1, {}
-        sample = Sample.from_json(row)
-        groups.setdefault(sample.prompt_index, []).append(sample)
-    yield list(groups.values())

@@ -32,6 +32,7 @@ from isobit.training.lengths import endless
 from isobit.training.objects import OnStep
 from isobit.training.parts import Parts, save_checkpoint
 from isobit.training.quantization import LearnerTotals
+from isobit.training.recording import rows_of
 from isobit.training.scoring import RolloutScoring
 from isobit.training.snapshot import Snapshot, State
 from isobit.view import Display, Shown
@@ -221,7 +222,7 @@ class Session:
             self.display.note(line)
         self.parts.calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
-        nonzero = sum(advantage != 0 for advantage in advantages)
+        nonzero = sum(advantage != 0 if isinstance(advantage, float) else any(advantage) for advantage in advantages)
         self._metrics["advantage/nonzero_fraction"] = nonzero / len(advantages) if advantages else math.nan
         self._metrics["throughput/learn_tokens_per_s"] = tokens / max(self._metrics["time/learn"], 1e-9)
         warning = small_step(self.objective.correction, learned)
@@ -252,7 +253,7 @@ class Session:
             **self._peaks.metrics(),
             "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        self.run.write_completions(self._row(sample) for group in batch.groups for sample in group)
+        self.run.write_completions(rows_of(state.step, batch.groups, self.parts))
         if self._weights.due(state.step, config.run.quantization_every):
             self.run.write_quantization(state.step, self._weights.by_tensor() | self._learner_totals.by_tensor())
         values = self._finish_step(measured)
@@ -263,11 +264,6 @@ class Session:
         for callback in self._callbacks:
             callback(state.step, dict(values))
         self._stop_if_bad()
-
-    def _row(self, sample: Sample) -> dict[str, object]:
-        prompt = self.model.tokenizer.decode(sample.prompt_ids)
-        compared = self.parts.learner.compared.get((sample.prompt_index, sample.sample_index))
-        return {"step": self.state.step, "prompt": prompt, **sample.to_json(), "policy_logprobs": compared}
 
     def _shown(self, sample: Sample) -> Shown:
         return Shown(sample.reward, self.model.tokenizer.decode(sample.prompt_ids), sample.completion)

@@ -1,7 +1,7 @@
 """`isobit watch`: the same screen for any run on disk, from its files alone.
 
-Follows metrics.jsonl and completions.jsonl as they grow, and starts over where a resumed run cut them back. Ends when
-the run is done, or its process has ended. Left out: anything that would write into the run directory.
+Follows metrics.jsonl and completions.jsonl.gz as they grow, and starts over where a resumed run cut them back. Ends
+when the run is done, or its process has ended. Left out: anything that would write into the run directory.
 """
 
 import fcntl
@@ -16,13 +16,13 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
+from isobit.completions import COMPLETIONS, Member, lines, members, parse
 from isobit.errors import IsobitError
-from isobit.run import COMPLETIONS, CONFIG, LOCK, METRICS, require_run
+from isobit.run import CONFIG, LOCK, METRICS, require_run
 from isobit.view.history import History, Shown
 from isobit.view.screen import screen, summary
 
 _LOOK_EVERY_S = 1.0
-_TAIL_BYTES = 1 << 20  # of completions: the last step's are at the end
 
 
 class Follower:
@@ -54,6 +54,7 @@ class Watched:
         require_run(directory)
         self.directory = directory
         self._metrics = Follower(directory / METRICS)
+        self._last_step = Member(0, 0)
         self.history = self._empty()
 
     def _empty(self) -> History:
@@ -77,8 +78,18 @@ class Watched:
         for row in rows:
             self.history.add(row)
         if rows:
-            self.history.show(_last_completions(self.directory / COMPLETIONS))
+            self.history.show(self._last_completions())
         return len(rows)
+
+    def _last_completions(self) -> list[Shown]:
+        """The completions of the last step in their file, of those that are recorded whole."""
+        path = self.directory / COMPLETIONS
+        if self._metrics.restarted or (path.is_file() and path.stat().st_size < sum(self._last_step)):
+            self._last_step = Member(0, 0)
+        for member in members(path, self._last_step.start):
+            self._last_step = member
+        rows = map(parse, lines(path, self._last_step)) if self._last_step.length else ()
+        return [Shown(r["reward"], str(r["prompt"]), r["completion"]) for r in rows if "completion" in r]
 
     @property
     def finished(self) -> bool:
@@ -140,17 +151,3 @@ def _ending(watched: Watched) -> str:
     if watched.finished:
         return f"finished: isobit report {watched.directory}"
     return f"no process works on it; go on with: isobit train --resume {watched.directory}"
-
-
-def _last_completions(path: Path) -> list[Shown]:
-    """The completions of the last step in the file, from its end."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]
-    if size > _TAIL_BYTES:
-        lines = lines[1:]  # the first one is cut
-    rows = [json.loads(line) for line in lines]
-    return [Shown(r["reward"], str(r["prompt"]), r["completion"]) for r in rows if r["step"] == rows[-1]["step"]]
