@@ -76,6 +76,9 @@ def test_tensors_that_are_ignored(saved: Path) -> None:
     Model.load(saved, "float32", "reference")
     values = json.loads((saved / "config.json").read_text()) | {"tie_word_embeddings": True}
     (saved / "config.json").write_text(json.dumps(values))
+    with pytest.raises(IsobitError, match=r"lm_head.weight differs from the embedding.*tie_word_embeddings false"):
+        Model.load(saved, "float32", "reference")
+    _edit(saved, {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     assert "head" not in Model.load(saved, "float32", "reference").named_parameters()
 
 

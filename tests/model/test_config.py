@@ -21,6 +21,9 @@ _LLAMA = {
 }
 
 
+_QWEN2 = _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
+
+
 def test_defaults_of_a_short_config() -> None:
     config = ModelConfig.from_hf(_LLAMA)
     assert (config.num_kv_heads, config.head_dim, config.max_positions) == (4, 6, 2048)
@@ -44,9 +47,9 @@ def test_round_trip_through_transformers(family: str, tmp_path: Path) -> None:
 
 
 def test_qwen_biases_and_norms() -> None:
-    qwen2 = ModelConfig.from_hf(_LLAMA | {"model_type": "qwen2"})
+    qwen2 = ModelConfig.from_hf(_QWEN2)
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
-    qwen3 = ModelConfig.from_hf(_LLAMA | {"model_type": "qwen3"})
+    qwen3 = ModelConfig.from_hf(_QWEN2 | {"model_type": "qwen3"})
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
 
 
@@ -60,7 +63,7 @@ def test_qwen_biases_and_norms() -> None:
     ],
 )
 def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
-    assert ModelConfig.from_hf(_LLAMA | {"model_type": "qwen2"} | unused).num_layers == 2
+    assert ModelConfig.from_hf(_QWEN2 | unused).num_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -69,17 +72,20 @@ def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
         ({"model_type": "gpt2"}, "unsupported architecture 'gpt2': supported are llama, qwen2, qwen3"),
         ({"model_type": None, "architectures": ["Mamba"]}, "unsupported architecture 'Mamba'"),
         ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu': supported is silu"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "already quantized"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"head_dim": 7}, "even head_dim, got 7"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
-        ({"num_hidden_layers": 0}, "num_layers must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
         ({"vocab_size": "many"}, "wrong type"),
         ({"hidden_size": None}, "wrong type"),
         ({"eos_token_id": "two"}, "'two' is not a token id"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "unsupported rope scaling 'longrope'"),
+        (
+            _QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "sliding_window 8 is below max_position_embeddings 32768",
+        ),
     ],
 )
 def test_refused(changes: dict, message: str) -> None:

@@ -125,8 +125,8 @@ def test_older_names_sparse_steps_and_impossible_numbers() -> None:
     assert read.num_mixtures == 0
     with pytest.raises(IsobitError, match="7 experts per token, of 6"):
         ModelConfig.from_hf(values | {"num_experts_per_tok": 7})
-    with pytest.raises(IsobitError, match="'moe_intermediate_size' is missing"):
-        ModelConfig.from_hf({key: value for key, value in values.items() if key != "moe_intermediate_size"})
+    with pytest.raises(IsobitError, match="moe_intermediate_size has the wrong type"):
+        ModelConfig.from_hf(values | {"moe_intermediate_size": None})
 
 
 def test_a_saved_mixture_loads_again(tmp_path: Path) -> None:

@@ -9,6 +9,12 @@ from isobit.errors import IsobitError
 from isobit.model import Rope
 
 _HEAD_DIM = 64
+
+
+def _rope(values: dict) -> Rope:
+    return Rope.from_hf(values, "config.json", theta=10000.0, max_positions=64)
+
+
 SCALINGS = {
     "linear": {"factor": 4.0},
     "llama3": {
@@ -51,7 +57,7 @@ def test_tables_are_those_of_transformers(name: str) -> None:
     values = {"rope_theta": 50000.0, "max_position_embeddings": 16384}
     if kind != "default":
         values["rope_scaling"] = {"rope_type": kind, **parameters}
-    cos, sin = Rope.from_hf(values, "config.json").tables(300, _HEAD_DIM)
+    cos, sin = _rope(values).tables(300, _HEAD_DIM)
     inverse, factor = _oracle(kind, parameters)
     angles = torch.arange(300).unsqueeze(1).double() * inverse.double()
     assert cos.shape == (300, _HEAD_DIM // 2)
@@ -66,23 +72,22 @@ def test_old_and_new_keys_mean_the_same(name: str) -> None:
     kind, parameters = name.split("-")[0], SCALINGS.get(name, {})
     old = {"rope_theta": 7.0, "rope_scaling": {"type": kind, **parameters}}
     new = {"rope_parameters": {"rope_type": kind, "rope_theta": 7.0, **parameters}}
-    rope = Rope.from_hf(new, "")
-    assert Rope.from_hf(old, "") == rope
-    assert Rope.from_hf(rope.to_hf(), "") == rope
+    rope = _rope(new)
+    assert _rope(old) == rope
+    assert _rope(rope.to_hf()) == rope
 
 
 def test_a_larger_table_begins_with_the_smaller_one() -> None:
-    rope = Rope.from_hf({"rope_scaling": {"rope_type": "yarn", **SCALINGS["yarn"]}}, "")
+    rope = _rope({"rope_scaling": {"rope_type": "yarn", **SCALINGS["yarn"]}})
     for small, large in zip(rope.tables(17, 20), rope.tables(64, 20)):
         assert torch.equal(small, large[:17])
 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths() -> None:
     values = {
-        "max_position_embeddings": 400,
         "rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 100},
     }
-    assert dict(Rope.from_hf(values, "").parameters)["factor"] == 4.0
+    assert dict(Rope.from_hf(values, "", theta=1e4, max_positions=400).parameters)["factor"] == 4.0
 
 
 @pytest.mark.parametrize(
@@ -92,10 +97,10 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths() -> None:
         ({"rope_type": "linear"}, "rope scaling linear needs factor"),
         ({"rope_type": "linear", "factor": "2"}, "factor must be a number, got '2'"),
         ({"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}, "llama3 needs low_freq_factor"),
-        ({"rope_type": "yarn", "factor": 2.0}, "yarn needs original_max_position_embeddings"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8}, "yarn needs factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial rotary embedding is not supported"),
     ],
 )
 def test_refused(scaling: dict, message: str) -> None:
     with pytest.raises(IsobitError, match=message):
-        Rope.from_hf({"rope_scaling": scaling}, "config.json")
+        _rope({"rope_scaling": scaling})

@@ -1,9 +1,10 @@
 """The architecture of a model, read from and written to a Hugging Face `config.json`.
 
 Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral: pre-norm transformers with rotary embedding, grouped-query attention and a
-gated SiLU MLP, or several of which a router chooses. They differ in biases, in QK-norm and in defaults. Left out:
-sliding windows, shared experts, other activations; each is refused with the reason, and nothing in a model directory is
-ever executed.
+gated SiLU MLP, or several of which a router chooses. They differ in biases, in QK-norm and in defaults
+(`families.py`). Left out: sliding windows, shared experts, other activations; each is refused with the reason, and
+nothing in a model directory is ever executed. What is accepted has the log-probabilities of `transformers`
+(`tests/model/test_config_table.py`).
 """
 
 from collections.abc import Mapping
@@ -11,17 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.errors import IsobitError
+from isobit.model.families import FAMILIES, Family, flag, optional_whole, real, refuse_windows, whole
 from isobit.model.rope import Rope
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
-# what transformers takes where config.json has none
-_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768, "mixtral": 131072}
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both know."""
         values: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[self.family]],
+            "architectures": [FAMILIES[self.family].architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -129,61 +121,69 @@ class ModelConfig:
 
 
 def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
-    family = values.get("model_type")
-    if family not in ARCHITECTURES:
-        named = family or ", ".join(values.get("architectures") or ["none"])
-        raise IsobitError(f"{where}: unsupported architecture {named!r}: supported are {', '.join(ARCHITECTURES)}")
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        named = name or ", ".join(values.get("architectures") or ["none"])
+        raise IsobitError(f"{where}: unsupported architecture {named!r}: supported are {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
     _refuse_unsupported(values, where)
+    num_heads, hidden = (whole(values, key, where) for key in ("num_attention_heads", "hidden_size"))
+    if name == "llama" and hidden % num_heads:
+        raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
+    layers = whole(values, "num_hidden_layers", where)
+    max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
+    refuse_windows(values, where, layers, max_positions)
+    rope = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions)
+    head_dim = optional_whole(values, "head_dim", where, family, family.head_dim)
+    if head_dim is None and rope.kind == "yarn" and (name == "mixtral" or (name != "llama" and "head_dim" in values)):
+        raise IsobitError(f"{where}: rope scaling yarn needs head_dim, a number, in a {name}")  # so has transformers it
+    bias = name in ("llama", "qwen3", "qwen3_moe") and flag(values, "attention_bias", where)
     try:
-        num_heads = int(values["num_attention_heads"])
-        hidden = int(values["hidden_size"])
-        if num_heads < 1:
-            raise IsobitError(f"{where}: num_attention_heads must be at least 1, got {num_heads}")
-        kv_heads = values.get("num_key_value_heads")
-        bias = bool(values.get("attention_bias", False))
-        config = ModelConfig(
-            family=family,
-            vocab_size=int(values["vocab_size"]),
-            hidden_size=hidden,
-            intermediate_size=int(values["intermediate_size"]),
-            num_layers=int(values["num_hidden_layers"]),
-            num_heads=num_heads,
-            num_kv_heads=num_heads if kv_heads is None else int(kv_heads),
-            head_dim=int(values.get("head_dim") or (128 if family.startswith("qwen3") else hidden // num_heads)),
-            rms_eps=float(values.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6)),
-            rope=Rope.from_hf(values, where),
-            qkv_bias=family == "qwen2" or (bias and family != "mixtral"),
-            o_bias=bias and family not in ("qwen2", "mixtral"),
-            mlp_bias=bool(values.get("mlp_bias", False)) if family == "llama" else False,
-            qk_norm=family.startswith("qwen3"),
-            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-            max_positions=int(values.get("max_position_embeddings") or _MAX_POSITIONS[family]),
-            bos_id=_first(token_ids(values.get("bos_token_id"))),
-            eos_ids=token_ids(values.get("eos_token_id")),
-            pad_id=_first(token_ids(values.get("pad_token_id"))),
-            experts=_experts_from_hf(values) if family in ("qwen3_moe", "mixtral") else None,
-        )
-    except KeyError as missing:
-        raise IsobitError(f"{where}: key {missing} is missing") from None
-    except (TypeError, ValueError) as error:
+        ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
+    except ValueError as error:
         raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
-    return config
+    return ModelConfig(
+        family=name,
+        vocab_size=whole(values, "vocab_size", where),
+        hidden_size=hidden,
+        intermediate_size=whole(values, "intermediate_size", where),
+        num_layers=layers,
+        num_heads=num_heads,
+        num_kv_heads=optional_whole(values, "num_key_value_heads", where, family, family.kv_heads) or num_heads,
+        head_dim=head_dim or hidden // num_heads,
+        rms_eps=real(values, "rms_norm_eps", where, family.rms_eps),
+        rope=rope,
+        qkv_bias=bias or name == "qwen2",
+        o_bias=bias,
+        mlp_bias=name == "llama" and flag(values, "mlp_bias", where),
+        qk_norm=name.startswith("qwen3"),
+        tie_embeddings=flag(values, "tie_word_embeddings", where),
+        max_positions=max_positions,
+        bos_id=_first(ids["bos"]),
+        eos_ids=ids["eos"],
+        pad_id=_first(ids["pad"]),
+        experts=_experts_from_hf(values, where, family, layers) if family.experts else None,
+    )
 
 
-def _experts_from_hf(values: Mapping[str, Any]) -> Experts:
-    """Mixtral calls the number of experts num_local_experts, Qwen3-MoE by its age num_experts or the same."""
-    layers = int(values["num_hidden_layers"])
+def _experts_from_hf(values: Mapping[str, Any], where: str, family: Family, layers: int) -> Experts:
+    """The number of experts is num_local_experts or num_experts: either name, in either family."""
+    names = [key for key in ("num_local_experts", "num_experts") if key in values]
+    counts = {whole(values, key, where) for key in names} or {family.experts}
+    if len(counts) > 1:
+        raise IsobitError(f"{where}: num_local_experts and num_experts name one number, but differ; keep one of them")
+    count = counts.pop()
+    per_token = whole(values, "num_experts_per_tok", where, family.experts_per_token)
     if values["model_type"] == "mixtral":
-        return Experts(
-            int(values["num_local_experts"]), int(values["num_experts_per_tok"]), int(values["intermediate_size"])
-        )
-    count = values["num_experts"] if "num_experts" in values else values["num_local_experts"]
-    step, dense = int(values.get("decoder_sparse_step", 1)), values.get("mlp_only_layers") or []
+        return Experts(count, per_token, whole(values, "intermediate_size", where))
+    step, dense = whole(values, "decoder_sparse_step", where, 1), values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise IsobitError(f"{where}: mlp_only_layers has the wrong type: expected a list of layers, got {dense!r}")
     return Experts(
-        int(count),
-        int(values["num_experts_per_tok"]),
-        int(values["moe_intermediate_size"]),
-        bool(values.get("norm_topk_prob", False)),
+        count,
+        per_token,
+        whole(values, "moe_intermediate_size", where, 768),
+        flag(values, "norm_topk_prob", where),
         tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
     )
 
@@ -229,21 +229,15 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
         raise IsobitError(f"{where}: unsupported hidden_act {activation!r}: supported is silu")
-    if _slides(values):
-        raise IsobitError(f"{where}: sliding-window attention is not supported: every layer must see all positions")
+    if not values.get("is_causal", True):
+        raise IsobitError(
+            f"{where}: is_causal is off: a model that sees later tokens has no log-probabilities to train"
+        )
+    if values.get("per_layer_config"):
+        raise IsobitError(f"{where}: per_layer_config is not supported: all layers must have one form")
     quantized = values.get("quantization_config")
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     if quantized and not (isinstance(quantized, dict) and blocks.items() <= quantized.items()):
         raise IsobitError(
             f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one, or one in FP8 blocks of 128x128"
         )
-
-
-def _slides(values: Mapping[str, Any]) -> bool:
-    """Whether any layer has a sliding window: by `layer_types`, else by the older keys of Qwen."""
-    layers = values.get("layer_types")
-    if layers:
-        return any(layer != "full_attention" for layer in layers)
-    if not values.get("use_sliding_window") or values.get("sliding_window") is None:
-        return False
-    return int(values.get("max_window_layers", 0)) < int(values.get("num_hidden_layers", 1))

@@ -45,6 +45,8 @@ def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[st
     Takes the tensors out of `tensors` as it goes, so that weights are not held twice.
     """
     masters = dict(parts(config))
+    if config.tie_embeddings and _OUTSIDE["head"] in tensors:
+        _check_tied(tensors, where)
     expected = {name for names in masters.values() for name, _ in names}
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
     given = {name for name in tensors if not name.endswith(_IGNORED_SUFFIXES)} - tied
@@ -58,6 +60,16 @@ def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[st
                 f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, but config.json asks for {shape}"
             )
     return {master: torch.cat([tensors.pop(name) for name, _ in names]) for master, names in masters.items()}
+
+
+def _check_tied(tensors: Mapping[str, Tensor], where: str) -> None:
+    """A head of its own in a checkpoint whose config.json ties it: `transformers` takes the head that is there."""
+    embed = tensors.get(_OUTSIDE["embed"])
+    if embed is None or torch.equal(tensors[_OUTSIDE["head"]], embed):
+        return
+    raise IsobitError(
+        f"{where}: tensor lm_head.weight differs from the embedding; config.json must have tie_word_embeddings false"
+    )
 
 
 def split(masters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ class RewardModel:
             raise IsobitError(f"reward model {directory}: precision {flow.name} has a calibrated KV cache; use e4m3")
         tensors = read_weights(directory)
         score = tensors.pop("score.weight", None)
+        tensors.pop("lm_head.weight", None)
         if score is None:
             named = ", ".join(values.get("architectures") or ["none"])
             raise IsobitError(

@@ -16,10 +16,13 @@ from isobit.errors import IsobitError
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+_OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}  # null: left out
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -31,29 +34,22 @@ class Rope:
     parameters: tuple[tuple[str, float | bool], ...] = field(default=())
 
     @staticmethod
-    def from_hf(values: Mapping[str, Any], where: str) -> "Rope":
-        """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5."""
-        given = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-        theta = float(given.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
-        kind = given.pop("rope_type", given.pop("type", "default")) or "default"
-        given.pop("type", None)
-        if kind not in KINDS:
-            raise IsobitError(f"{where}: unsupported rope scaling {kind!r}: supported are {', '.join(KINDS)}")
-        partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-        if partial != 1.0:
-            raise IsobitError(f"{where}: partial rotary embedding is not supported (factor {partial})")
-        given = {key: value for key, value in given.items() if value is not None}
-        if kind in ("llama3", "yarn") and "max_position_embeddings" in values:
-            given.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
-        if kind == "yarn" and "factor" not in given and "original_max_position_embeddings" in given:
-            given["factor"] = values["max_position_embeddings"] / given["original_max_position_embeddings"]
-        for key in _NEEDED.get(kind, ()):
-            if key not in given:
-                raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
-        for key, value in given.items():
-            if not isinstance(value, (int, float)):
-                raise IsobitError(f"{where}: rope scaling {kind}: {key} must be a number, got {value!r}")
-        return Rope(theta, kind, tuple(sorted(given.items())) if kind != "default" else ())
+    def from_hf(values: Mapping[str, Any], where: str, *, theta: float, max_positions: int) -> "Rope":
+        """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5.
+
+        `theta` and `max_positions` are the family's own where config.json has none. IsobitError for a kind that is not
+        supported, a parameter that is missing or no number, and for two sections that say different things.
+        """
+        read = []
+        for key in ("rope_scaling", "rope_parameters"):
+            section = values.get(key)
+            if section is not None and not isinstance(section, dict):
+                raise IsobitError(f"{where}: {key} has the wrong type: expected an object, got {section!r}")
+            if section:
+                read.append(_read(section, values, where, theta, max_positions))
+        if len(read) == 2 and read[0] != read[1]:
+            raise IsobitError(f"{where}: rope_scaling and rope_parameters say different things; keep one of them")
+        return read[0] if read else _read({}, values, where, theta, max_positions)
 
     def to_hf(self) -> dict[str, Any]:
         values: dict[str, Any] = {"rope_theta": self.theta}
@@ -77,6 +73,47 @@ class Rope:
         if self.kind == "yarn":
             return _yarn(inverse, parameters, self.theta, head_dim)
         return inverse, 1.0
+
+
+def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, theta: float, max_positions: int) -> Rope:
+    """One section. `original_max_position_embeddings` beside it counts more than the one inside, else the context."""
+    kind = section.get("rope_type", section.get("type", "default"))
+    if kind not in KINDS:
+        raise IsobitError(f"{where}: unsupported rope scaling {kind!r}: supported are {', '.join(KINDS)}")
+    if any(isinstance(value, dict) for value in section.values()):
+        raise IsobitError(
+            f"{where}: rope_parameters of each layer type are not supported: all layers must share one set"
+        )
+    partial = section.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
+    if partial != 1.0:
+        raise IsobitError(f"{where}: partial rotary embedding is not supported (partial_rotary_factor {partial!r})")
+    base = _number({"rope_theta": theta, **values, **section}, "rope_theta", where)
+    if base <= 1:
+        raise IsobitError(f"{where}: rope_theta must be above 1, got {base}")
+    own = {_ORIGINAL: max_positions, **section, **{key: values[key] for key in values if key == _ORIGINAL}}
+    given: dict[str, float | bool] = {}
+    for key in _NEEDED[kind]:
+        if key not in own:
+            raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
+        ratio = kind == "yarn" and key == "factor" and own[key] is None
+        given[key] = max_positions / _number(own, _ORIGINAL, where) if ratio else _number(own, key, where)
+        if given[key] <= 0:
+            raise IsobitError(f"{where}: rope scaling {kind}: {key} must be above 0, got {given[key]}")
+    for key in _OPTIONAL.get(kind, ()):
+        if own.get(key) is not None:
+            given[key] = _number(own, key, where)
+    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        raise IsobitError(f"{where}: rope scaling llama3: high_freq_factor must be above low_freq_factor")
+    if kind == "yarn" and "truncate" in own:
+        given["truncate"] = bool(own["truncate"])
+    return Rope(float(base), kind, tuple(sorted(given.items())))
+
+
+def _number(values: Mapping[str, Any], key: str, where: str) -> float:
+    value = values[key]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise IsobitError(f"{where}: {key} must be a number, got {value!r}")
+    return value
 
 
 def _llama3(inverse: Tensor, parameters: Mapping[str, float]) -> Tensor:

@@ -1,0 +1,139 @@
+"""The families of `config.json` that are supported: what each is when keys are left out, and keys read strictly.
+
+Defaults are those of the configuration classes of transformers 5 (`configuration_llama.py` and its siblings), which
+differ by family: a Mixtral without `rope_theta` has 1,000,000 and a Llama 10,000. Values of a wrong type are refused,
+never converted: `"false"` is no boolean and 48.0 no size.
+`tests/model/test_config_table.py` compares what is accepted with `transformers`, and what is left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.errors import IsobitError
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`: the class of its checkpoints, and what stands for a key that config.json leaves out.
+
+    `kv_heads` None is one for each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which
+    null means the same as None here.
+    """
+
+    architecture: str
+    max_positions: int = 32768
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-6
+    kv_heads: int | None = 32
+    head_dim: int | None = None
+    nullable: tuple[str, ...] = ("num_key_value_heads", "head_dim")
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", max_positions=2048, kv_heads=None),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM", head_dim=128, nullable=("num_key_value_heads",)),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", kv_heads=4, nullable=("head_dim",), experts=128, experts_per_token=8),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        max_positions=131072,
+        rope_theta=1e6,
+        rms_eps=1e-5,
+        kv_heads=8,
+        nullable=("head_dim",),
+        experts=8,
+        experts_per_token=2,
+    ),
+}
+_WINDOW, _WINDOW_FROM_LAYER = 4096, 28  # of Qwen's, where use_sliding_window is true
+
+
+def whole(values: Mapping[str, Any], key: str, where: str, default: int | None = None, least: int = 1) -> int:
+    """An integer of at least `least`; IsobitError that names key and file for anything else, or if it is missing."""
+    if key not in values and default is None:
+        raise IsobitError(f"{where}: key {key!r} is missing")
+    value = values.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise IsobitError(f"{where}: {key} has the wrong type: expected an integer, got {value!r}")
+    if value < least:
+        raise IsobitError(f"{where}: {key} must be at least {least}, got {value}")
+    return value
+
+
+def optional_whole(values: Mapping[str, Any], key: str, where: str, family: Family, default: int | None) -> int | None:
+    """The same where null may stand, if the family has it so: None."""
+    if values.get(key, default) is None and (key not in values or key in family.nullable):
+        return None
+    return whole(values, key, where, default)
+
+
+def real(values: Mapping[str, Any], key: str, where: str, default: float) -> float:
+    """A number with a decimal point, finite and not negative; IsobitError for anything else."""
+    value = values.get(key, default)
+    if not isinstance(value, float) or not 0 <= value < float("inf"):
+        raise IsobitError(f"{where}: {key} has the wrong type: expected a number such as {default}, got {value!r}")
+    return value
+
+
+def flag(values: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
+    """true or false; IsobitError for anything else."""
+    value = values.get(key, default)
+    if not isinstance(value, bool):
+        raise IsobitError(f"{where}: {key} has the wrong type: expected true or false, got {value!r}")
+    return value
+
+
+def refuse_windows(values: Mapping[str, Any], where: str, layers: int, max_positions: int) -> None:
+    """IsobitError if a layer does not see all earlier positions.
+
+    A window of `max_positions` or more hides none: position q sees those above q - window.
+    """
+    kinds = _layer_kinds(values, where, layers)
+    if "sliding_attention" in kinds and not _may_slide(values, where):
+        raise IsobitError(f"{where}: layer_types has sliding_attention, but no window is in use; take full_attention")
+    window = _window(values, where, layers, "sliding_attention" in kinds if kinds else None)
+    if window is not None and window < max_positions:
+        raise IsobitError(
+            f"{where}: sliding-window attention is not supported: sliding_window {window} is below "
+            f"max_position_embeddings {max_positions}, and every layer must see all positions"
+        )
+
+
+def _layer_kinds(values: Mapping[str, Any], where: str, layers: int) -> list[str]:
+    """`layer_types`, or nothing where it is left out."""
+    kinds = values.get("layer_types")
+    if kinds is None:
+        return []
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise IsobitError(f"{where}: layer_types must name the attention of each of {layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise IsobitError(f"{where}: layer_types: {kind!r} is not supported; every layer must be full_attention")
+    return kinds
+
+
+def _may_slide(values: Mapping[str, Any], where: str) -> bool:
+    family = values["model_type"]
+    if family.startswith("qwen"):
+        return flag(values, "use_sliding_window", where)
+    return family == "mixtral" and values.get("sliding_window") is not None
+
+
+def _window(values: Mapping[str, Any], where: str, layers: int, listed: bool | None) -> int | None:
+    """The window that some layer has, in tokens. `listed`: whether layer_types has a sliding layer, if it is given.
+
+    Llama has none whatever config.json says; of the others only Qwen2 and Qwen3 heed layer_types.
+    """
+    if not _may_slide(values, where):
+        return None
+    if values.get("sliding_window", _WINDOW) is None:
+        return None
+    window = whole(values, "sliding_window", where, _WINDOW)
+    if values["model_type"] in ("qwen2", "qwen3"):
+        first = whole(values, "max_window_layers", where, _WINDOW_FROM_LAYER, least=0)
+        slides = first < layers if listed is None else listed
+        return window if slides else None
+    return window

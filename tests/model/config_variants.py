@@ -1,0 +1,287 @@
+"""Variants of `config.json`: five families by their keys, with what is to become of each (`config_table.py`)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .helpers import VOCABULARY
+
+CONTEXT, ORIGINAL = 64, 16
+"""max_position_embeddings, and the original length that rotary scalings name: both below the length compared."""
+_LEFT_OUT = object()
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 500.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN = {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}
+BASES: dict[str, dict[str, Any]] = {
+    "llama": _SIZES | {"attention_bias": False, "mlp_bias": False},
+    "qwen2": _SIZES | _QWEN,
+    "qwen3": _SIZES | _QWEN | {"attention_bias": False},
+    "qwen3_moe": _SIZES
+    | _QWEN
+    | {"attention_bias": False, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": _SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+}
+
+SHAPES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings", "num_experts"),
+    *("num_local_experts", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+)
+"""The keys on which names and shapes of weights depend."""
+
+_SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+        "original_max_position_embeddings": ORIGINAL,
+    },
+}
+
+
+_ORIGINAL = "original_max_position_embeddings"
+_YARNS: dict[str, dict[str, Any]] = {
+    "null factor": {"factor": None},
+    "attention_factor": {"attention_factor": 1.7},
+    "two mscales": {"mscale": 0.7, "mscale_all_dim": 1.2},
+    "one mscale": {"mscale": 0.7},
+    "other betas": {"beta_fast": 4.0, "beta_slow": 0.5},
+    "beta 0": {"beta_fast": 0},
+    "no truncation": {"truncate": False},
+    "null truncation": {"truncate": None},
+    "unknown keys": {"finetuned": True, "mrope_section": [1, 2]},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One config.json: the family's base with `changes`; `says`, a part of the refusal, or "" if it is to be equal.
+
+    `head`: what the checkpoint's own lm_head.weight is where the head is tied.
+    """
+
+    family: str
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    says: str = ""
+    head: str = ""
+
+    def values(self) -> dict[str, Any]:
+        merged = {"model_type": self.family, **BASES[self.family], **self.changes}
+        return {key: value for key, value in merged.items() if value is not _LEFT_OUT}
+
+
+def variants() -> list[Variant]:
+    """The table."""
+    rows = []
+    for family in BASES:
+        for make in (_sizes, _flags, _rope_forms, _rope_details, _windows, _experts):
+            rows += [Variant(family, *row) for row in make(family)]
+    return rows
+
+
+Row = tuple[str, dict[str, Any], str] | tuple[str, dict[str, Any], str, str]
+
+
+def _sizes(family: str) -> Iterator[Row]:
+    """Sizes: given, left out, null, impossible."""
+    yield "base", {}, ""
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        yield f"no {key}", {key: _LEFT_OUT}, f"'{key}' is missing"
+    yield "hidden_size 48.0", {"hidden_size": 48.0}, "hidden_size has the wrong type"
+    yield "1 head of keys", {"num_key_value_heads": 1}, ""
+    yield "4 heads of keys", {"num_key_value_heads": 4}, ""
+    yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
+    nullable = family in ("llama", "qwen2", "qwen3")
+    yield "null heads of keys", {"num_key_value_heads": None}, "" if nullable else "num_key_value_heads"
+    left_out = {"llama": 4, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8}[family]
+    for heads in (4, 8, 32):
+        shared = heads % (heads if family == "llama" else left_out) == 0
+        change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
+        yield f"no num_key_value_heads, {heads} heads", change, "" if shared else "cannot share"
+    yield "no head_dim", {"head_dim": _LEFT_OUT}, ""
+    yield "null head_dim", {"head_dim": None}, "head_dim" if family == "qwen3" else ""
+    yield "head_dim 20", {"head_dim": 20}, ""
+    yield "head_dim 7", {"head_dim": 7}, "even head_dim"
+    if family in ("llama", "qwen2", "qwen3"):  # the grouped products of transformers take multiples of 4 alone
+        yield "hidden_size 50 of 4 heads", {"hidden_size": 50}, "no multiple" if family == "llama" else ""
+    yield "no max_position_embeddings", {"max_position_embeddings": _LEFT_OUT}, ""
+    yield "null max_position_embeddings", {"max_position_embeddings": None}, "max_position_embeddings"
+    yield "no rms_norm_eps", {"rms_norm_eps": _LEFT_OUT}, ""
+    yield "rms_norm_eps 0.1", {"rms_norm_eps": 0.1}, ""
+    yield "rms_norm_eps as text", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"
+
+
+def _flags(family: str) -> Iterator[Row]:
+    """Biases, the head, the activation, and keys that change nothing."""
+    biased = family in ("llama", "qwen3", "qwen3_moe")
+    yield "attention_bias", {"attention_bias": True}, ""
+    yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
+    yield "attention_bias as text", {"attention_bias": "false"}, "attention_bias" if biased else ""
+    yield "mlp_bias", {"mlp_bias": True}, ""
+    yield "no mlp_bias", {"mlp_bias": _LEFT_OUT}, ""
+    yield "tied", {"tie_word_embeddings": True}, ""
+    yield "no tie_word_embeddings", {"tie_word_embeddings": _LEFT_OUT}, ""
+    yield "null tie_word_embeddings", {"tie_word_embeddings": None}, "tie_word_embeddings"
+    yield "tied, with the same head", {"tie_word_embeddings": True}, "", "same"
+    yield "tied, with another head", {"tie_word_embeddings": True}, "tie_word_embeddings false", "other"
+    yield "no hidden_act", {"hidden_act": _LEFT_OUT}, ""
+    for other in ("gelu", "relu", None):
+        yield f"hidden_act {other}", {"hidden_act": other}, "hidden_act"
+    yield "is_causal false", {"is_causal": False}, "is_causal"
+    yield "per_layer_config", {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config"
+    yield "for training only", {"attention_dropout": 0.0, "initializer_range": 0.5, "use_cache": False}, ""
+    yield "other ids", {"bos_token_id": None, "eos_token_id": [3, 4], "pad_token_id": 0}, ""
+    yield "dtype bfloat16", {"torch_dtype": "bfloat16"}, ""
+
+
+def _rope_forms(family: str) -> Iterator[Row]:
+    """Every kind of scaling, under every name that it had."""
+    for kind, parameters in _SCALINGS.items():
+        refused = f"unsupported rope scaling '{kind}'" if kind in ("dynamic", "longrope") else ""
+        inside = {"rope_type": kind, **parameters}
+        yield f"rope_scaling {kind}", {"rope_scaling": inside}, refused
+        yield f"rope_scaling, type {kind}", {"rope_scaling": {"type": kind, **parameters}}, refused
+        new = {"rope_theta": _LEFT_OUT, "rope_parameters": {**inside, "rope_theta": 900.0}}
+        yield f"rope_parameters {kind}", new, refused
+        yield f"rope_parameters {kind}, theta outside", {"rope_parameters": inside}, refused
+        yield f"rope_parameters {kind}, two thetas", {**new, "rope_theta": 70.0}, refused
+        yield f"rope_parameters {kind}, no theta", {**new, "rope_parameters": inside}, refused
+
+
+def _rope_details(family: str) -> Iterator[Row]:
+    """Parameters of the scalings: left out, null, outside, or in two sections."""
+    outside = {_ORIGINAL: 40}
+    for value, says in ((_LEFT_OUT, ""), (300, ""), (None, "rope_theta"), (0, "rope_theta"), ("500", "rope_theta")):
+        yield f"rope_theta {'left out' if value is _LEFT_OUT else value}", {"rope_theta": value}, says
+    yield "null rope_scaling", {"rope_scaling": None}, ""
+    yield "rope_scaling of no kind", {"rope_scaling": {"factor": 3.0}}, ""
+    yield "rope_scaling of kind null", {"rope_scaling": {"rope_type": None}}, "rope scaling None"
+    yield "rope_scaling as text", {"rope_scaling": "yarn"}, "rope_scaling has the wrong type"
+    yield (
+        "half of each head",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+        "partial",
+    )
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}
+    listed = {"layer_types": ["full_attention"] * 2}
+    yield "rope_parameters by layer type", {"rope_parameters": nested, **listed}, "layer type"
+    for kind in ("llama3", "yarn"):
+        inside = {"rope_type": kind, **_SCALINGS[kind]}
+        short = {key: value for key, value in inside.items() if key not in outside}
+        for spelled in ("rope_scaling", "rope_parameters"):
+            yield f"{spelled} {kind}, original outside", {spelled: short, **outside}, ""
+            yield f"{spelled} {kind}, two originals", {spelled: inside, **outside}, ""
+            yield f"{spelled} {kind}, no original", {spelled: short}, ""
+        unknown = {"rope_scaling": short, "max_position_embeddings": _LEFT_OUT}
+        yield f"{kind}, no original and no context", unknown, ""
+        yield f"{kind}, null original outside", {"rope_scaling": inside, _ORIGINAL: None}, _ORIGINAL
+        yield f"{kind}, factor as text", {"rope_scaling": {**inside, "factor": "4"}}, "factor must be a number"
+        without = {key: value for key, value in inside.items() if key != "factor"}
+        yield f"{kind} without factor", {"rope_scaling": without}, f"{kind} needs factor"
+    both = {"rope_scaling": {"rope_type": "yarn", **_SCALINGS["yarn"]}}
+    yield "two sections that agree", {**both, "rope_parameters": both["rope_scaling"]}, ""
+    linear = {"rope_type": "linear", "factor": 3.0, "rope_theta": 90.0}
+    yield "two sections that differ", {**both, "rope_parameters": linear}, "say different things"
+    for name, more in _YARNS.items():
+        yield f"yarn, {name}", {"rope_scaling": {**both["rope_scaling"], **more}}, ""
+    sharp = {"rope_scaling": {"rope_type": "llama3", **_SCALINGS["llama3"], "high_freq_factor": 1.0}}
+    yield "llama3, no band between", sharp, "high_freq_factor"
+    bare = {**both, "head_dim": _LEFT_OUT}
+    yield "yarn, no head_dim", bare, "needs head_dim" if family == "mixtral" else ""
+    says = "" if family == "llama" else "head_dim"
+    yield "yarn, null head_dim", {**both, "head_dim": None}, says
+
+
+def _windows(family: str) -> Iterator[Row]:
+    """Sliding windows, which are refused wherever one hides a token."""
+    qwen, says = family.startswith("qwen"), "sliding"
+    bites = family == "mixtral"
+    for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
+        change = {"sliding_window": size, "use_sliding_window": False}
+        hidden = size is not None and size < CONTEXT
+        yield f"sliding_window {size}", change, says if bites and hidden else ""
+        yield (
+            f"use_sliding_window, {size}",
+            {**change, "use_sliding_window": True},
+            says if hidden and family != "llama" else "",
+        )
+    yield "sliding_window 0", {"sliding_window": 0, "use_sliding_window": qwen}, "" if family == "llama" else says
+    long = {"use_sliding_window": True, "sliding_window": _LEFT_OUT, "max_window_layers": 0}
+    yield "window left out", long, ""
+    yield "window left out, longer context", {**long, "max_position_embeddings": 8192}, says if qwen else ""
+    first = {"use_sliding_window": True, "sliding_window": 8}
+    late = says if family in ("qwen3_moe", "mixtral") else ""
+    yield "window from layer 2", {**first, "max_window_layers": 2}, late
+    yield "window from layer 1", {**first, "max_window_layers": 1}, "" if family == "llama" else says
+    yield "window, layer left out", {**first, "max_window_layers": _LEFT_OUT}, late
+    full, mixed = ["full_attention"] * 2, ["full_attention", "sliding_attention"]
+    yield "all layers full", {"layer_types": full}, ""
+    yield "all layers full, window", {**first, "layer_types": full}, late
+    yield "a sliding layer", {"layer_types": mixed}, says
+    yield "a sliding layer, window", {**first, "layer_types": mixed}, says
+    yield (
+        "a sliding layer, wide window",
+        {**first, "layer_types": mixed, "sliding_window": CONTEXT},
+        says if family == "llama" else "",
+    )
+    yield "a chunked layer", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"
+    yield "too few layer_types", {"layer_types": ["full_attention"]}, "layer_types"
+    if qwen:
+        yield "use_sliding_window as text", {"use_sliding_window": "no"}, "use_sliding_window"
+
+
+def _experts(family: str) -> Iterator[Row]:
+    """Mixtures of experts."""
+    if family not in ("qwen3_moe", "mixtral"):
+        return
+    own = "num_local_experts" if family == "mixtral" else "num_experts"
+    other = "num_experts" if family == "mixtral" else "num_local_experts"
+    yield "no number of experts", {own: _LEFT_OUT}, ""
+    yield "the other name", {own: _LEFT_OUT, other: 7}, ""
+    yield "both names", {own: 7, other: 7}, ""
+    yield "both names, two numbers", {own: 6, other: 7}, "keep one of them"
+    yield "no num_experts_per_tok", {"num_experts_per_tok": _LEFT_OUT, own: 9}, ""
+    yield "1 expert a token", {"num_experts_per_tok": 1}, ""
+    yield "9 experts a token", {"num_experts_per_tok": 9}, "9 experts per token"
+    yield "no experts", {own: 0}, "at least 1"
+    yield "jitter", {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.2}, ""
+    if family == "mixtral":
+        yield "norm_topk_prob false", {"norm_topk_prob": False}, ""
+        return
+    yield "gates not normalized", {"norm_topk_prob": False}, ""
+    yield "no norm_topk_prob", {"norm_topk_prob": _LEFT_OUT}, ""
+    yield "norm_topk_prob 1", {"norm_topk_prob": 1}, "norm_topk_prob"
+    yield "every other layer", {"decoder_sparse_step": 2}, ""
+    yield "no decoder_sparse_step", {"decoder_sparse_step": _LEFT_OUT}, ""
+    yield "decoder_sparse_step 0", {"decoder_sparse_step": 0}, "decoder_sparse_step"
+    yield "a dense layer", {"mlp_only_layers": [0]}, ""
+    yield "null mlp_only_layers", {"mlp_only_layers": None}, ""
+    yield "no mlp_only_layers", {"mlp_only_layers": _LEFT_OUT}, ""
+    yield "no moe_intermediate_size", {"moe_intermediate_size": _LEFT_OUT}, ""
