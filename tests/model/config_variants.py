@@ -126,7 +126,7 @@ def _sizes(family: str) -> Iterator[Row]:
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
         yield f"no num_key_value_heads, {heads} heads", change, "" if shared else "cannot share"
     yield "no head_dim", {"head_dim": _LEFT_OUT}, ""
-    yield "null head_dim", {"head_dim": None}, "head_dim" if family == "qwen3" else ""
+    yield "null head_dim", {"head_dim": None}, "" if family in ("llama", "mixtral") else "head_dim"
     yield "head_dim 20", {"head_dim": 20}, ""
     yield "head_dim 7", {"head_dim": 7}, "even head_dim"
     if family in ("llama", "qwen2", "qwen3"):  # the grouped products of transformers take multiples of 4 alone

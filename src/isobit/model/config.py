@@ -135,8 +135,8 @@ def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     refuse_windows(values, where, layers, max_positions)
     rope = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions)
     head_dim = optional_whole(values, "head_dim", where, family, family.head_dim)
-    if head_dim is None and rope.kind == "yarn" and (name == "mixtral" or (name != "llama" and "head_dim" in values)):
-        raise IsobitError(f"{where}: rope scaling yarn needs head_dim, a number, in a {name}")  # so has transformers it
+    if head_dim is None and rope.kind == "yarn" and name == "mixtral":
+        raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")  # as in transformers
     bias = name in ("llama", "qwen3", "qwen3_moe") and flag(values, "attention_bias", where)
     try:
         ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}

@@ -27,16 +27,18 @@ class Family:
     rms_eps: float = 1e-6
     kv_heads: int | None = 32
     head_dim: int | None = None
-    nullable: tuple[str, ...] = ("num_key_value_heads", "head_dim")
+    nullable: tuple[str, ...] = ("num_key_value_heads",)
     experts: int = 0
     experts_per_token: int = 0
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", max_positions=2048, kv_heads=None),
+    "llama": Family(
+        "LlamaForCausalLM", max_positions=2048, kv_heads=None, nullable=("num_key_value_heads", "head_dim")
+    ),
     "qwen2": Family("Qwen2ForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM", head_dim=128, nullable=("num_key_value_heads",)),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", kv_heads=4, nullable=("head_dim",), experts=128, experts_per_token=8),
+    "qwen3": Family("Qwen3ForCausalLM", head_dim=128),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", kv_heads=4, nullable=(), experts=128, experts_per_token=8),
     "mixtral": Family(
         "MixtralForCausalLM",
         max_positions=131072,
