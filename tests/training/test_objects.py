@@ -101,7 +101,7 @@ def test_a_function_cannot_change_the_data(tmp_path: Path, base_model: Path) -> 
         prompts.clear()
         return digits([], completions)
 
-    rows = [{**row, "answer": [row["answer"]]} for row in ROWS]
+    rows = [{**row, "answer": [row["answer"]]} for row in ROWS[:4]]  # of which both steps see all
     train(settings(tmp_path, base_model, steps=2, **{"sampling.group_size": 2}) | {}, rewards=spoil, data=rows)
     assert json.dumps(ROWS) == before
     assert all(len(row["answer"]) == 1 for row in rows)
