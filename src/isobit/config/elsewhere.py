@@ -81,6 +81,7 @@ _NAMES = {
     "run.dir": "output_dir default_local_dir checkpoint_dir log_dir save_dir",
     "run.checkpoint_every": "save_steps save_freq save_period save_every",
     "run.keep_last": "save_total_limit max_actor_ckpt_to_keep keep_top_k",
+    "run.completions": "rollout_data_dir",
     "tracking.trackers": "report_to logger wandb_enabled tensorboard_enabled mlflow_enabled use_wandb",
     "tracking.project": "project_name wandb_project",
     "tracking.name": "run_name experiment_name",
