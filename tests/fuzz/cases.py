@@ -73,10 +73,10 @@ def draw(seed: int) -> Case:
     ids = tuple(rng.sample([*range(40), *(2**32 - 1 - i for i in range(20))], len(prompts)))
     schedules = _schedule(rng, lengths, sampling, config), _schedule(rng, lengths, sampling, config)
     learning = Learning(rng.randrange(2**31), rng.choice((1, 1, 2, 3, 7)), rng.choice((1, 2)), rng.random() < 0.3)
-    flow = precision_from(_flow(rng, config.num_layers))
-    return Case(
-        seed, config, flow, rng.choice(KINDS), prompts, ids, sampling, schedules, learning, int(rng.random() < 0.4)
-    )
+    flow, weights = precision_from(_flow(rng)), rng.choice(KINDS)
+    # a step along a gradient would undo the cancellation
+    updates = int(rng.random() < 0.4 and weights != "cancelling")
+    return Case(seed, config, flow, weights, prompts, ids, sampling, schedules, learning, updates)
 
 
 def _model(rng: Random) -> ModelConfig:
@@ -133,11 +133,10 @@ def _rope(rng: Random) -> Rope:
     return Rope(theta, kind, tuple(sorted(scaled[kind].items())))
 
 
-def _flow(rng: Random, layers: int) -> dict[str, Any]:
+def _flow(rng: Random) -> dict[str, Any]:
     """A unified flow: a preset, often with some of its options changed for both uses alike."""
     preset = rng.choice(("bf16", "float32", "fp8", "fp8", "fp8-unified", "fp8-unified", "mxfp8", "nvfp4"))
     choices: dict[str, tuple[Any, ...]] = {
-        "kv_cache": ("bf16", "e4m3", "e4m3-calibrated", "e4m3-calibrated"),
         "query": ("bf16", "e4m3"),
     }
     if preset not in ("bf16", "float32"):
@@ -161,7 +160,12 @@ def _flow(rng: Random, layers: int) -> dict[str, Any]:
             "gradient_format": ("e4m3", "e5m2"),
         }
     often = rng.choice((0.0, 0.2, 0.5))
-    return {"preset": preset} | {key: rng.choice(values) for key, values in choices.items() if rng.random() < often}
+    flow = {"preset": preset} | {key: rng.choice(values) for key, values in choices.items() if rng.random() < often}
+    if rng.random() < 0.5:
+        flow["kv_cache"] = rng.choice(("bf16", "e4m3", "e4m3-calibrated", "e4m3-calibrated"))
+    if flow.get("kv_cache") == "e4m3-calibrated":  # 1.75 / 448 is 2^-8: values of few bits, which lie on ties of BF16
+        flow |= {"kv_margin": rng.choice((1.0, 1.05, 1.75, 1.75)), "kv_percentile": rng.choice((99.9, 100.0))}
+    return flow
 
 
 def _lengths(rng: Random, positions: int) -> list[int]:

@@ -18,10 +18,9 @@ def fill(parameters: dict[str, torch.nn.Parameter], kind: str, seed: int) -> Non
     """
     rng, generator = Random(seed), torch.Generator().manual_seed(seed)
     gain, head = rng.choice((1.0, 2.0, 4.0)), rng.choice((1.0, 2.0, 4.0))
-    large = 2.0 ** rng.choice((4, 8, 12, 20))
-    pick = rng.choice
+    large = 2.0 ** rng.choice((4, 8, 20, 30, 40))
     for name, parameter in parameters.items():
-        own = pick([k for k in KINDS if k not in ("mixed", "cancelling")]) if kind == "mixed" else kind
+        own = rng.choice([k for k in KINDS if k not in ("mixed", "cancelling")]) if kind == "mixed" else kind
         if parameter.ndim == 1:
             parameter.copy_(_vector(name.endswith("norm"), parameter.numel(), own, generator))
             continue
