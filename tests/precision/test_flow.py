@@ -1,13 +1,15 @@
 """Presets, composition, exceptions by layer, and the messages for what cannot work."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.precision import PRESETS, Precision, precision_from
+from isobit.precision import E2M1, E4M3, PRESETS, Precision, QuantSpec, precision_from
 from isobit.precision.flow import LINEAR_LAYERS, Flow
+from isobit.precision.quantize import GRANULARITIES
 
 
 def test_presets_are_what_the_design_says() -> None:
@@ -171,3 +173,50 @@ def test_a_constructor_that_means_nothing_gives_one_line(make: Callable[[], Prec
         make()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("use", ["rollout", "learner"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_blocks_of_several_rows_vary_with_the_batch_and_blocks_within_a_row_do_not(granularity: str, use: str) -> None:
+    preset = PRESETS["fp8"]
+    spec = QuantSpec(E4M3, granularity, "fp32")
+    precision = dataclasses.replace(preset, **{use: dataclasses.replace(preset.rollout, activation=spec)})
+    why = precision.varies_with_batch()
+    assert (why is None) == (spec.block((1000, 1000))[0] == 1)
+    assert why is None or why.startswith(f"the {use}'s activation scale is shared by the rows of a batch")
+
+
+@pytest.mark.parametrize("use", ["rollout", "learner"])
+def test_a_number_of_the_whole_tensor_varies_with_the_batch_and_one_of_a_row_does_not(use: str) -> None:
+    preset = PRESETS["nvfp4"]
+    spec = QuantSpec(E2M1, "1x16", "nvfp4")
+    precision = dataclasses.replace(preset, **{use: dataclasses.replace(preset.rollout, activation=spec)})
+    assert (precision.varies_with_batch() or "").startswith(f"the {use}'s activation scales share a number")
+    assert preset.varies_with_batch() is None
+
+
+def test_the_table_says_every_role_of_both_sides() -> None:
+    given = {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 2, "bf16_layers": ["o"], "wgrad": "bf16"}
+    lines = precision_from(given).table(6).splitlines()
+    assert [tuple(re.split(r" {2,}", line)) for line in lines] == [
+        ("tensor", "rollout", "learner"),
+        tuple("-" * width for width in (25, 29, 29)),
+        ("weights", "e4m3 128x128 ue8m0", "e4m3 128x128 ue8m0"),
+        ("activations", "e4m3 1x128 ue8m0", "e4m3 1x128 ue8m0"),
+        ("keys and values", "e4m3 per token and head ue8m0", "e4m3 per token and head ue8m0"),
+        ("queries", "bf16", "bf16"),
+        ("embedding, norms, head", "bf16", "bf16"),
+        ("residual stream", "bf16", "bf16"),
+        ("output gradients", "e4m3 1x128 ue8m0"),
+        ("fprop", "fp8"),
+        ("dgrad", "fp8"),
+        ("wgrad", "bf16"),
+        ("master weights, optimizer", "fp32"),
+        ("engine", "one", "the same"),
+        ("excepted layers", "first 1, last 2 of 6: bf16", "first 1, last 2 of 6: bf16"),
+        ("o", "bf16", "bf16"),
+    ]
+    assert {line.index("e4m3") for line in lines if line.startswith(("weights", "keys"))} == {27}
+    calibrated = precision_from("fp8-rollout-kv").table()
+    assert re.search(r"keys and values +e4m3 per layer, calibrated, fp32 +bf16", calibrated)
+    assert re.search(r"engine +its own +its own", calibrated)

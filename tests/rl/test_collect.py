@@ -155,3 +155,23 @@ def test_decoupled_rewards_leave_unscored_samples_out_and_add_the_shaping() -> N
     long = replace(mixed[0], completion_ids=(1,) * 10, rollout_logprobs=(-1.0,) * 10)
     shaped = replace(DECOUPLED, max_new_tokens=10, overlong_buffer=4)
     assert assign_credit([[long, mixed[1]]], shaped)[1] == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_a_batch_that_waits_asks_for_no_more_even_if_it_is_not_full() -> None:
+    again = StepBatch.from_json(StepBatch(wanted=3, groups=[group(0, 0.0, 1.0)]).to_json(), 3)
+    assert (again.wanted, again.rounds_left, again.missing) == (3, 0, 0)
+
+
+def test_what_is_left_over_grows_with_every_round() -> None:
+    batch = StepBatch(wanted=1, dynamic=True, rounds_left=3)
+    for index in (0, 2):
+        batch.add([group(index, 0.0, 1.0), group(index + 1, 1.0, 0.0)])
+    assert (indices(batch.groups), indices(batch.surplus)) == ([0], [1, 2, 3])
+
+
+def test_parts_of_an_unscored_sample_are_in_no_baseline() -> None:
+    """Its sum is unknown, so that the parts that are known do not count either, nor what shapes them."""
+    scored = several(0, right=[1.0, 0.0], short=[0.0, 0.0])
+    unscored = replace(group(0, None, length=10)[0], sample_index=2, rewards={"right": 9.0, "short": None})
+    shaped = replace(DECOUPLED, max_new_tokens=10, overlong_buffer=4)
+    assert assign_credit([[*scored, unscored]], shaped) == assign_credit([scored], shaped)

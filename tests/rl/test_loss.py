@@ -183,3 +183,9 @@ def test_one_ratio_for_a_sequence_is_the_geometric_mean() -> None:
     torch.testing.assert_close(policy.grad, f64(-1.0, -1.0, 2.0, 2.0, -3.3))
     alone = policy_loss(policy.detach(), torch.zeros(5), advantages, **options).loss
     assert not torch.allclose(alone, result.loss)  # the control: a ratio per token
+
+
+def test_one_sequence_is_a_batch_of_one() -> None:
+    assert token_weights([3], "constant", 10) == [1 / 10]
+    assert token_weights([3], "sequence_mean", 10) == token_weights([3], "token_mean", 10) == [1 / 3]
+    assert token_weights([1], "token_mean", 10) == [1.0]

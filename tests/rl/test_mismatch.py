@@ -110,3 +110,8 @@ def test_ratios_are_bounded_at_the_exponential_of_20_and_not_before() -> None:
         assert of_sequence["mismatch/chi2_sequence"] == pytest.approx(math.exp(2 * counted) - 1)
         perplexity = sequence_metrics([torch.tensor([-far])], [torch.tensor([-far])])
         assert perplexity["mismatch/learner_ppl"] == pytest.approx(math.exp(counted))
+
+
+def test_a_single_token_is_enough() -> None:
+    values = mismatch_metrics(torch.tensor([-1.0]), torch.tensor([-1.5]))
+    assert (values["mismatch/compared_tokens"], values["mismatch/differing_tokens"]) == (1, 1)

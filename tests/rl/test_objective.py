@@ -1,5 +1,6 @@
 """The named objectives, and what `auto` becomes under each precision."""
 
+import dataclasses
 from typing import get_args
 
 import pytest
@@ -83,3 +84,13 @@ def test_the_config_names_every_rule() -> None:
     assert set(get_args(CorrectionName)) == {"auto", *CORRECTIONS}
     defaults = CorrectionConfig(veto=0.1)
     assert (defaults.weight, defaults.floor, defaults.normalize) == ("none", 0.0, False)
+
+
+def test_stale_samples_are_recomputed_and_corrected_even_under_one_flow() -> None:
+    resolved = for_precision(Objective(), PRESETS["fp8"], "auto", "auto", stale=True)
+    assert (resolved.stale_samples, resolved.recompute_old) == (True, True)
+    assert resolved.correction == CORRECTIONS["token_tis"]
+    own = dataclasses.replace(PRESETS["fp8-rollout"], correction="sequence_mis")
+    assert for_precision(Objective(), own, "auto", "auto", stale=True).correction == CORRECTIONS["sequence_mis"]
+    assert for_precision(Objective(), PRESETS["fp8"], "none", "auto", stale=True).correction == CORRECTIONS["none"]
+    assert not for_precision(Objective(), PRESETS["fp8"], "auto", "auto").stale_samples

@@ -117,3 +117,9 @@ def test_bounds_are_never_tighter_than_given() -> None:
     low, high = calibrated_bounds(logs(0.3, 0.6, 1.4, 3.0), clean, advantages, 0.2, 0.28)
     assert low == pytest.approx(1 - math.sqrt(0.3 * 0.6))
     assert high == pytest.approx(math.sqrt(1.4 * 3.0) - 1)
+
+
+def test_a_side_without_tokens_does_not_silence_the_other() -> None:
+    found = shadow_metrics(logs(0.7), logs(0.9), torch.tensor([-1.0]), 0.2, 0.2)
+    assert {name.rpartition("_")[2] for name in found} == {"negative"}
+    assert found["shadow/clipped_by_noise_negative"] == 1
