@@ -18,6 +18,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.rl import Learner
 from isobit.training.loop import resume, train, training_step
+from isobit.training.objects import Given
 from isobit.training.opening import open_resumed
 from isobit.view.watch import Watched
 from tests.runs import fingerprint, write_config
@@ -242,7 +243,7 @@ def test_an_extended_run_is_counted_right(tmp_path: Path, base_model: Path, caps
     seen = Watched(run)
     seen.look()
     assert (seen.history.step, seen.history.total, seen.finished) == (2, 2, True)
-    resumed = open_resumed(run, ["steps=4"], quiet=False)
+    resumed = open_resumed(run, ["steps=4"], Given(), quiet=False)
     capsys.readouterr()
     with resumed:
         assert resumed.display.history.step == 2

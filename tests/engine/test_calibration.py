@@ -173,7 +173,9 @@ def test_calibrated_queries_agree_bit_for_bit_and_are_static() -> None:
     engine = Engine(model, kv_pages=32, page_size=4)
     with pytest.raises(IsobitError, match="not calibrated"):
         engine.generate(PROMPTS, Sampling(max_new_tokens=2))
-    Calibrator(model).calibrate(PROMPTS)
+    calibrator = Calibrator(model)
+    calibrator.calibrate(PROMPTS)
+    assert calibrator.step_metrics()["quant/query_scale_mean"] > 0
     groups = engine.generate(PROMPTS, Sampling(n=3, max_new_tokens=12))
     completions = [c for group in groups for c in group]
 
