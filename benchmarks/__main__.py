@@ -16,6 +16,7 @@ NAMES = (
     "kernels_cpu",
     "trackers",
     "report_page",
+    "memory_plan",
 )
 
 

@@ -3,7 +3,7 @@
 Left out: the objective (`algorithm.py`), and what contradicts across sections (`schema.py`).
 """
 
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -205,7 +205,11 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
     state: Literal["fp32", "8bit"] = Field("fp32", description="AdamW's moments; 8bit needs torchao (isobit[optim])")
-    micro_batch_tokens: int = Field(16384, ge=1, description="tokens of one forward and backward")
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        16384,
+        description="tokens of one forward and backward; auto: the most that fit into the memory, a number that the "
+        "run's `config.yaml` keeps",
+    )
     activation_checkpointing: bool = Field(
         False, description="keep only each layer's inputs for the backward, which recomputes the rest"
     )

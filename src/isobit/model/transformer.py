@@ -126,7 +126,7 @@ class Transformer:
         self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, use: str = "learner", chunk: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
-        rows = chunk if chunk is not None else self._head_rows(self.ops[use].device)
+        rows = chunk if chunk is not None else self.head_rows
         head = self._working[use].outside.head
         return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
 
@@ -146,8 +146,10 @@ class Transformer:
         """The rotary tables that forwards read now; a longer context replaces them."""
         return self._tables
 
-    def _head_rows(self, device: torch.device) -> int:
-        elements = _HEAD_ELEMENTS if device.type == "cpu" else _HEAD_ELEMENTS_DEVICE
+    @property
+    def head_rows(self) -> int:
+        """Rows of logits that `head_logprobs` holds at a time."""
+        elements = _HEAD_ELEMENTS if self.ops["learner"].device.type == "cpu" else _HEAD_ELEMENTS_DEVICE
         return max(16, elements // self.config.vocab_size)
 
     def rollout_weights(self) -> list[Weight]:

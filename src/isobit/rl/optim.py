@@ -151,6 +151,6 @@ class Optimizer:
 def _sums_of_squares(gradients: Sequence[Tensor]) -> list[float]:
     """Of each gradient, or of parts of it, in float64."""
     if all(gradient.device.type == "cpu" for gradient in gradients):
-        return [float(gradient.double().square().sum()) for gradient in gradients]
+        return [float(gradient.double().square_().sum()) for gradient in gradients]
     parts = [part for gradient in gradients for part in gradient.flatten().split(_NORM_ELEMENTS)]
     return torch.stack([part.double().square().sum() for part in parts]).tolist()  # one wait for all of them

@@ -26,7 +26,7 @@ def open_session(config: Config, objects: Objects, *, quiet: bool) -> Session:
     """A new run."""
     runs.refuse_existing(Path(config.run.dir))
     parts = open_parts(config, quiet=quiet, objects=objects)
-    run = Run.create(Path(config.run.dir), dump_config(config))
+    run = Run.create(Path(config.run.dir), dump_config(parts.config))
     return Session(parts, run, State(), quiet=quiet, callbacks=objects.callbacks)
 
 
@@ -69,7 +69,7 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     parts = open_parts(config, quiet=quiet)
     other = unlike(recorded, config, parts.machine())
     parts.learner.promised &= not other
-    session = Session(parts, Run.create(out, dump_config(config)), State(), quiet=quiet, recorded=groups)
+    session = Session(parts, Run.create(out, dump_config(parts.config)), State(), quiet=quiet, recorded=groups)
     if other:
         session.display.note(f"tokens may differ from those of {recorded}: it had another {', '.join(other)}")
     return session

@@ -1,4 +1,5 @@
-"""Opening what a config names: models, task, rewards, engine, optimizer; their checkpoint; and the memory plan.
+"""Opening what a config names: models, task, rewards, engine, optimizer; their checkpoint; what a dry run
+prints.
 
 Everything here runs before a run directory is written, so that a user's mistake costs nothing.
 """
@@ -30,8 +31,10 @@ from isobit.run import refuse_existing
 from isobit.tasks import Task, load_task
 from isobit.tasks.rewards import RewardPool
 from isobit.trackers.process import check_trackers
+from isobit.training.host import resident_bytes
 from isobit.training.lengths import endless, first_prompt, fit_prompts
 from isobit.training.objects import NO_OBJECTS, Objects
+from isobit.training.plan import Plan, advice, fitting_tokens, longest_sequence, measure_parts, plan
 from isobit.training.scoring import Scorer, WeightedModel
 from isobit.training.sft import cached_model, optimizer_settings
 
@@ -58,6 +61,11 @@ class Parts:
     objective: Objective
     optimizer: Optimizer
     learner: Learner
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """As resolved: `auto` is a number here, which the run's config.yaml keeps."""
+        return self.learner.micro_batch_tokens
 
     @property
     def kv_bytes(self) -> int:
@@ -140,19 +148,21 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
     model.transformer.recompute = config.optimizer.activation_checkpointing
+    given = config.optimizer.micro_batch_tokens
+    tokens = 1 if given == "auto" else given  # until it is known what fits
     learner = Learner(
         model,
         optimizer,
         objective,
         reference=reference,
-        micro_batch_tokens=config.optimizer.micro_batch_tokens,
+        micro_batch_tokens=tokens,
         seed=config.seed,
         on_mismatch=config.on_mismatch,
     )
     sampling = _sampling(config)
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
-    return Parts(
+    parts = Parts(
         config,
         model,
         reference,
@@ -161,13 +171,22 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         rewards,
         scorer,
         engine,
-        Calibrator(model, config.optimizer.micro_batch_tokens),
+        Calibrator(model, tokens),
         ReplayBuffer(ReplaySettings(**config.replay.model_dump()), config.seed),
         sampling,
         objective,
         optimizer,
         learner,
     )
+    return _with_fitting_tokens(parts) if given == "auto" else parts
+
+
+def _with_fitting_tokens(parts: Parts) -> Parts:
+    """`micro_batch_tokens: auto` as a number, in the config too: how a batch is split decides how gradients are
+    rounded, so a run that goes on repeats the number, wherever it does."""
+    tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting_tokens(parts)
+    optimizer = parts.config.optimizer.model_copy(update={"micro_batch_tokens": tokens})
+    return replace(parts, config=parts.config.model_copy(update={"optimizer": optimizer}))
 
 
 def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldOut:
@@ -288,72 +307,22 @@ def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
     return state
 
 
-def memory_plan(parts: Parts) -> str:
-    """What the run will hold, in MiB: a table in plain text. Activations are measured on a short sequence and
-    scaled."""
-    model, config = parts.model, parts.config
-    sizes = model.memory()
-    longest = parts.engine.longest_prompt + config.sampling.max_new_tokens
-    tokens = max(config.optimizer.micro_batch_tokens, longest)
-    rows = [
-        ("FP32 masters", sizes["masters"]),
-        ("gradients", sizes["masters"]),
-        ("AdamW moments", parts.optimizer.nbytes),
-        ("working weights, rollout", sizes["rollout"]),
-        ("working weights, learner", sizes["learner"]),
-        ("keys and values", parts.kv_bytes),
-        (f"saved activations of {tokens} tokens", int(saved_bytes_per_token(model) * tokens)),
-    ]
-    if parts.reference is not None:
-        rows.append(("reference, working weights only", sum(parts.reference.memory().values())))
-    rows += [(f"{m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
-    rows.append(("total", sum(size for _, size in rows)))
-    width = max(len(label) for label, _ in rows)
-    lines = [f"{label:<{width}} {size / _MIB:10.1f} MiB" for label, size in rows]
-    return "\n".join([*lines, f"longest sequence: {longest} tokens; cache: {parts.engine.pages.num_pages} pages"])
-
-
-def saved_bytes_per_token(model: Model, tokens: int = 64) -> float:
-    """Bytes that the learner's forward keeps for backward, per token; keys and values excluded.
-
-    With activation checkpointing the inputs of all layers, and in the backward all of one layer at a time.
-    """
-    transformer = model.transformer
-    if not transformer.recompute:
-        return _saved_bytes(model, tokens)
-    inputs = _saved_bytes(model, tokens)
-    transformer.recompute = False
-    try:
-        return inputs + _saved_bytes(model, tokens) / model.config.num_layers
-    finally:
-        transformer.recompute = True
-
-
-def _saved_bytes(model: Model, tokens: int) -> float:
-    from isobit.kernels import Layout
-
-    seen: dict[int, int] = {}
-    own = {p.data_ptr() for p in model.named_parameters().values()}
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in own:
-            seen[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    length = min(tokens, model.config.max_positions)
-    ids = torch.zeros(length, dtype=torch.int64)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        hidden = model.transformer.hidden(ids, Layout.packed([length]), use="learner")
-    del hidden
-    return sum(seen.values()) / length
+def planned(config: Config) -> Plan:
+    """The memory plan of a config."""
+    process = resident_bytes()
+    parts = open_parts(config, quiet=True)
+    parts.rewards.close()
+    return plan(parts, measure_parts(parts), process, parts.micro_batch_tokens)
 
 
 def dry_run_report(config: Config) -> str:
     """Open everything that the run would open, and say what it is; writes nothing but the cached base model."""
     refuse_existing(Path(config.run.dir))
+    process = resident_bytes()
     parts = open_parts(config, quiet=False)
     parts.rewards.close()
     model = parts.model
+    learning = measure_parts(parts)
     heading = (
         f"{model.config.family}, {sum(p.numel() for p in model.named_parameters().values()):,} parameters; "
         f"task {parts.task.name}: {len(parts.task.train)} training and {len(parts.task.held_out)} held-out prompts\n"
@@ -362,5 +331,13 @@ def dry_run_report(config: Config) -> str:
     )
     if (warning := endless(model, config.sampling)) is not None:
         heading += f"\n{warning}"
+    memory = "\n".join(
+        [
+            plan(parts, learning, process, parts.micro_batch_tokens).table(),
+            f"longest sequence: {longest_sequence(parts)} tokens; cache: {parts.engine.pages.num_pages} pages; "
+            f"micro-batches of {parts.micro_batch_tokens} tokens",
+            advice(parts, learning, process),
+        ]
+    )
     prompt = first_prompt(parts.task.train, model)
-    return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory_plan(parts), prompt])
+    return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory, prompt])

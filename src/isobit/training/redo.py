@@ -29,11 +29,19 @@ def clear_finished(config: Config) -> None:
             raise IsobitError(
                 f"{directory} holds a run of {max(kept.steps, done)} steps, and this one has {config.steps}; {again}"
             )
-        if kept != config:
+        if kept != _as_kept(config, kept):
             raise IsobitError(f"{directory} holds a run of another configuration; {again}")
         if done not in (0, config.steps):
             raise IsobitError(f"{directory} holds a run that has done {done} of its {config.steps} steps; {again}")
         shutil.rmtree(directory)
+
+
+def _as_kept(config: Config, kept: Config) -> Config:
+    """What `auto` became in the run that is there counts as the same configuration."""
+    if config.optimizer.micro_batch_tokens != "auto":
+        return config
+    resolved = {"micro_batch_tokens": kept.optimizer.micro_batch_tokens}
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=resolved)})
 
 
 def _metrics(directory: Path) -> list[dict[str, float]]:

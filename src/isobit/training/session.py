@@ -31,6 +31,7 @@ from isobit.training.agreement import failure, warning_of
 from isobit.training.lengths import endless
 from isobit.training.objects import OnStep
 from isobit.training.parts import Parts, save_checkpoint
+from isobit.training.plan import too_large
 from isobit.training.quantization import LearnerTotals
 from isobit.training.recording import rows_of
 from isobit.training.scoring import RolloutScoring
@@ -92,8 +93,9 @@ class Session:
         """Say what computes, know what was done before, and record what is due before the first step."""
         self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
         self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
-        if (warning := endless(self.model, self.config.sampling)) is not None:
-            self.display.note(warning)
+        for warning in (endless(self.model, self.config.sampling), too_large(self.parts)):
+            if warning is not None:
+                self.display.note(warning)
         for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done
             self.display.history.add(row)
         if self.saved_step is None:

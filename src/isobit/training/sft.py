@@ -144,6 +144,9 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
 
 
 def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
+    tokens = config.optimizer.micro_batch_tokens
+    if tokens == "auto":
+        raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
     settings = optimizer_settings(config.optimizer, config.steps)
     optimizer = Optimizer(model.named_parameters(), settings)
     model.transformer.recompute = config.optimizer.activation_checkpointing
@@ -151,7 +154,7 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
         for step in range(config.steps):
             rate = learning_rate(step, settings)
-            metrics = supervised_update(model, optimizer, next(batches), rate, config.optimizer.micro_batch_tokens)
+            metrics = supervised_update(model, optimizer, next(batches), rate, tokens)
             bad_steps = bad_steps + 1 if metrics["steps/skipped"] else 0
             if bad_steps >= config.optimizer.max_bad_steps:
                 raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")

@@ -1,0 +1,32 @@
+"""Memory of this machine: what a process may take, and what this one has."""
+
+from pathlib import Path
+
+import torch
+
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_limit(device: torch.device) -> tuple[int, str]:
+    """(bytes, what they are): of the GPU that the model is on, else of the machine, or its cgroup's if that is less."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory, "GPU memory"
+    total = _field(Path("/proc/meminfo"), "MemTotal")
+    limits = [int(text) for path in _CGROUPS if (text := _text(Path(path))).isdigit()]
+    smallest = min([total, *limits])
+    return smallest, "memory of this machine" if smallest == total else "memory of this container"
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return _field(Path("/proc/self/status"), "VmRSS")
+
+
+def _field(path: Path, name: str) -> int:
+    """A field in kB, as bytes."""
+    line = next(line for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""

@@ -1,0 +1,48 @@
+"""Bytes of tensors that are alive, and the most at a time: counted as PyTorch's operators return them, on any device.
+
+Counting does not depend on the machine, as resident memory does: an allocator keeps what was freed. Left out: what
+operators in C++ take for themselves and free.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Use as a context manager. `live` counts storages made since it was entered; `peak` is the most since `take`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._known: dict[int, int] = {}
+
+    def take(self) -> int:
+        """The peak, which begins anew."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (key := _key(tensor)) not in given and key not in self._known:
+                storage = tensor.untyped_storage()
+                self._known[key] = storage.nbytes()
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._free, key)
+        return result
+
+    def _free(self, key: int) -> None:
+        self.live -= self._known.pop(key, 0)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

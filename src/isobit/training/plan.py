@@ -1,0 +1,256 @@
+"""The memory plan: what a run holds, what each part of a step takes besides, and which keys would lower the sum.
+
+What is held all the time is counted from tensors. What learning takes is measured on a few tokens, forward and
+backward, and grows with tokens in straight lines: from two lengths come the lines (`measure`). The parts of a step
+follow each other, so the total is what is held and the largest of them. `benchmarks/memory_plan.py` compares it with
+the measured peak. Left out: what an allocator keeps of freed memory, and processes of reward functions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from isobit.errors import IsobitError
+from isobit.kernels import Layout
+from isobit.model import Model
+from isobit.rl.optim_8bit import quantizable
+from isobit.training.host import memory_limit
+from isobit.training.live_bytes import LiveBytes
+
+if TYPE_CHECKING:
+    from isobit.training.parts import Parts
+
+_MIB = 1024 * 1024
+_SHORT, _LONG = 8, 24  # tokens of the two passes that are measured
+_FEW, _MORE = 4, 12  # rows of logits at a time in these: never all, as in a long pass
+_STEP = 128  # tokens; `auto` gives a multiple
+_USABLE = 0.9  # of the memory: allocators, libraries and other processes have the rest
+_PROCESS = 512 * _MIB  # that `auto` leaves for Python and PyTorch: a figure that no two starts differ in
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes for a number of tokens: fixed + slope · tokens."""
+
+    fixed: float
+    slope: float
+
+    def at(self, tokens: int) -> int:
+        return int(self.fixed + self.slope * tokens)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What one micro-batch takes besides its gradients. `kept`: copies of weights that a backend makes at first use and
+    keeps; `phases`: the peaks of the forward, of the output head, and of the layers' backward; `head_row`: bytes of a
+    row of logits, of which at most `head_rows` are there at a time."""
+
+    kept: int
+    phases: tuple[Line, ...]
+    head_row: float
+    head_rows: int
+
+    def at(self, tokens: int) -> int:
+        forward, head, layers = (line.at(tokens) for line in self.phases)
+        rows = min(tokens, self.head_rows) - _FEW
+        return max(forward, head + int(self.head_row * rows), layers)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by what they are for. `held` all the time; of `parts` one at a time."""
+
+    held: tuple[tuple[str, int], ...]
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.held) + max(size for _, size in self.parts)
+
+    def table(self) -> str:
+        """Plain text, in MiB."""
+        largest = max(self.parts, key=lambda part: part[1])[0]
+        rows = [*self.held, *self.parts, (f"total, {largest.partition(':')[0]}", self.total)]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}} {size / _MIB:10.1f} MiB" for label, size in rows)
+
+
+def measure(model: Model) -> Learning:
+    """Forward and backward of a few tokens, with gradients dropped as they come."""
+    short, long = (min(tokens, model.config.max_positions) for tokens in (_SHORT, _LONG))
+    kept, _ = _pass(model, short, _FEW)
+    first, second = _pass(model, short, _FEW)[1], _pass(model, long, _FEW)[1]
+    lines = tuple(_line(a, b, short, max(long - short, 1)) for a, b in zip(first, second))
+    wide = _pass(model, long, _MORE)[1]
+    return Learning(kept, lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
+
+
+def measure_parts(parts: "Parts") -> Learning:
+    """`measure` of the policy, with scales where its KV cache is calibrated."""
+    if parts.calibrator.active:
+        parts.calibrator.calibrate([parts.task.train.examples[0].prompt])
+    return measure(parts.model)
+
+
+def _line(first: int, second: int, tokens: int, span: int) -> Line:
+    slope = max(second - first, 0) / span
+    return Line(max(first - slope * tokens, 0), slope)
+
+
+def _pass(model: Model, tokens: int, chunk: int) -> tuple[int, list[int]]:
+    """(bytes that stay, peaks of the three phases) of one sequence."""
+    transformer, device = model.transformer, model.ops.device
+    peaks: list[int] = []
+    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters()]
+    ids = torch.arange(tokens, dtype=torch.int64) % model.config.vocab_size
+    try:
+        with torch.enable_grad(), LiveBytes() as meter:
+            hidden = transformer.hidden(ids, Layout.packed([tokens]), use="learner")
+            peaks.append(meter.take())
+            hidden.register_hook(lambda _: peaks.append(meter.take()))
+            logprobs = transformer.head_logprobs(hidden, ids.to(device), chunk=chunk)[0]
+            logprobs.sum().backward()
+            peaks.append(meter.take())
+            del hidden, logprobs
+        return meter.live, peaks
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def plan(parts: "Parts", learning: Learning, process: int, tokens: int) -> Plan:
+    """For micro-batches of `tokens` tokens; `process`: bytes of Python and its libraries before any model."""
+    model, config = parts.model, parts.config
+    sizes, host = model.memory(), model.ops.device.type == "cpu"
+    masters, moments = sizes["masters"], parts.optimizer.nbytes
+    working = sizes["rollout"] + sizes["learner"]
+    held = [
+        ("FP32 masters", masters),
+        ("AdamW moments", moments),
+        ("working weights, rollout", sizes["rollout"]),
+        ("working weights, learner", sizes["learner"]),
+        ("copies of weights that the backend keeps", learning.kept),
+        ("keys and values", parts.kv_bytes),
+    ]
+    if parts.reference is not None:
+        held.append(("reference, working weights only", sum(parts.reference.memory().values())))
+    held += [(f"{m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
+    if host:
+        held.append(("Python and its libraries", process))
+    longest = longest_sequence(parts)
+    batch = config.prompts_per_step * parts.sampling.n * longest
+    taken = learning.at(min(max(tokens, longest), max(batch, longest)))
+    several = tokens < batch or parts.objective.updates_per_batch > 1
+    label = f"learning: gradients, and saved activations of {max(tokens, longest)} tokens"
+    during = [
+        (label, masters + taken if several else max(taken, masters + learning.at(0))),
+        ("updating: gradients, their norm, the moments' values", masters + _update_bytes(parts)),
+    ]
+    if host:  # on a GPU the storage is written again, and checkpoints are copied to the host
+        during.append(("syncing: new working weights beside the old", working))
+        during.append(("saving: a copy of masters or moments", max(masters, moments)))
+    if parts.objective.shadow_every:
+        during.append(("shadow pass: masters in BF16, and working weights again", masters // 2 + working))
+    return Plan(tuple(held), tuple(during))
+
+
+def longest_sequence(parts: "Parts") -> int:
+    """Tokens of the longest prompt and the longest completion."""
+    return parts.engine.longest_prompt + parts.config.sampling.max_new_tokens
+
+
+def _update_bytes(parts: "Parts") -> int:
+    """The largest gradient in float64, or the moments of the largest parameter out of their 8 bits: four in float32."""
+    parameters = parts.model.parameters()
+    eight_bit = parts.config.optimizer.state == "8bit"
+    return max((16 if eight_bit and quantizable(p) else 8) * p.numel() for p in parameters)
+
+
+def advice(parts: "Parts", learning: Learning, process: int) -> str:
+    """Whether the plan fits, and if not, the keys that lower it, with the total that each would give."""
+    limit, where = memory_limit(parts.model.ops.device)
+    now = plan(parts, learning, process, parts.micro_batch_tokens).total
+    if now <= limit:
+        return f"fits: {_gib(now)} of {_gib(limit)} ({where})"
+    lines = [f"does not fit: {_gib(now)} of {_gib(limit)} ({where}). Keys that lower it, each by itself:"]
+    for key, total in _alternatives(parts, learning, process):
+        if total < now:
+            lines.append(f"  {key:<42} {_gib(total)}{'' if total > limit else ', fits'}")
+    return "\n".join(lines)
+
+
+def _alternatives(parts: "Parts", learning: Learning, process: int) -> list[tuple[str, int]]:
+    config, model = parts.config, parts.model
+    tokens, longest = parts.micro_batch_tokens, longest_sequence(parts)
+    now = plan(parts, learning, process, tokens)
+    found = [(f"optimizer.micro_batch_tokens={longest}", plan(parts, learning, process, longest).total)]
+    if not config.optimizer.activation_checkpointing:
+        model.transformer.recompute = True
+        try:
+            again = replace(measure_parts(parts), kept=learning.kept)
+            found.append(("optimizer.activation_checkpointing=true", plan(parts, again, process, tokens).total))
+        finally:
+            model.transformer.recompute = False
+    if config.optimizer.state == "fp32":
+        saved = sum(8 * p.numel() - 2 * (p.numel() + p.numel() // 64) for p in model.parameters() if quantizable(p))
+        found.append(("optimizer.state=8bit", now.total - saved))
+    if config.prompts_per_step > 1:
+        cache = parts.engine.kv_bytes * (config.prompts_per_step - 1) // config.prompts_per_step
+        found.append(("prompts_per_step=1", now.total - cache))
+    return found
+
+
+def fitting_tokens(parts: "Parts") -> int:
+    """`optimizer.micro_batch_tokens: auto`: the most, in steps of 128, that fit into 90 % of the memory, up to the
+    whole batch; the same for the same config on the same machine. Raises IsobitError if the longest sequence does not
+    fit."""
+    limit, where = memory_limit(parts.model.ops.device)
+    learning, longest = measure_parts(parts), longest_sequence(parts)
+    budget = int(_USABLE * limit)
+    whole = parts.config.prompts_per_step * parts.sampling.n * longest
+
+    def fits(tokens: int) -> bool:
+        return plan(parts, learning, _PROCESS, tokens).total <= budget
+
+    if not fits(longest):
+        least = plan(parts, learning, _PROCESS, longest).total
+        raise IsobitError(
+            f"optimizer.micro_batch_tokens: auto: one sequence of {longest} tokens needs {_gib(least)}, more than 90 % "
+            f"of {_gib(limit)} ({where}); isobit train --dry-run with a number names the keys that lower it"
+        )
+    return _largest(fits, -(-longest // _STEP), -(-whole // _STEP), longest)
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> int:
+    """The largest number of steps that fits, in tokens; `least` if not even the lowest does."""
+    if not fits(low * _STEP):
+        return least
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * _STEP) else (low, middle - 1)
+    return low * _STEP
+
+
+def too_large(parts: "Parts") -> str | None:
+    """A line if a run cannot fit: what it holds whatever its micro-batches, with one set of gradients, is too much."""
+    sizes = parts.model.memory()
+    least = 2 * sizes["masters"] + sizes["rollout"] + sizes["learner"] + parts.optimizer.nbytes + parts.kv_bytes
+    if parts.reference is not None:
+        least += sum(parts.reference.memory().values())
+    limit, where = memory_limit(parts.model.ops.device)
+    if least <= limit:
+        return None
+    return (
+        f"weights, gradients, moments and keys and values alone are {_gib(least)}, of {_gib(limit)} ({where}): "
+        "this run will not fit; isobit train --dry-run names the keys that lower it"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
