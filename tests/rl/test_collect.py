@@ -175,3 +175,9 @@ def test_parts_of_an_unscored_sample_are_in_no_baseline() -> None:
     unscored = replace(group(0, None, length=10)[0], sample_index=2, rewards={"right": 9.0, "short": None})
     shaped = replace(DECOUPLED, max_new_tokens=10, overlong_buffer=4)
     assert assign_credit([[*scored, unscored]], shaped) == assign_credit([scored], shaped)
+
+
+def test_the_overlong_penalty_has_the_size_that_is_set() -> None:
+    objective = Objective(advantage="dr_grpo", overlong_buffer=4, overlong_penalty=0.5, max_new_tokens=10)
+    mixed = [*group(0, 1.0, length=6), *group(0, 1.0, length=10)]
+    assert assign_credit([mixed], objective)[1] == pytest.approx([0.25, -0.25])
