@@ -8,7 +8,7 @@ import pytest
 from isobit.cli import app
 from isobit.errors import IsobitError
 from isobit.inspection.judging import compare_scores, kendall_tau
-from tests.test_scoring import reward_model
+from tests.training.test_scoring import reward_model
 
 
 def test_kendalls_tau() -> None:

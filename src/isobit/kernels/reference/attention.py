@@ -78,10 +78,10 @@ def attend(
     layout: Layout,
     scale: float,
     dtype: torch.dtype,
-    probabilities: torch.dtype,
+    probabilities: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H]) in `dtype`, in the order of the BLAS; the unnormalized probabilities are rounded to
-    `probabilities` before P·V, but not in their sum."""
+    """(out [T, H, D], lse [T, H]) in `dtype`, in the order of the BLAS; with `probabilities` the unnormalized ones are
+    rounded to it before P·V, but not in their sum."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype):
