@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.precision import E2M1, E4M3, PRESETS, Precision, QuantSpec, precision_from
+from isobit.precision import E2M1, E4M3, E5M2, PRESETS, Precision, QuantSpec, precision_from
 from isobit.precision.flow import LINEAR_LAYERS, Flow
 from isobit.precision.quantize import GRANULARITIES
 
@@ -220,3 +220,42 @@ def test_the_table_says_every_role_of_both_sides() -> None:
     calibrated = precision_from("fp8-rollout-kv").table()
     assert re.search(r"keys and values +e4m3 per layer, calibrated, fp32 +bf16", calibrated)
     assert re.search(r"engine +its own +its own", calibrated)
+
+
+_FP8: dict[str, object] = {"preset": "fp8"}
+_CALIBRATED: dict[str, object] = {"preset": "fp8", "kv_cache": "e4m3-calibrated"}
+
+
+@pytest.mark.parametrize(
+    ("start", "key", "value", "place"),
+    [
+        (_FP8, "dgrad", "bf16", ("dgrad",)),
+        (_FP8, "wgrad", "bf16", ("wgrad",)),
+        (_FP8, "wgrad_activation", "own-copy", ("wgrad_activation",)),
+        (_FP8, "gradient_scale", "fp32", ("gradient", "scale")),
+        (_FP8, "gradient_granularity", "row", ("gradient", "granularity")),
+        (_FP8, "gradient_format", "e5m2", ("gradient", "format")),
+        (_FP8, "bf16_first_layers", 2, ("bf16_first_layers",)),
+        (_FP8, "bf16_last_layers", 3, ("bf16_last_layers",)),
+        (_FP8, "bf16_layers", ["o"], ("bf16_layers",)),
+        (_CALIBRATED, "kv_calibration", "learner", ("calibration", "side")),
+        (_CALIBRATED, "kv_percentile", 90.0, ("calibration", "percentile")),
+        (_CALIBRATED, "kv_margin", 1.25, ("calibration", "margin")),
+        (_CALIBRATED, "kv_calibration_prompts", 3, ("calibration", "prompts")),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_an_option_changes_its_own_field_and_no_other(
+    start: dict[str, object], key: str, value: object, place: tuple[str, ...]
+) -> None:
+    before, after = precision_from(start), precision_from({**start, key: value})
+    wanted = {"bf16_layers": ("o",), "gradient_format": E5M2}.get(key, value)
+    if len(place) == 2:
+        wanted = dataclasses.replace(getattr(before, place[0]), **{place[1]: wanted})
+    expected = dataclasses.replace(before, name=after.name, **{place[0]: wanted})
+    assert after == expected
+    assert getattr(after, place[0]) != getattr(before, place[0])
+
+
+def test_no_layers_in_bf16_may_be_asked_for() -> None:
+    assert precision_from({"preset": "fp8", "bf16_first_layers": 0}).bf16_first_layers == 0
