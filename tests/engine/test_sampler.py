@@ -194,3 +194,8 @@ def test_top_p_ends_where_the_probability_is_reached() -> None:
     equal = torch.zeros(1, 4)
     for top_p, count in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)):
         assert torch.isfinite(truncate(equal, Sampling(top_p=top_p))).sum() == count
+
+
+def test_min_p_keeps_what_has_exactly_the_fraction() -> None:
+    equal = torch.zeros(1, 4)
+    assert torch.isfinite(truncate(equal, Sampling(min_p=1.0))).sum() == 4
