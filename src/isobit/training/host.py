@@ -1,5 +1,7 @@
 """Memory of this machine: what a process may take, and what this one has."""
 
+import os
+import resource
 from pathlib import Path
 
 import torch
@@ -11,20 +13,18 @@ def memory_limit(device: torch.device) -> tuple[int, str]:
     """(bytes, what they are): of the GPU that the model is on, else of the machine, or its cgroup's if that is less."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory, "GPU memory"
-    total = _field(Path("/proc/meminfo"), "MemTotal")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [int(text) for path in _CGROUPS if (text := _text(Path(path))).isdigit()]
     smallest = min([total, *limits])
     return smallest, "memory of this machine" if smallest == total else "memory of this container"
 
 
 def resident_bytes() -> int:
-    """Of this process."""
-    return _field(Path("/proc/self/status"), "VmRSS")
-
-
-def _field(path: Path, name: str) -> int:
-    """A field in kB, as bytes."""
-    line = next(line for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
+    """Of this process: now, or, where there is no /proc (macOS), its peak so far."""
+    status = _text(Path("/proc/self/status"))
+    if not status:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts bytes
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024
 
 
