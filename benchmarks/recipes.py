@@ -16,7 +16,8 @@ from benchmarks.common import Claim, Result, race
 from benchmarks.models import save_model
 from benchmarks.steps import GROUP, NEW, PROMPTS, open_step, run_name
 from isobit import Model
-from isobit.rl.correction import CORRECTIONS, correct, correction_metrics
+from isobit.rl.correction import correct, correction_metrics
+from isobit.rl.correction_rule import CORRECTIONS
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
 from isobit.run import read_jsonl
 

@@ -166,6 +166,7 @@ def _can_have_docstring(node: ast.AST) -> bool:
         ("import isobit.cli", ("torch", "pydantic", "matplotlib")),
         ("import isobit.tasks, isobit.tasks.rewards, isobit.config", ("torch", "transformers")),
         ("import isobit.tasks.worker", ("numpy", "pyarrow", "datasets", "pandas", "torch", "pydantic")),
+        ("import isobit.rl, isobit.rl.correction_rule, isobit.rl.replay", ("torch", "pydantic")),
         ("import isobit.report", ("torch",)),
         ("import isobit.evaluation.shown", ("torch",)),
         ("import isobit.trackers.process", ("torch", "pydantic", "tensorboard", "wandb", "trackio", "mlflow")),

@@ -16,8 +16,10 @@ from isobit.model.checkpoint import read_weights
 from isobit.model.kv_scales import KVScales
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
-from isobit.rl import Learner, Objective, Optimizer, OptimizerSettings, Sample, supervised_update
-from isobit.rl.optim import _sums_of_squares
+from isobit.rl import Objective, OptimizerSettings, Sample
+from isobit.rl.learner import Learner
+from isobit.rl.optim import Optimizer, _sums_of_squares
+from isobit.rl.supervised import supervised_update
 from isobit.statistics import PeakMemory, WeightTotals
 
 from .conftest import tiny_model

@@ -16,7 +16,7 @@ import torch
 from isobit import checkpoints
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
-from isobit.rl import Learner
+from isobit.rl.learner import Learner
 from isobit.training.loop import resume, train, training_step
 from isobit.training.objects import Given
 from isobit.training.opening import open_resumed

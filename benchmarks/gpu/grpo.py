@@ -16,9 +16,11 @@ from benchmarks.roofline import grpo_step
 from isobit import Engine, Model, Sampling
 from isobit.engine import Completion
 from isobit.precision import PRESETS as FLOWS
-from isobit.rl import OBJECTIVES, Learner, Optimizer, for_precision
-from isobit.rl.optim import OptimizerSettings
+from isobit.rl import OBJECTIVES, for_precision
+from isobit.rl.learner import Learner
+from isobit.rl.optim import Optimizer
 from isobit.rl.samples import Sample
+from isobit.rl.schedule import OptimizerSettings
 
 
 def run(bench: Bench, prompts: int = 64, group: int = 8, prompt_tokens: int = 512, new_tokens: int = 512) -> None:

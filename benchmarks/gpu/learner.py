@@ -7,8 +7,8 @@ from benchmarks.roofline import floor, learn, prefill
 from isobit import Model
 from isobit.kernels import KVStore, Layout
 from isobit.precision import PRESETS as FLOWS
-from isobit.rl import Optimizer
-from isobit.rl.optim import OptimizerSettings
+from isobit.rl.optim import Optimizer
+from isobit.rl.schedule import OptimizerSettings
 
 
 def run(bench: Bench) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from isobit.model import Model
 from isobit.precision import QTensor, QuantTotals
-from isobit.rl import has_spread
+from isobit.rl.advantages import has_spread
 from isobit.rl.collect import StepBatch
 
 

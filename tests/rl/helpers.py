@@ -7,7 +7,9 @@ from torch import Tensor
 
 from isobit.engine import Engine, Sampling
 from isobit.model import Model
-from isobit.rl import Learner, Objective, Optimizer, OptimizerSettings, Sample
+from isobit.rl import Objective, OptimizerSettings, Sample
+from isobit.rl.learner import Learner
+from isobit.rl.optim import Optimizer
 
 PROMPTS = ["1+1=", "23*4=", "9-", "567+89=", "0"]
 

@@ -8,19 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isobit.rl.correction import (
-    CORRECTIONS,
-    LEVELS,
-    MEASURES,
-    WEIGHTS,
-    Correction,
-    CorrectionRule,
-    Rejection,
-    correct,
-    correction_metrics,
-    small_step,
-    step_metrics,
-)
+from isobit.rl.correction import Correction, correct, correction_metrics, small_step, step_metrics
+from isobit.rl.correction_rule import CORRECTIONS, LEVELS, MEASURES, WEIGHTS, CorrectionRule, Rejection
 
 
 def of_ratios(rule: CorrectionRule, *sequences: list[float]) -> Correction:

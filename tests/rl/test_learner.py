@@ -10,10 +10,13 @@ from torch import Tensor
 
 from isobit import metrics
 from isobit.model import Model
-from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, Sample, for_precision, supervised_update
-from isobit.rl.correction import CorrectionRule, Rejection
+from isobit.rl import OBJECTIVES, Objective, Sample, for_precision
+from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.rl.forward import forward
+from isobit.rl.learner import Learner
+from isobit.rl.optim import Optimizer
 from isobit.rl.packing import pack
+from isobit.rl.supervised import supervised_update
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from isobit import metrics
-from isobit.rl import OBJECTIVES, Objective, for_precision, supervised_update
-from isobit.rl.correction import CorrectionRule, Rejection
+from isobit.rl import OBJECTIVES, Objective, for_precision
+from isobit.rl.correction_rule import CorrectionRule, Rejection
+from isobit.rl.supervised import supervised_update
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 

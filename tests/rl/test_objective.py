@@ -10,7 +10,7 @@ from isobit.config.algorithm import CorrectionName
 from isobit.precision import PRESETS
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.advantages import GROUP_KINDS
-from isobit.rl.correction import CORRECTIONS, CorrectionRule
+from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
 from isobit.rl.loss import AGGREGATIONS, KL_ESTIMATORS, RATIOS, SURROGATES
 from isobit.rl.token_advantages import TOKEN_KINDS
 

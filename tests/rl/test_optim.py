@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from isobit.errors import IsobitError
-from isobit.rl import Optimizer, OptimizerSettings, learning_rate
+from isobit.rl import OptimizerSettings, learning_rate
+from isobit.rl.optim import Optimizer
 
 SETTINGS = OptimizerSettings(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1e9)
 SHAPES = {"matrix": (7, 5), "norm": (5,), "bias": (3,)}

@@ -8,7 +8,8 @@ import torch
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.rl import Optimizer, OptimizerSettings
+from isobit.rl import OptimizerSettings
+from isobit.rl.optim import Optimizer
 from isobit.training.loop import resume, train
 from tests.conftest import tiny_model
 from tests.runs import fingerprint, write_config

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from isobit.model import Model, names
-from isobit.rl import Learner, Objective, Sample
+from isobit.rl import Objective, Sample
+from isobit.rl.learner import Learner
 from isobit.rl.routing import BatchLoad
 from tests.model.helpers import directory, tokens
 from tests.model.test_model import per_expert

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from isobit.rl import OBJECTIVES
-from isobit.rl.correction import CorrectionRule, Rejection, correct
+from isobit.rl.correction import correct
+from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 
 LENGTHS = [5, 1, 0, 7, 3, 2, 2, 1]

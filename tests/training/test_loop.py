@@ -16,7 +16,7 @@ from isobit.kernels import get_ops
 from isobit.model import Model, Transformer
 from isobit.precision import precision_from
 from isobit.precision.options import _CHOICES
-from isobit.rl.correction import CORRECTIONS
+from isobit.rl.correction_rule import CORRECTIONS
 from isobit.run import read_jsonl
 from isobit.training.loop import TrainResult, replay, train
 from tests.conftest import tiny_model

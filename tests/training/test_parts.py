@@ -8,7 +8,7 @@ import pytest
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.rl.correction import CorrectionRule, Rejection
+from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.tasks.gsm8k import INSTRUCTION
 from isobit.training.parts import dry_run_report, objective_of, open_parts
 from tests.conftest import tiny_model

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit.model import Model
-from isobit.rl.correction import CORRECTIONS
+from isobit.rl.correction_rule import CORRECTIONS
 from isobit.rl.objective import Objective
 from isobit.rl.samples import Sample
 

@@ -1,87 +1,23 @@
-"""Importance weights and rejection between the policy that sampled and the learner's, where the two differ.
+"""Importance weights and rejection where the policy that sampled differs from the learner's.
 
-A correction is a weight and a rejection, each on its own: both multiply the per-token loss and carry no gradient. All
-is said in lr = log π_old - log π_rollout per token, clamped to ±20 before any exponential (veRL's safety bound). Bounds
-on `ratio` are bounds on π_old/π_rollout, those on `inverse_ratio` bounds on π_rollout/π_old, which is what veRL's are
-on in its modes `*_k1`. Rejected tokens stay in the denominator of the loss, unless a rule says otherwise. Under a
-unified precision lr is 0 and there is nothing to correct. Left out: the metrics of the mismatch (`mismatch.py`).
-
-Sources: token and sequence TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-training"; masks: Liu et al. 2025, "When speed kills stability"; IcePop: Ling team 2025; KPop, which is binary_kl per
-token: Guo et al. 2026, as AReaL's `compute_binary_kl_divergence` writes it.
+Weights and rejections of a rule (`correction_rule.py`) multiply the loss of each token and carry no gradient. Rejected
+tokens stay in the denominator of the loss, unless the rule says otherwise. Under a unified precision lr is 0 and there
+is nothing to correct. Left out: the metrics of the mismatch (`mismatch.py`).
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from isobit.rl.correction_rule import CorrectionRule, Rejection
+
 LEAST_STEP = 0.5
-"""Of the step without a correction, or of its completions: below it a run warns."""
-DENOMINATORS = ("all", "kept")
-WEIGHTS = ("none", "token", "sequence")
-MEASURES = ("ratio", "inverse_ratio", "k1", "k2", "k3", "binary_kl")
-LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
+"""A run warns when less than this is left of the step, or of its completions."""
 _LOG_RATIO_LIMIT = 20.0
 _LEAST_PROBABILITY = 1e-8  # of a token and of its complement, in binary_kl
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Keep what has `low` <= value <= `high`.
-
-    `measure` per token: ratio = exp(lr), inverse_ratio = exp(-lr), k1 = -lr, k2 = lr²/2, k3 = exp(lr) - 1 - lr, and
-    binary_kl = max(KL(p ‖ q), KL(q ‖ p)) of the two events "this token" and "any other", whose probability is p under
-    the old policy and q under the rollout's, both within [1e-8, 1 - 1e-8]. `level`: the token's own value, or that of
-    its sequence: the sum, the mean or the maximum over its tokens. A sequence's ratio is exp of the sum or of the mean
-    (the geometric mean) of lr; its maximum is that of the tokens' ratios.
-    """
-
-    measure: str = "ratio"
-    level: str = "token"
-    low: float = -math.inf
-    high: float = math.inf
-
-
-@dataclass(frozen=True)
-class CorrectionRule:
-    """`weight`: none (1), token (exp(lr)) or sequence (exp of the sum of lr, for all its tokens); clamped to [`floor`,
-    `cap`]; with `normalize` divided by its mean over the batch before anything is rejected: over all tokens, or, for
-    weights of sequences, over all sequences that have tokens. `rejection`, and `veto`: a sequence is out if any of its
-    tokens has a ratio below it. `denominator`: the loss is averaged over all tokens, or over those that are kept, and
-    then a penalty in the loss is too (veRL, whose mask of the response loses what is rejected)."""
-
-    weight: str = "none"
-    cap: float = math.inf
-    floor: float = 0.0
-    normalize: bool = False
-    rejection: Rejection | None = None
-    veto: float = 0.0
-    denominator: str = "all"
-
-    @property
-    def active(self) -> bool:
-        return self != CorrectionRule()
-
-    def __str__(self) -> str:
-        named = [name for name, rule in CORRECTIONS.items() if rule == self]
-        changed = [f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
-        return named[0] if named else ", ".join(changed)
-
-
-CORRECTIONS: dict[str, CorrectionRule] = {
-    "none": CorrectionRule(),
-    "token_tis": CorrectionRule("token", cap=2.0),
-    "sequence_tis": CorrectionRule("sequence", cap=2.0),
-    "token_mis": CorrectionRule("token", rejection=Rejection("ratio", "token", 0.5, 5.0)),
-    "sequence_mis": CorrectionRule("sequence", cap=2.0, rejection=Rejection("ratio", "sequence_sum", 0.5, 2.0)),
-    "geometric_mask": CorrectionRule("token", rejection=Rejection("ratio", "sequence_mean", 0.999, 1.002)),
-    "k3_mask": CorrectionRule(rejection=Rejection("k3", "sequence_mean", high=0.01)),
-    "binary_kl_mask": CorrectionRule(rejection=Rejection("binary_kl", "token", high=0.1)),
-}
-"""Named rules with the field's defaults; token_mis is IcePop, geometric_mask seq-mask-TIS, binary_kl_mask KPop."""
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,11 @@ from isobit.rl.correction import correct, correction_metrics, step_metrics
 from isobit.rl.forward import forward
 from isobit.rl.loss import kl_penalty, policy_loss, token_weights
 from isobit.rl.objective import Objective
-from isobit.rl.optim import Optimizer, learning_rate
+from isobit.rl.optim import Optimizer
 from isobit.rl.packing import PackedBatch, micro_batches, minibatches, pack
 from isobit.rl.routing import BatchLoad, RoutingTotals, load_of, summed
 from isobit.rl.samples import Sample
+from isobit.rl.schedule import learning_rate
 from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
 from isobit.rl.totals import Totals
 

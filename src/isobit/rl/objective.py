@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from isobit.precision import Precision
-from isobit.rl.correction import CORRECTIONS, CorrectionRule
+from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
+
+if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
+    from isobit.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ al. 2025, as verl averages it."""
 
 def for_precision(
     objective: Objective,
-    precision: Precision,
+    precision: "Precision",
     correction: str | CorrectionRule,
     recompute_old: str,
     *,

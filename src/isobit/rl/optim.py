@@ -1,4 +1,4 @@
-"""AdamW on FP32 masters, learning-rate schedules, and clipping by the global norm.
+"""AdamW on FP32 masters, and clipping by the global norm.
 
 Loshchilov and Hutter 2019, arXiv 1711.05101. Weight decay touches matrices only: no norms, no biases. The state is a
 flat mapping of tensors, so that safetensors can hold it. The update is PyTorch's fused kernel through its functional
@@ -8,7 +8,6 @@ large parameters are kept in 8 bits (`optim_8bit.py`).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,41 +15,10 @@ from torch.optim.adamw import adamw
 
 from isobit.errors import IsobitError
 from isobit.rl.optim_8bit import EightBitState, quantizable
+from isobit.rl.schedule import OptimizerSettings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NORM_ELEMENTS = 1 << 24  # of a gradient on a GPU, squared in float64 at a time: 128 MiB
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW's and the schedule's numbers; `total_steps` counts calls of the schedule."""
-
-    learning_rate: float = 1e-6
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    final_fraction: float = 0.0
-    total_steps: int = 1
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    state: str = "fp32"
-
-
-def learning_rate(step: int, settings: OptimizerSettings) -> float:
-    """The rate of step 0, 1, ...: linear warmup, then constant, linear or cosine decay.
-
-    Warmup reaches the peak in its last step; the decay begins at the peak and would reach `final_fraction` of it at
-    step `total_steps`, one after the last.
-    """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if settings.schedule == "constant":
-        return peak
-    progress = min((step - warmup) / max(settings.total_steps - warmup, 1), 1.0)
-    shape = 1 - progress if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (settings.final_fraction + (1 - settings.final_fraction) * shape)
 
 
 class Optimizer:

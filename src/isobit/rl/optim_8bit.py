@@ -9,15 +9,13 @@ and repeats its bits. Left out: stochastic rounding, 4-bit and FP8 moments.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-
-if TYPE_CHECKING:
-    from isobit.rl.optim import OptimizerSettings
+from isobit.rl.schedule import OptimizerSettings
 
 _BLOCK, _LEAST = 256, 4096
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name to whether it is signed
@@ -31,7 +29,7 @@ def quantizable(parameter: Tensor) -> bool:
 class EightBitState:
     """First and second moments of some parameters, and their steps. Raises IsobitError where torchao is missing."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], settings: "OptimizerSettings") -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings) -> None:
         self.parameters, self.settings = dict(parameters), settings
         self._zeros = _zeros_of_torchao()
         self._moments: dict[str, dict[str, Any]] = {}

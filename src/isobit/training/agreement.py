@@ -9,8 +9,8 @@ from isobit import run as runs
 from isobit.config import Config, load_config
 from isobit.errors import NonFiniteError, RunFailed
 from isobit.inspection.locate import locate
-from isobit.rl import Learner
 from isobit.rl.agreement import Disagreement
+from isobit.rl.learner import Learner
 from isobit.rl.packing import micro_batches
 
 

@@ -24,8 +24,10 @@ from isobit.evaluation.periodic import HeldOut, evaluation_plan
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model, RewardModel
 from isobit.model.checkpoint import save_tensors
-from isobit.rl import OBJECTIVES, Learner, Objective, Optimizer, for_precision
-from isobit.rl.correction import CorrectionRule, Rejection
+from isobit.rl import OBJECTIVES, Objective, for_precision
+from isobit.rl.correction_rule import CorrectionRule, Rejection
+from isobit.rl.learner import Learner
+from isobit.rl.optim import Optimizer
 from isobit.rl.replay import ReplayBuffer, ReplaySettings
 from isobit.run import refuse_existing
 from isobit.tasks import Task, load_task

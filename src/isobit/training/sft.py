@@ -22,7 +22,9 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import Plan, measure
 from isobit.intervals import Estimate, proportion
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
-from isobit.rl import Optimizer, OptimizerSettings, learning_rate, supervised_update
+from isobit.rl import OptimizerSettings, learning_rate
+from isobit.rl.optim import Optimizer
+from isobit.rl.supervised import supervised_update
 from isobit.run import occupied
 from isobit.tasks import Example, Task, load_task
 from isobit.tasks.rewards import RewardPool
