@@ -1,8 +1,8 @@
 """What a correction of the difference between rollout and learner is: a weight, a rejection, or both.
 
 All of it is a function of lr = log π_old - log π_rollout of each token, clamped to ±20 before any exponential (veRL's
-safety bound). Bounds on `ratio` are bounds on π_old/π_rollout, those on `inverse_ratio` bounds on π_rollout/π_old, as in
-veRL's modes `*_k1`. How a rule is applied: `correction.py`.
+safety bound). Bounds on `ratio` are bounds on π_old/π_rollout, those on `inverse_ratio` bounds on π_rollout/π_old, as
+in veRL's modes `*_k1`. How a rule is applied: `correction.py`.
 
 Sources: token and sequence TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
 training"; masks: Liu et al. 2025, "When speed kills stability"; IcePop: Ling team 2025; KPop, which is binary_kl per
