@@ -18,7 +18,7 @@ from isobit.completions import Member, lines, members, parse
 from isobit.errors import IsobitError
 from isobit.intervals import mean_interval
 
-_LISTS = re.compile(rb',"(?:prompt_ids|completion_ids|rollout_logprobs|policy_logprobs|reference_kl)":\[[^\]]*\]')
+_LISTS = re.compile(rb',"(?:prompt_ids|completion_(?:ids|mask)|(?:rollout|policy)_logprobs|reference_kl)":\[[^\]]*\]')
 """Lists of numbers. Within a text every quote has a backslash before it, so these bytes are never part of one."""
 
 

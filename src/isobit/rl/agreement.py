@@ -44,16 +44,16 @@ def promises_bits(model: Model) -> bool:
 
 
 def require_agreement(compared: Sequence[tuple[Sample, Tensor]], batch: Sequence[Sample]) -> None:
-    """Raise Disagreement unless the learner's log-probabilities [completion tokens] of samples are the recorded ones,
+    """Raise Disagreement unless the learner's log-probabilities [trained tokens] of samples are the recorded ones,
     bit for bit. `batch`: all samples of the optimizer step, with those that have nothing to compare."""
     differing, first = 0, None
     for sample, learner in compared:
-        rollout = torch.tensor(sample.rollout_logprobs, dtype=torch.float32)
+        rollout = torch.tensor([sample.rollout_logprobs[i] for i in sample.trained], dtype=torch.float32)
         places = (learner.contiguous().view(torch.int32) != rollout.view(torch.int32)).nonzero().flatten()
         differing += len(places)
         if first is None and len(places):
             place = int(places[0])
-            first = Difference(sample, place, float(rollout[place]), float(learner[place]))
+            first = Difference(sample, sample.trained[place], float(rollout[place]), float(learner[place]))
     if first is not None:
         raise Disagreement(differing, sum(len(learner) for _, learner in compared), first, batch)
 

@@ -10,12 +10,12 @@ from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
 from isobit.rl.samples import Sample
 
 Advantage = float | Sequence[float]
-"""Of a completion: one number for all of its tokens, or one a token."""
+"""Of a completion: one number for all of its tokens, or one for each trained token."""
 
 
 @dataclass(eq=False)
 class Batch:
-    """Per sample, [completion tokens] float32: advantages and log-probabilities; `fresh`: it has to be of the weights
+    """Per sample, [trained tokens] float32: advantages and log-probabilities; `fresh`: it has to be of the weights
     that learning begins with, so that a difference is a mismatch. `kept`, bool: the tokens that are averaged over, if
     not all are."""
 
@@ -45,10 +45,10 @@ class Batch:
 
 
 def per_token(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> list[Tensor]:
-    """Advantages of tokens [completion tokens] float32 for each sample."""
+    """Advantages of tokens [trained tokens] float32 for each sample."""
     found = []
     for sample, given in zip(samples, advantages, strict=True):
-        length = len(sample.completion_ids)
+        length = sample.num_trained
         values = [given] * length if isinstance(given, (int, float)) else list(given)
         assert len(values) == length
         found.append(torch.tensor(values, dtype=torch.float32))

@@ -140,13 +140,13 @@ def _plus(reward: float | None, extra: float) -> float | None:
 
 
 def _overlong(sample: Sample, objective: Objective) -> float:
-    length, limit = len(sample.completion_ids), objective.max_new_tokens
-    return overlong_penalty(length, limit, objective.overlong_buffer, objective.overlong_penalty)
+    limit, buffer = objective.max_new_tokens, objective.overlong_buffer
+    return overlong_penalty(sample.num_trained, limit, buffer, objective.overlong_penalty)
 
 
 def _charged(sample: Sample, objective: Objective) -> tuple[float, ...]:
-    """What the KL to the reference takes from each token."""
+    """What the KL to the reference takes from each trained token."""
     if not objective.kl_in_reward or sample.reward is None:
-        return (0.0,) * len(sample.completion_ids)
+        return (0.0,) * sample.num_trained
     assert sample.reference_kl is not None, "the reference has not seen this sample"
     return tuple(objective.kl_coefficient * value for value in sample.reference_kl)

@@ -1,4 +1,4 @@
-"""The learner's forward over a packed batch: log-probability and entropy of every completion token."""
+"""The learner's forward over a packed batch: log-probability and entropy of every trained token."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from isobit.rl.packing import PackedBatch
 def forward(
     model: Model, packed: PackedBatch, temperature: float, tape: RouteTape | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of every completion token of a packed batch, [C] float32, by the learner's flow.
+    """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the learner's flow.
 
     Both are on the CPU, wherever the model is: what an algorithm does with single tokens happens there. Here a learner
     waits for a GPU, once per micro-batch. Raises NonFiniteError for what an operator met there.

@@ -107,7 +107,7 @@ class Learner:
             self._count_bad(totals)
             return metrics | totals.metrics(rate)
         due = objective.shadow_every > 0 and step % objective.shadow_every == 0
-        shadow = self._shadow(samples) if due and any(s.completion_ids for s in samples) else None
+        shadow = self._shadow(samples) if due and any(s.num_trained for s in samples) else None
         first: list[tuple[int, Tensor]] | None = None if objective.recompute_old else []
         for epoch in range(objective.epochs):
             for part in minibatches(len(samples), objective.updates_per_batch, self.seed, step, epoch):
@@ -127,7 +127,10 @@ class Learner:
         fresh = [(i, logprobs) for i, logprobs in found if batch.fresh[i]]
         for i, logprobs in fresh:
             sample = batch.samples[i]
-            self.compared[_key(sample)] = logprobs.tolist()
+            values = [0.0] * len(sample.completion_ids)
+            for position, value in zip(sample.trained, logprobs.tolist(), strict=True):
+                values[position] = value
+            self.compared[_key(sample)] = values
         return batch.mismatch(fresh)
 
     def _require_agreement(self, batch: Batch, found: Sequence[tuple[int, Tensor]], part: Sequence[int]) -> None:
@@ -216,7 +219,7 @@ class Learner:
         for part in micro_batches(samples, self.micro_batch_tokens):
             chosen = [samples[i] for i in part]
             logprobs, _ = self._forward(model, pack(chosen), chosen, compare=model is self.model)[:2]
-            results += logprobs.split([len(s.completion_ids) for s in chosen])
+            results += logprobs.split([s.num_trained for s in chosen])
         return results
 
     def _forward(
@@ -263,7 +266,7 @@ class Learner:
         self, batch: Batch, part: list[int], rate: float, totals: Totals, first: list[tuple[int, Tensor]] | None
     ) -> None:
         """One optimizer step over the samples `part`; keeps the policy's log-probabilities in `first`, if given."""
-        lengths = [len(batch.samples[i].completion_ids) for i in part]
+        lengths = [batch.samples[i].num_trained for i in part]
         if not any(lengths):
             return  # nothing to learn from is no reason to decay the weights
         if batch.weights is not None and not any(bool(batch.weights[i].any()) for i in part):
@@ -271,7 +274,7 @@ class Learner:
             return
         counted = batch.counted
         weight = dict(zip(part, self._token_weights([counted[i] for i in part])))
-        part = [i for i in part if batch.samples[i].completion_ids]  # what has no token has no gradient
+        part = [i for i in part if batch.samples[i].num_trained]  # what has no token has no gradient
         self.optimizer.zero_grad()
         own = Totals()
         try:
@@ -341,11 +344,11 @@ class Learner:
         totals.clipped += int(surrogate.clipped.sum())
         totals.tokens += packed.num_targets
         if first is not None:
-            first += zip(chosen, logprobs.detach().split([len(s.completion_ids) for s in samples]))
+            first += zip(chosen, logprobs.detach().split([s.num_trained for s in samples]))
 
 
 def _rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
-    return [torch.tensor(sample.rollout_logprobs, dtype=torch.float32) for sample in samples]
+    return [torch.tensor([s.rollout_logprobs[i] for i in s.trained], dtype=torch.float32) for s in samples]
 
 
 def _key(sample: Sample) -> tuple[int, int]:

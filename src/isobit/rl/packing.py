@@ -1,7 +1,8 @@
 """Samples to packed rows, without padding: what the learner's forward takes.
 
 A sequence is prompt and completion without its last token, since nothing is predicted from that. Row i of `targets` is
-predicted from row `rows[i]`. Deterministic, and in the order of the samples.
+predicted from row `rows[i]`; given tokens are context and no targets. Deterministic, and in
+the order of the samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,13 @@ class Trainable(Protocol):
     @property
     def completion_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def completion_mask(self) -> tuple[bool, ...] | None: ...
+
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """tokens [T] int64 with their layout; for each of C completion tokens its row, its id and its sequence [C]
-    int64."""
+    """tokens [T] int64 with their layout; for each of C trained tokens its row, its id and its sequence [C] int64."""
 
     tokens: Tensor
     layout: Layout
@@ -48,17 +51,19 @@ def pack(samples: Sequence[Trainable]) -> PackedBatch:
     assert bool((prompts > 0).all()), "every sample needs a prompt token to predict from"
     lengths = prompts + completions - (completions > 0)
     tokens = [t for s in samples for t in (*s.prompt_ids, *s.completion_ids[:-1])]
-    targets = [t for s in samples for t in s.completion_ids]
+    targets = np.array([t for s in samples for t in s.completion_ids], np.int64)
     starts = np.cumsum(lengths) - lengths
     sequence = np.repeat(np.arange(len(samples)), completions)
     offset = np.arange(len(targets)) - (np.cumsum(completions) - completions)[sequence]
     rows = (starts + prompts - 1)[sequence] + offset
+    masks = [s.completion_mask or (True,) * len(s.completion_ids) for s in samples]
+    trained = np.array([trained for mask in masks for trained in mask], bool)
     return PackedBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         layout=Layout.packed(lengths.tolist()),
-        rows=torch.from_numpy(rows),
-        targets=torch.tensor(targets, dtype=torch.int64),
-        sequence=torch.from_numpy(sequence),
+        rows=torch.from_numpy(rows[trained]),
+        targets=torch.from_numpy(targets[trained]),
+        sequence=torch.from_numpy(sequence[trained]),
     )
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step of supervised training: cross-entropy on completion tokens."""
+"""One optimizer step of supervised training: cross-entropy on the trained tokens of completions."""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from isobit.rl.packing import Trainable, micro_batches, pack
 def supervised_update(
     model: Model, optimizer: Optimizer, samples: Sequence[Trainable], rate: float, micro_batch_tokens: int
 ) -> dict[str, float]:
-    """One optimizer step of cross-entropy on completion tokens, averaged over all of them. Returns metrics.
+    """One optimizer step of cross-entropy on trained tokens, averaged over all of them. Returns metrics.
 
     As in RL, a non-finite loss or gradient skips the step (`steps/skipped`).
     """
     optimizer.zero_grad()
-    count = max(sum(len(s.completion_ids) for s in samples), 1)
+    parts = [pack([samples[i] for i in span]) for span in micro_batches(samples, micro_batch_tokens)]
+    count = max(sum(packed.num_targets for packed in parts), 1)
     loss = 0.0
     try:
-        for span in micro_batches(samples, micro_batch_tokens):
-            packed = pack([samples[i] for i in span])
+        for packed in parts:
             if not packed.num_targets:
                 continue
             logprobs, _ = forward(model, packed, 1.0)

@@ -38,6 +38,7 @@ class SupervisedSample:
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
+    completion_mask: tuple[bool, ...] | None = None
 
 
 def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
