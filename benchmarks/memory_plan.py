@@ -112,9 +112,9 @@ def main() -> None:
     if verb == "save":
         _save(folder, argument)
         return
+    from isobit.commands.dry_run import planned
     from isobit.config import load_config
     from isobit.training import loop
-    from isobit.training.parts import planned
 
     config = load_config(argument)
     if verb == "train":

@@ -18,7 +18,7 @@ from benchmarks import rewards
 from benchmarks.common import Claim, Result, race
 from benchmarks.models import save_model
 from isobit.config import load_config
-from isobit.run import read_jsonl
+from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.opening import open_session
 

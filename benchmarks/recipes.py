@@ -19,7 +19,7 @@ from isobit import Model
 from isobit.rl.correction import correct, correction_metrics
 from isobit.rl.correction_rule import CORRECTIONS
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
-from isobit.run import read_jsonl
+from isobit.run.directory import read_jsonl
 
 
 def run(rounds: int) -> Result:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from isobit.completions import COMPLETIONS, pack
 from isobit.model import Tokenizer
-from isobit.run import CONFIG, METRICS, QUANTIZATION
+from isobit.run.completions import COMPLETIONS, pack
+from isobit.run.directory import CONFIG, METRICS, QUANTIZATION
 
 ALPHABET = "".join(chr(i) for i in range(32, 127)) + "\n"
 _WORDS = (

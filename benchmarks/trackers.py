@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.common import Claim, Result, race, row
 from benchmarks.models import save_model
 from benchmarks.steps import open_run
-from isobit.run import read_jsonl
+from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.session import Session
 

@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from isobit.report.series import points
-from isobit.run import METRICS, read_jsonl, require_run
+from isobit.run.directory import METRICS, read_jsonl, require_run
 
 PANELS = (
     ("accuracy/held_out", "Held-out accuracy, greedy", "#3fa66b"),

@@ -27,7 +27,7 @@ CHECKED = {"make", "pip", "mkdocs", "source"}
 """First words of commands that make or change an environment: checked, not run."""
 
 _FENCE = re.compile(r"^( *)```([\w-]*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
-_SHELL = 'isobit() { "$PYTHON" -m isobit.cli "$@"; }\npython() { "$PYTHON" "$@"; }\n'
+_SHELL = 'isobit() { "$PYTHON" -m isobit "$@"; }\npython() { "$PYTHON" "$@"; }\n'
 _LONGEST_S = 600
 
 

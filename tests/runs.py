@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from isobit import metrics
-from isobit.checkpoints import all_checkpoints
-from isobit.completions import COMPLETIONS
-from isobit.run import QUANTIZATION, read_jsonl
+from isobit.run import metrics
+from isobit.run.checkpoints import all_checkpoints
+from isobit.run.completions import COMPLETIONS
+from isobit.run.directory import QUANTIZATION, read_jsonl
 
 
 def write_config(folder: Path, model: Path, **changes: Any) -> Path:

@@ -144,7 +144,7 @@ def test_data(config: Path, refused: Callable[..., str], content: str | None, me
     ],
 )
 def test_data_of_any_format(config: Path, refused: Callable[..., str], task: str, message: str) -> None:
-    """No run directory is written; `tests/tasks/test_readers.py` has the rest of the messages."""
+    """No run directory is written; `tests/data/test_readers.py` has the rest of the messages."""
     folder = config.parent
     (folder / "rows.csv").write_text("prompt,answer\n1+1=,2\n1+2=\n")
     (folder / "cut.parquet").write_bytes(b"PAR1 and no end")
@@ -401,7 +401,7 @@ def test_as_a_process_and_wrong_options(config: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
 
     def command(*words: str) -> "subprocess.CompletedProcess[str]":
-        line = [sys.executable, "-m", "isobit.cli", *words]
+        line = [sys.executable, "-m", "isobit", *words]
         return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, cwd=config.parent)
 
     done = command("train", str(config), "stesp=3")

@@ -107,7 +107,7 @@ def test_the_presets_are_those_that_there_are() -> None:
 
 def test_the_script_for_bash_names_the_command() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "_ISOBIT_COMPLETE": "source_bash"}
-    command = [sys.executable, "-m", "isobit.cli"]
+    command = [sys.executable, "-m", "isobit"]
     script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "_ISOBIT_COMPLETE=complete_bash" in script
     assert script.rstrip().endswith(" isobit")

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit import Precision, strict_yaml
+from isobit import Precision
 from isobit.config import Config, SftConfig, dump_config, load_config, load_sft_config, parse_config
 from isobit.config.__main__ import markdown
+from isobit.data import strict_yaml
 from isobit.errors import IsobitError
 from isobit.precision import precision_from
 from isobit.precision.flow import Flow

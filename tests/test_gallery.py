@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from isobit.config import load_config
-from isobit.run import read_jsonl
+from isobit.run.directory import read_jsonl
 from isobit.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[1]

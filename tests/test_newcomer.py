@@ -9,9 +9,9 @@ import torch
 
 import isobit
 from isobit import Engine, IsobitError, Model, Sampling, load_config, resume, train
-from isobit.hub import download_hint
+from isobit.data.readers import Source, read_rows
+from isobit.errors import download_hint
 from isobit.model import RewardModel
-from isobit.tasks.readers import Source, read_rows
 
 SHORT = Sampling(max_new_tokens=3)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from isobit import metrics
 from isobit.config import elsewhere, load_config
 from isobit.config.elsewhere import counterpart
 from isobit.precision import precision_from
+from isobit.run import metrics
 from tests.documents import ROOT, reader_folder
 
 TABLES = [ROOT / "docs" / name for name in ("from-trl.md", "from-verl.md", "from-nemo-rl.md")]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from isobit import checkpoints
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.rl.learner import Learner
+from isobit.run import checkpoints
 from isobit.training.loop import resume, train, training_step
 from isobit.training.objects import Given
 from isobit.training.opening import open_resumed
@@ -45,7 +45,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> dict
 
 def start(config: Path) -> "subprocess.Popen[str]":
     source = Path(__file__).parents[1] / "src"
-    command = [sys.executable, "-m", "isobit.cli", "train", str(config), "--quiet"]
+    command = [sys.executable, "-m", "isobit", "train", str(config), "--quiet"]
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "2"}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 

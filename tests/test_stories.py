@@ -31,7 +31,7 @@ def story(prompts, completions, **columns):
 
 def isobit(folder: Path, *words: object) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-m", "isobit.cli", *map(str, words)]
+    command = [sys.executable, "-m", "isobit", *map(str, words)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from isobit import cli
-from isobit.completions import COMPLETIONS, read
+from isobit.run.completions import COMPLETIONS, read
 from tests.conftest import tiny_model
 
 TEMPLATE = (

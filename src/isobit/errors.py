@@ -4,6 +4,27 @@ A message is one line that says what is wrong, where, and what would be right. T
 stderr, without a traceback, and exits with `exit_code`. Broken internal invariants are `assert`s instead.
 """
 
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES = {
+    ".jsonl",
+    ".ndjson",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".pq",
+    ".gz",
+    ".yaml",
+    ".yml",
+    ".py",
+    ".safetensors",
+}
+
 
 class IsobitError(Exception):
     """A user's mistake: a wrong key, a missing file, a malformed row, a bad checkpoint."""
@@ -19,3 +40,22 @@ class RunFailed(IsobitError):
 
 class NonFiniteError(IsobitError):
     """NaN or infinity where a number is needed. The learner skips a step in which this happens, and counts it."""
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A hint for a message about an unknown name: the nearest known one, else all of them."""
+    close = get_close_matches(name, known, 1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def download_hint(path: str | Path, *, data: bool = False) -> str:
+    """How to get what is called `path` there, as the end of a message; empty where it does not look like such a name.
+
+    `owner/name` is one, unless it ends like a file or the folder `owner` is here.
+    """
+    name = str(path)
+    if not _NAME.fullmatch(name) or Path(name).suffix.lower() in _FILES or Path(name).parent.exists():
+        return ""
+    place, kind = ("data", " --repo-type dataset") if data else ("models", "")
+    folder = f"{place}/{name.rpartition('/')[2]}"
+    return f"; isobit reads what is here already: hf download {name}{kind} --local-dir {folder}, then give {folder}"

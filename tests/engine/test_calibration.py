@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.completions import COMPLETIONS, read
 from isobit.config import load_config
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.engine.calibration import measured_amax, prompt_amax
@@ -13,7 +12,8 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from
 from isobit.precision import Calibration
-from isobit.run import read_jsonl
+from isobit.run.completions import COMPLETIONS, read
+from isobit.run.directory import read_jsonl
 from isobit.training.loop import resume, train
 from tests.conftest import tiny_model
 from tests.engine.helpers import require

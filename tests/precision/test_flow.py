@@ -143,7 +143,7 @@ def test_a_scale_over_the_batch_is_recognized() -> None:
     assert "rollout" in (tensorwise.varies_with_batch() or "")
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "fp8[wgrad=bf16]"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_constructor_with_a_name_alone_is_the_preset(name: str) -> None:
     assert Precision(name) == precision_from(name)
     assert Precision("fp8") != Precision("bf16")  # the control: it was BF16 under every name
@@ -164,7 +164,8 @@ def test_flows_of_your_own_may_have_any_name() -> None:
         (lambda: Precision("mine", Flow(), Flow(), dgrad="int8"), "dgrad: expected one of fp8, bf16, got 'int8'"),
         (lambda: Precision("mine", Flow(), Flow(), engines="two"), "engines: expected one of shared, separate"),
         (lambda: Precision("mine", "fp8", "fp8"), "rollout: expected a Flow, got 'fp8'"),
-        (lambda: Precision(3), "precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got 3"),
+        (lambda: Precision(3), "precision: expected a preset's name, a mapping or a Precision, got 3"),
+        (lambda: Precision("fp8[wgrad=bf16]"), "unknown precision preset 'fp8[wgrad=bf16]' (did you mean 'fp8'?)"),
         (lambda: precision_from(3), "precision: expected a preset's name"),
     ],
 )

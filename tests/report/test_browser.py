@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recorded_run import write_run
-from isobit.completions import COMPLETIONS, pack, read
 from isobit.report import write_report
+from isobit.run.completions import COMPLETIONS, pack, read
 from tests.browser import Opened, opened, require_browser
 
 pytestmark = pytest.mark.slow

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks.recorded_run import write_run
-from isobit.completions import COMPLETIONS, pack
 from isobit.errors import IsobitError
-from isobit.metrics import METRICS
 from isobit.report import write_report
 from isobit.report.document import embedded
 from isobit.report.page import run_names
 from isobit.report.panels import ALL, DERIVED, with_derived
+from isobit.run.completions import COMPLETIONS, pack
+from isobit.run.metrics import METRICS
 from tests import browser
 
 EVIL = "<script>alert('x')</script>\x1b[31m\x00<img src=x onerror=alert(1)>"

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from isobit.completions import pack
 from isobit.report.heatmap import heat_maps, heat_section, shade
 from isobit.report.prompts import kind, prompt_table
 from isobit.report.rollouts import Visit, read_rollouts
 from isobit.report.samples import coarse_to_fine, sample_completions
+from isobit.run.completions import pack
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

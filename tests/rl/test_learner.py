@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isobit import metrics
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Objective, Sample, for_precision
 from isobit.rl.correction_rule import CorrectionRule, Rejection
@@ -17,6 +16,7 @@ from isobit.rl.learner import Learner
 from isobit.rl.optim import Optimizer
 from isobit.rl.packing import pack
 from isobit.rl.supervised import supervised_update
+from isobit.run import metrics
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit import metrics
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.rl.supervised import supervised_update
+from isobit.run import metrics
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 

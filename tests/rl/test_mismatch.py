@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from isobit import metrics
 from isobit.rl.mismatch import differing, mismatch_metrics, sequence_metrics
+from isobit.run import metrics
 
 
 def test_perfect_agreement() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.completions import COMPLETIONS, read
 from isobit.config import load_config
 from isobit.model import Model
 from isobit.rl import Objective, Sample, for_precision
+from isobit.run.completions import COMPLETIONS, read
 from isobit.training.loop import replay, train
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out

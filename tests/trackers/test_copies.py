@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from isobit import cli
-from isobit.completions import COMPLETIONS, read
 from isobit.config import load_config
-from isobit.metrics import is_timing
-from isobit.run import read_jsonl
+from isobit.run.completions import COMPLETIONS, read
+from isobit.run.directory import read_jsonl
+from isobit.run.metrics import is_timing
 from isobit.training.loop import resume, train
 from tests.runs import fingerprint, write_config
 from tests.test_resume import start, wait_for_lines

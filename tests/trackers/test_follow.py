@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from isobit.completions import COMPLETIONS, pack
 from isobit.errors import IsobitError
+from isobit.run.completions import COMPLETIONS, pack
 from isobit.trackers.base import Opened, Place
 from isobit.trackers.follow import Follower, Tail, read_state
 

@@ -9,7 +9,7 @@ import pytest
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.run import read_jsonl
+from isobit.run.directory import read_jsonl
 from isobit.trackers.process import Trackers, check_trackers
 from isobit.training.loop import train
 from tests.runs import fingerprint, write_config

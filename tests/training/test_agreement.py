@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit import checkpoints
-from isobit.compare import compare
+from isobit.commands.compare import compare
 from isobit.config import load_compare_config, load_config
 from isobit.errors import RunFailed
 from isobit.inspection.locate import locate
 from isobit.kernels.reference import ReferenceOps
 from isobit.model import Model, Transformer
 from isobit.rl.agreement import Disagreement, promises_bits
-from isobit.run import read_jsonl
+from isobit.run import checkpoints
+from isobit.run.directory import read_jsonl
 from isobit.training.loop import replay, resume, train
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot

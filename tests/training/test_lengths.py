@@ -12,14 +12,15 @@ import pytest
 import yaml
 
 from isobit import cli
-from isobit.completions import COMPLETIONS, read
+from isobit.commands.dry_run import dry_run_report
 from isobit.config import TaskConfig, load_config
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
+from isobit.run.completions import COMPLETIONS, read
 from isobit.tasks import TaskSettings, load_task
 from isobit.training.lengths import fit_prompts
 from isobit.training.loop import resume, train
-from isobit.training.parts import dry_run_report, open_parts
+from isobit.training.parts import open_parts
 from tests.conftest import tiny_model
 from tests.runs import fingerprint, write_config
 

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from isobit import checkpoints
-from isobit.completions import COMPLETIONS, read
 from isobit.config import load_config
 from isobit.engine import Calibrator, Engine
 from isobit.errors import IsobitError, RunFailed
@@ -17,7 +15,9 @@ from isobit.model import Model, Transformer
 from isobit.precision import precision_from
 from isobit.precision.options import _CHOICES
 from isobit.rl.correction_rule import CORRECTIONS
-from isobit.run import read_jsonl
+from isobit.run import checkpoints
+from isobit.run.completions import COMPLETIONS, read
+from isobit.run.directory import read_jsonl
 from isobit.training.loop import TrainResult, replay, train
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out

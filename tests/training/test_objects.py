@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from isobit import IsobitError, cli, resume, train
-from isobit.checkpoints import all_checkpoints
-from isobit.completions import COMPLETIONS, read
 from isobit.errors import RunFailed
+from isobit.run.checkpoints import all_checkpoints
+from isobit.run.completions import COMPLETIONS, read
 from isobit.training.objects import NO_OBJECTS, Given
 from tests.runs import digit_reward_file, fingerprint
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 import yaml
 
+from isobit.commands.dry_run import dry_run_report
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.training import host, plan
 from isobit.training.live_bytes import LiveBytes
 from isobit.training.loop import resume, train
-from isobit.training.parts import Parts, dry_run_report, open_parts
+from isobit.training.parts import Parts, open_parts
 from tests.runs import write_config
 
 _AUTO = "optimizer.micro_batch_tokens=auto"

@@ -11,7 +11,7 @@ from isobit.kernels import Layout, get_ops
 from isobit.model import Model
 from isobit.precision import QuantSpec, QuantTotals, along_rows, quantize
 from isobit.report import write_report
-from isobit.run import read_jsonl
+from isobit.run.directory import read_jsonl
 from isobit.training.loop import resume, train
 from isobit.training.quantization import LearnerTotals
 from tests.conftest import tiny_model

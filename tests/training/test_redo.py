@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from isobit.cli import app
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.run import Run
+from isobit.run.directory import Run
 from isobit.training.loop import resume, train
 from isobit.training.redo import clear_finished
 from tests.runs import write_config

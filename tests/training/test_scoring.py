@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from isobit.commands.dry_run import dry_run_report
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import RewardModel
 from isobit.model.checkpoint import read_json, read_weights, write_json, write_weights
-from isobit.tasks import RewardSpec
-from isobit.tasks.rewards import RewardPool
+from isobit.rewards.pool import RewardPool
+from isobit.rewards.spec import RewardSpec
 from isobit.training.loop import replay, train
-from isobit.training.parts import dry_run_report
 from isobit.training.scoring import Scorer, WeightedModel
 from tests.conftest import tiny_model
 from tests.runs import digit_reward_file, fingerprint, write_config

@@ -14,8 +14,8 @@ from isobit.engine import Engine, Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import Plan, measure
 from isobit.model import Model
+from isobit.rewards.pool import RewardPool
 from isobit.tasks import TaskSettings, load_task
-from isobit.tasks.rewards import RewardPool
 from isobit.training.sft import cached_model, supervised_run
 
 WriteConfig = Callable[..., Path]

@@ -61,7 +61,7 @@ def in_a_terminal(words: list[str], folder: Path) -> str:
 
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color"}
-    line = [sys.executable, "-m", "isobit.cli", *words]
+    line = [sys.executable, "-m", "isobit", *words]
     process = subprocess.Popen(line, stdin=follower, stdout=follower, stderr=follower, cwd=folder, env=variables)
     os.close(follower)
     written = bytearray()

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from isobit.cli import app
-from isobit.completions import COMPLETIONS, Member, lines, pack
 from isobit.errors import IsobitError
-from isobit.run import Run
+from isobit.run.completions import COMPLETIONS, Member, lines, pack
+from isobit.run.directory import Run
 from isobit.view import watch as module
 from isobit.view.watch import Watched, watch
 

@@ -134,13 +134,13 @@ def _evaluate_or_show(
     check_out(out)
     if first is not None and is_saved(first) and (second is None or is_saved(second)):
         return show_saved(first, second, out, changed=bool(given or best or completions))
-    from isobit.evaluate import Request, evaluate_command
+    from isobit.commands.evaluate import Request, evaluate_command
 
     return evaluate_command(first, second, Request(given, best, completions), out)
 
 
 def _reward(text: str) -> dict[str, Any]:
-    from isobit.tasks import parse_reward
+    from isobit.rewards.spec import parse_reward
 
     spec = parse_reward(text)
     return {"function": spec.function, "options": dict(spec.options)}
@@ -172,7 +172,7 @@ def _ks(text: str, n: int | None) -> list[int]:
 def _key_value(text: str) -> tuple[str, object]:
     import yaml
 
-    from isobit import strict_yaml
+    from isobit.data import strict_yaml
 
     key, sign, value = text.partition("=")
     if not sign:

@@ -41,9 +41,9 @@ def generate(
     isobit generate MODEL --prompt "Once upon a time" --max-new-tokens 64 -n 2
     echo "12+34=" | isobit generate MODEL --temperature 0
     """
+    from isobit.commands.generate import print_completions
     from isobit.engine import Sampling
-    from isobit.generate import print_completions
-    from isobit.run import model_directory
+    from isobit.run.directory import model_directory
 
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
     sampling = Sampling(n, max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
@@ -91,9 +91,9 @@ def inspect(
     isobit inspect MODEL --presets fp8,fp8-rollout --decompose --out inspected
     isobit inspect MODEL --prompts gsm8k.jsonl --column prompt=question
     """
+    from isobit.commands.inspect import inspect_command
     from isobit.engine import Sampling
-    from isobit.inspection import inspect_command
-    from isobit.run import model_directory
+    from isobit.run.directory import model_directory
 
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed)
     inspect_command(
@@ -127,6 +127,6 @@ def export(
     isobit export runs/quickstart --to quickstart-bf16
     isobit export MODEL --format fp8 --to MODEL-FP8     FP8 blocks for vLLM, SGLang and transformers
     """
-    from isobit.export import export as write
+    from isobit.commands.export import export as write
 
     print(write(source, to, form, precision, best=best))

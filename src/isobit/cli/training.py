@@ -73,9 +73,9 @@ def _train(
     quiet: bool,
     redo: bool = False,
 ) -> int:
+    from isobit.commands.dry_run import dry_run_report
     from isobit.config import load_config
     from isobit.training import loop
-    from isobit.training.parts import dry_run_report
     from isobit.training.redo import clear_finished
 
     if redo and (config is None or dry_run):
@@ -147,7 +147,7 @@ def compare(
 
     After an interruption the same command continues; finished runs are not repeated.
     """
-    from isobit.compare import compare as run_comparison
+    from isobit.commands.compare import compare as run_comparison
     from isobit.config import load_compare_config
 
     settings = load_compare_config(config, names(presets), seeds, None if out is None else str(out), overrides or ())

@@ -18,9 +18,9 @@ from isobit.config.reading import Source, read_source
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.config.sections import RewardsConfig, TaskConfig
 from isobit.errors import IsobitError
-from isobit.tasks.data import TaskSettings
-from isobit.tasks.named import OptionError
-from isobit.tasks.task import RewardSpec
+from isobit.rewards.named import OptionError
+from isobit.rewards.spec import RewardSpec
+from isobit.tasks.task import TaskSettings
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from isobit import strict_yaml
+from isobit.data import strict_yaml
 from isobit.errors import IsobitError
 
 Source = str | Path | Mapping[str, Any] | BaseModel

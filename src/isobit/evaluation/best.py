@@ -6,7 +6,7 @@ and of equal accuracies the greedy reward: rewards that stay below 1 have an acc
 A run that was killed goes on from a checkpoint that knows the best of its own time, while `best/` may hold a later one.
 So the best of the last checkpoint's time stands by in `.best-previous` until the next checkpoint, and comes back when
 the run goes on from the last: `best/` is then what it was, and what it becomes is what it would have become
-(tests/test_best.py).
+(tests/evaluation/test_best.py).
 """
 
 import json
@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit import checkpoints
-from isobit.run import BEST
+from isobit.run import checkpoints
+from isobit.run.directory import BEST
 
 DESCRIPTION = "best.json"
 AUTO = "auto"

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError
 from isobit.evaluation.paired import mcnemar, sign_flip
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import LENGTHS, number, values_per_prompt
-from isobit.intervals import Estimate, bootstrap_mean
+from isobit.report.intervals import Estimate, bootstrap_mean
 from isobit.report.tables import text_table
-from isobit.tasks.data import Prompt
 
 LEVEL = 0.05
 FEWEST = math.ceil(math.log2(2 / LEVEL))

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from isobit.data.dataset import Example, Prompt
 from isobit.engine import Completion, Engine, Sampling
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, did_you_mean
+from isobit.evaluation.answers import Extract, marked_answer
 from isobit.evaluation.majority import LARGEST_GROUP
 from isobit.evaluation.result import Graded, Question
-from isobit.tasks import Example
-from isobit.tasks.answers import Extract, marked_answer
-from isobit.tasks.data import Prompt, did_you_mean
-from isobit.tasks.rewards import Reward
+from isobit.rewards.pool import Reward
 
 Progress = Callable[[str, int, int], None]
 """What is being done, completions done, completions asked."""

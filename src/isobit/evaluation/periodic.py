@@ -1,43 +1,24 @@
 """Held-out evaluation during training: the metrics of one evaluation, and the line that reports it.
 
 It reads the weights and changes nothing that training depends on: sampling is counter-based, and its keys have their
-own seed (tests/test_best.py compares the weights of runs with and without it, bit for bit). The seed is the same
-at every step, so that steps differ by their weights, not by their luck.
+own seed (tests/evaluation/test_best.py compares the weights of runs with and without it, bit for bit). The seed is
+the same at every step, so that steps differ by their weights, not by their luck.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isobit.config import Config
+from isobit.data.dataset import Example
 from isobit.engine import Engine
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, did_you_mean
 from isobit.evaluation.best import AUTO
-from isobit.evaluation.measure import Judge, Plan, default_ks, measure, tags_of
+from isobit.evaluation.measure import Judge, Plan, measure, tags_of
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import ALL, summarize
-from isobit.tasks import Example
-from isobit.tasks.answers import answer_extractor
-from isobit.tasks.data import did_you_mean
 
 SEED_OFFSET = 0x5EED_E7A1
 """Added to a run's seed: an evaluation draws other random numbers than the rollouts."""
-
-
-def evaluation_plan(config: Config) -> Plan:
-    """How a run's config asks held-out prompts."""
-    evaluation, sampling = config.evaluation, config.sampling
-    return Plan(
-        max_new_tokens=sampling.max_new_tokens,
-        num_samples=evaluation.num_samples,
-        ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
-        temperature=evaluation.temperature or sampling.temperature,
-        seed=(config.seed + SEED_OFFSET) % 2**63,
-        stop=sampling.stop,
-        ignore_eos=sampling.ignore_eos,
-        tag=evaluation.tag,
-        extract=answer_extractor(config.task.name, evaluation.answer_pattern),
-    )
 
 
 @dataclass(frozen=True, eq=False)

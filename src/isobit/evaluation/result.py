@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError
-from isobit.tasks.data import Prompt
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,1 @@
-"""`isobit inspect`: the effect of a precision flow on a model, without training it."""
-
-from isobit.inspection.command import inspect_command
-
-__all__ = ["inspect_command"]
+"""The effect of a precision flow on a model, without training it; the command is `commands/inspect.py`."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isobit.kernels import Composed, KVStore, Layout, Ops
 from isobit.model import Model
+from isobit.model.names import layer_and_role
 from isobit.precision import QTensor, QuantSpec, QuantTotals
-from isobit.statistics import layer_and_role
 
 
 @dataclass(frozen=True)

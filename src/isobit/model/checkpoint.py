@@ -2,7 +2,7 @@
 
 Reads float32, bfloat16 and float16 tensors, and E4M3 ones in blocks of 128x128 (`fp8_blocks.py`), into float32. Every
 defect of a directory is one `IsobitError`. Left out: pickled weights, other quantized checkpoints, and making a write
-atomic (`isobit.checkpoints`).
+atomic (`isobit.run.checkpoints`).
 """
 
 import json
@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isobit.errors import IsobitError
-from isobit.hub import download_hint
+from isobit.errors import IsobitError, download_hint
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
 

@@ -99,3 +99,9 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
             modules = list(_INSIDE[base])
         names = [f"model.layers.{index}.{module}.{suffix}" for module in modules]
         yield master, [(n, (height, *shape[1:])) for n, height in zip(names, heights)]
+
+
+def layer_and_role(name: str) -> tuple[int, str]:
+    """Of a linear layer's name: `layers.3.qkv` is (3, qkv), `layers.3.experts.7.down` is (3, experts down)."""
+    parts = name.split(".")
+    return int(parts[1]), f"{'experts ' if 'experts' in parts else ''}{parts[-1]}"

@@ -5,7 +5,9 @@ the layers that are excepted. The presets are the rows of `docs/numerics.md`; `o
 Left out: the arithmetic itself (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 
 from isobit.errors import IsobitError
 from isobit.precision.formats import BF16, E2M1, E4M3, FP32, Format
@@ -65,7 +67,8 @@ _WORDS = {"dgrad": ("fp8", "bf16"), "wgrad": ("fp8", "bf16"), "engines": ("share
 class Precision:
     """The whole precision flow of a run: a preset by its name alone, `Precision("fp8")`, or flows of your own.
 
-    A preset's name, or a mapping such as `{"preset": "fp8", "wgrad": "bf16"}`, is taken wherever a `Precision` is.
+    Wherever a `Precision` is taken, a preset's name is too, with options `"fp8[wgrad=bf16]"` or as a mapping
+    `{"preset": "fp8", "wgrad": "bf16"}`.
     Raises IsobitError for a name that is no preset where no flow is given, and for a word that is not known.
 
     `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has its own copy of the
@@ -107,9 +110,7 @@ class Precision:
 
     def _take_preset(self) -> None:
         """Become the preset of this name; nothing else may be given beside it."""
-        from isobit.precision.options import precision_from  # here: it composes what is defined below
-
-        preset = precision_from(self.name)
+        preset = preset_named(self.name)
         for each in fields(self):
             if each.name not in ("name", "rollout", "learner") and getattr(self, each.name) != each.default:
                 raise IsobitError(
@@ -251,3 +252,19 @@ PRESETS: dict[str, Precision] = {
     )
 }
 """The named flows: see `docs/numerics.md` for whose they are."""
+
+
+def preset_named(name: object) -> Precision:
+    """The preset. Raises IsobitError for another name."""
+    if not isinstance(name, str):
+        raise IsobitError(f"precision: expected a preset's name, a mapping or a Precision, got {name!r}")
+    if name not in PRESETS:
+        hint = nearest(name.partition("[")[0], PRESETS)
+        raise IsobitError(f"unknown precision preset {name!r}{hint}: choose from {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def nearest(name: object, choices: Iterable[str]) -> str:
+    """A hint at the choice that is spelled most like a name, or nothing."""
+    close = get_close_matches(str(name), list(choices), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -3,16 +3,15 @@
 Every option is checked here, and what cannot work is refused with the reason. Left out: the flows themselves.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import yaml
 
-from isobit import strict_yaml
+from isobit.data import strict_yaml
 from isobit.errors import IsobitError
-from isobit.precision.flow import LINEAR_LAYERS, PRESETS, Calibration, Flow, Precision
+from isobit.precision.flow import LINEAR_LAYERS, Calibration, Flow, Precision, nearest, preset_named
 from isobit.precision.formats import E2M1, E4M3, FORMATS
 from isobit.precision.quantize import QuantSpec
 
@@ -70,7 +69,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
             f"precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got {value!r}"
         )
     options = _parse_name(value) if isinstance(value, str) else dict(value)
-    precision = _preset(options.pop("preset", "fp8"))
+    precision = preset_named(options.pop("preset", "fp8"))
     for key, option in options.items():
         _check_option(key, option)
     if not options:
@@ -102,23 +101,12 @@ def _text(option: object) -> str:
     return str(option)
 
 
-def _preset(name: object) -> Precision:
-    if isinstance(name, str) and name in PRESETS:
-        return PRESETS[name]
-    raise IsobitError(f"unknown precision preset {name!r}{_nearest(name, PRESETS)}: choose from {', '.join(PRESETS)}")
-
-
-def _nearest(name: object, choices: Iterable[str]) -> str:
-    close = get_close_matches(str(name), list(choices), 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def _check_option(key: str, option: object, within: str = "") -> None:
     known = list(_FLOW_CHOICES) if within else [*OPTIONS]
     where = f"precision.{within}{key}"
     if key not in known:
         also = "" if within else "preset, "
-        raise IsobitError(f"{where}: unknown option{_nearest(key, known)}; choose from {also}{', '.join(known)}")
+        raise IsobitError(f"{where}: unknown option{nearest(key, known)}; choose from {also}{', '.join(known)}")
     if key in _USES:
         if not isinstance(option, Mapping):
             raise IsobitError(f"{where}: expected a mapping of options, such as {{kv_cache: e4m3}}, got {option!r}")

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobit.errors import IsobitError
-from isobit.intervals import mean_interval
 from isobit.report.charts import Panel, draw_all
 from isobit.report.document import escaped, html_page
+from isobit.report.intervals import mean_interval
 from isobit.report.panels import with_derived
 from isobit.report.series import Rows, Series, points
 from isobit.report.tables import html_table, text_table
-from isobit.run import METRICS, read_jsonl
+from isobit.run.directory import METRICS, read_jsonl
 
 OUTCOME = "outcome.json"
 PAGE, DATA = "comparison.html", "comparison.json"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit.completions import COMPLETIONS
 from isobit.errors import IsobitError
 from isobit.report import panels
 from isobit.report.charts import draw_all
@@ -23,7 +22,8 @@ from isobit.report.samples import sample_completions
 from isobit.report.series import Series, points
 from isobit.report.summary import about, headline, summary
 from isobit.report.tables import html_table
-from isobit.run import CONFIG, METRICS, QUANTIZATION, read_jsonl, require_run
+from isobit.run.completions import COMPLETIONS
+from isobit.run.directory import CONFIG, METRICS, QUANTIZATION, read_jsonl, require_run
 
 SCRIPTS = ("charts.js", "tabs.js", "heatmap.js", "prompts.js", "completions.js")
 _COMPLETION_BYTES, _PROMPT_BYTES = 2_400_000, 400_000

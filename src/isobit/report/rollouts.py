@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isobit.completions import Member, lines, members, parse
 from isobit.errors import IsobitError
-from isobit.intervals import mean_interval
+from isobit.report.intervals import mean_interval
+from isobit.run.completions import Member, lines, members, parse
 
 _LISTS = re.compile(rb',"(?:prompt_ids|completion_(?:ids|mask)|(?:rollout|policy)_logprobs|reference_kl)":\[[^\]]*\]')
 """Lists of numbers. Within a text every quote has a backslash before it, so these bytes are never part of one."""

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from isobit.report.rollouts import Rollouts
-from isobit.run import CHECKPOINTS
+from isobit.run.directory import CHECKPOINTS
 
 _STEP_ROWS = 8  # shown of a step, at least, before further steps are
 _LONGEST_PROMPT, _LONGEST_TEXT, _MOST_TOKENS = 4000, 8000, 2000

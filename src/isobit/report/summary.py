@@ -7,8 +7,8 @@ from isobit.report.differences import flattened
 from isobit.report.document import escaped
 from isobit.report.series import Rows, Series, points
 from isobit.report.tables import html_table
-from isobit.run import CONFIG
-from isobit.standstill import Standstill
+from isobit.run.directory import CONFIG
+from isobit.run.standstill import Standstill
 
 Line = Callable[[Rows], str]
 

@@ -1,7 +1,7 @@
 """What a rollout leaves behind: `Sample`, one scored completion, and its exact form in JSON.
 
 A float32 widened to a Python float prints as text that reads back as the same float, so the log-probabilities of a
-checkpoint are the bits that were sampled; those of `completions.jsonl.gz` are too (`isobit/completions.py`). Left out:
+checkpoint are the bits that were sampled; those of `completions.jsonl.gz` are too (`run/completions.py`). Left out:
 tensors (`packing.py`).
 """
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, did_you_mean
 from isobit.tasks import arithmetic, countdown, files, gsm8k
-from isobit.tasks.data import Dataset, Example, TaskSettings, did_you_mean
-from isobit.tasks.task import RewardSpec, Task, parse_reward
+from isobit.tasks.task import Task, TaskSettings
 
 TASKS: dict[str, Callable[[TaskSettings], Task]] = {
     "arithmetic": arithmetic.load,
@@ -14,7 +13,7 @@ TASKS: dict[str, Callable[[TaskSettings], Task]] = {
     "file": files.load,
 }
 
-__all__ = ["TASKS", "Dataset", "Example", "RewardSpec", "Task", "TaskSettings", "load_task", "parse_reward"]
+__all__ = ["TASKS", "Task", "TaskSettings", "load_task"]
 
 
 def load_task(settings: TaskSettings) -> Task:

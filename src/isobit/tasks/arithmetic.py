@@ -10,19 +10,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, overload
 
+from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, completion_text, random_words
 from isobit.errors import IsobitError
-from isobit.tasks.data import (
-    SPLIT_STREAM,
-    Dataset,
-    Example,
-    TaskSettings,
-    check_template,
-    completion_text,
-    random_words,
-)
+from isobit.rewards.spec import RewardSpec
 from isobit.tasks.task import (
-    RewardSpec,
     Task,
+    TaskSettings,
     alphabet_of,
     check_option,
     held_out_size,

@@ -9,19 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from isobit.data.dataset import RESERVED_COLUMNS, Dataset, Example, Shaping, check_template, read_examples, split
+from isobit.data.readers import Source
 from isobit.errors import IsobitError
-from isobit.tasks.data import (
-    RESERVED_COLUMNS,
-    Dataset,
-    Example,
-    Shaping,
-    TaskSettings,
-    check_template,
-    read_examples,
-    split,
-)
-from isobit.tasks.readers import Source
-from isobit.tasks.task import Task, check_option, held_out_size, parse_options
+from isobit.tasks.task import Task, TaskSettings, check_option, held_out_size, parse_options
 
 
 @dataclass(frozen=True)

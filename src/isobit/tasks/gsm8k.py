@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from isobit.data.dataset import completion_text
 from isobit.errors import IsobitError
-from isobit.tasks.data import TaskSettings, completion_text
+from isobit.rewards.spec import RewardSpec
 from isobit.tasks.files import FileOptions, read_splits
-from isobit.tasks.task import RewardSpec, Task, parse_options
+from isobit.tasks.task import Task, TaskSettings, parse_options
 
 INSTRUCTION = "End your answer with #### and the number."
 TEXT_TEMPLATE = f"Question: {{prompt}}\n{INSTRUCTION}\nAnswer:"

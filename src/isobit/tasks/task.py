@@ -7,64 +7,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, get_args
 
-from isobit.errors import IsobitError
-from isobit.tasks import named
-from isobit.tasks.data import Dataset, TaskSettings, did_you_mean
-
-OBJECT = "<python>:"
-"""Begins the name of what a run was given as an object of Python: a reward function, or rows."""
+from isobit.data.dataset import Dataset
+from isobit.errors import IsobitError, did_you_mean
+from isobit.rewards.spec import RewardSpec
 
 
 @dataclass(frozen=True)
-class RewardSpec:
-    """One reward function: `path/to/file.py:function`, `package.module:function`, `<python>:function` for an object of
-    this process, or a name of `isobit.tasks.named` with its options; its weight, its name, and the seconds of one call
-    (None: the pool's)."""
+class TaskSettings:
+    """The `task` section of a config; None means the task's own default.
 
-    function: str
-    weight: float = 1.0
-    name: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    deadline_s: float | None = None
-
-    @property
-    def label(self) -> str:
-        """The name in metrics: the given one, else the function's."""
-        return self.name if self.name is not None else self.function.rpartition(":")[2]
-
-    @property
-    def is_object(self) -> bool:
-        """Whether it is an object of this process, which no worker can import."""
-        return self.function.startswith(OBJECT)
-
-    @property
-    def by_name(self) -> bool:
-        """Whether it is meant as one of `isobit.tasks.named`: a bare name, right or wrong."""
-        return self.function.isidentifier()
-
-    @property
-    def reference(self) -> str:
-        """The function, or the name and its options, as a worker loads it."""
-        return named.reference(self.function, self.options) if self.by_name else self.function
-
-    def build(self, deadline_s: float) -> named.NamedReward | None:
-        """The reward by name, or None for a function; `deadline_s` counts unless it has its own. Raises OptionError."""
-        if self.by_name:
-            return named.build(self.function, self.options, self.deadline_s or deadline_s)
-        if self.options:
-            raise named.OptionError("options", "a function of your own takes none; only rewards by name do")
-        return None
-
-
-def parse_reward(text: str) -> RewardSpec:
-    """The reward of a command line: a function, a name, or a name with options, `name:{"option": value}`.
-
-    Raises IsobitError if the options are no JSON.
+    `format`, `split`, `held_out_split`: how paths are read (`readers.Source`). `columns`: role or new name to column.
+    `chat` makes a text prompt the message of a user; `system` is said before a chat. `seed` (the run's) decides the
+    order of training examples, nothing else; `shuffle: false` keeps that of the file. Which examples there are and
+    which are held out depends on the option `seed` of the task (default 0), so that runs of different seeds, and a
+    supervised run before them, share one held-out split. `rows` are given as objects, by the path that stands for them.
     """
-    if not named.is_named(text):
-        return RewardSpec(text)
-    name, options = named.parse_reference(text)
-    return RewardSpec(name, options=options)
+
+    name: str = "file"
+    path: str | None = None
+    held_out_path: str | None = None
+    held_out_size: int | None = None
+    format: str = "auto"
+    split: str | None = None
+    held_out_split: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    prompt_template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    shuffle: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    rows: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from isobit.completions import COMPLETIONS, CompletionTail
 from isobit.errors import IsobitError
-from isobit.run import METRICS
+from isobit.run.completions import COMPLETIONS, CompletionTail
+from isobit.run.directory import METRICS
 from isobit.trackers.base import COMPLETION_COLUMNS, Place, Tracker
 from isobit.trackers.table import make_tracker
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import isobit
 from isobit.errors import IsobitError
-from isobit.run import METRICS, read_jsonl
+from isobit.run.directory import METRICS, read_jsonl
 from isobit.trackers.follow import TRACKING, read_state
 from isobit.trackers.table import make_tracker
 

@@ -4,14 +4,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from isobit import checkpoints
-from isobit import run as runs
 from isobit.config import Config, load_config
 from isobit.errors import NonFiniteError, RunFailed
 from isobit.inspection.locate import locate
 from isobit.rl.agreement import Disagreement
 from isobit.rl.learner import Learner
 from isobit.rl.packing import micro_batches
+from isobit.run import checkpoints
+from isobit.run import directory as runs
 
 
 def failure(found: Disagreement, learner: Learner, step: int, run: Path, recorded: bool) -> RunFailed:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from isobit.config import SamplingConfig, TaskConfig
+from isobit.data.dataset import Dataset, Example
 from isobit.engine.prompts import encode
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.tasks import Dataset, Example, Task
+from isobit.tasks import Task
 
 
 @dataclass(frozen=True)

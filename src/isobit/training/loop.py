@@ -19,7 +19,7 @@ from typing import Any
 
 from isobit.config import Config, load_config
 from isobit.rl.collect import assign_credit
-from isobit.run import read_jsonl
+from isobit.run.directory import read_jsonl
 from isobit.training.objects import Given, OnStep, Rewards, Rows
 from isobit.training.opening import open_replay, open_resumed, open_session
 from isobit.training.session import Session

@@ -2,7 +2,7 @@
 
 A run keeps its config in a file, where objects have no place. Names stand for them there, `<python>:NAME` for a reward
 function and `<python>:HASH` for rows, so that a run that goes on needs the objects again, and refuses others. Callbacks
-change nothing that is recorded, and leave no name. Left out: how functions are called (`tasks/rewards.py`).
+change nothing that is recorded, and leave no name. Left out: how functions are called (`rewards/pool.py`).
 """
 
 import hashlib
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.config import Config, parse_config
+from isobit.data.arrow_rows import plain
 from isobit.errors import IsobitError
-from isobit.tasks.arrow_rows import plain
-from isobit.tasks.task import OBJECT
+from isobit.rewards.spec import OBJECT
 
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Sequence[RewardFunction | str | tuple[RewardFunction | str, float]]

@@ -7,13 +7,13 @@ is written.
 from collections.abc import Sequence
 from pathlib import Path
 
-from isobit import checkpoints
-from isobit import run as runs
 from isobit.config import Config, check_resumed, dump_config, load_config
 from isobit.errors import IsobitError
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
-from isobit.run import Run
+from isobit.run import checkpoints
+from isobit.run import directory as runs
+from isobit.run.directory import Run
 from isobit.training.agreement import unlike
 from isobit.training.objects import Given, Objects
 from isobit.training.parts import load_state, open_parts

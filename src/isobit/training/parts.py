@@ -14,29 +14,28 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from isobit import checkpoints
 from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
-from isobit.evaluation.measure import Judge
-from isobit.evaluation.periodic import HeldOut, evaluation_plan
+from isobit.evaluation.answers import answer_extractor
+from isobit.evaluation.measure import Judge, Plan, default_ks
+from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model, RewardModel
 from isobit.model.checkpoint import save_tensors
+from isobit.rewards.pool import RewardPool
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.rl.learner import Learner
 from isobit.rl.optim import Optimizer
 from isobit.rl.replay import ReplayBuffer, ReplaySettings
-from isobit.run import refuse_existing
+from isobit.run import checkpoints
 from isobit.tasks import Task, load_task
-from isobit.tasks.rewards import RewardPool
 from isobit.trackers.process import check_trackers
-from isobit.training.host import resident_bytes
-from isobit.training.lengths import endless, first_prompt, fit_prompts
+from isobit.training.lengths import fit_prompts
 from isobit.training.objects import NO_OBJECTS, Objects
-from isobit.training.plan import Plan, advice, fitting_tokens, longest_sequence, measure_parts, plan
+from isobit.training.plan import fitting_tokens
 from isobit.training.scoring import Scorer, WeightedModel
 from isobit.training.sft import cached_model, optimizer_settings
 
@@ -201,6 +200,22 @@ def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldO
     return held_out
 
 
+def evaluation_plan(config: Config) -> Plan:
+    """How a run's config asks held-out prompts."""
+    evaluation, sampling = config.evaluation, config.sampling
+    return Plan(
+        max_new_tokens=sampling.max_new_tokens,
+        num_samples=evaluation.num_samples,
+        ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
+        temperature=evaluation.temperature or sampling.temperature,
+        seed=(config.seed + SEED_OFFSET) % 2**63,
+        stop=sampling.stop,
+        ignore_eos=sampling.ignore_eos,
+        tag=evaluation.tag,
+        extract=answer_extractor(config.task.name, evaluation.answer_pattern),
+    )
+
+
 def held_out_judge(scorer: Scorer) -> Judge:
     """What is correct is for functions to say, and for reward models where there are none."""
     return scorer.pool if scorer.pool.specs else scorer
@@ -307,39 +322,3 @@ def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
     parts.learner.clip_bounds = tuple(state["clip_bounds"])
     parts.model.transformer.weights_version = state["weights_version"]
     return state
-
-
-def planned(config: Config) -> Plan:
-    """The memory plan of a config."""
-    process = resident_bytes()
-    parts = open_parts(config, quiet=True)
-    parts.rewards.close()
-    return plan(parts, measure_parts(parts), process, parts.micro_batch_tokens)
-
-
-def dry_run_report(config: Config) -> str:
-    """Open everything that the run would open, and say what it is; writes nothing but the cached base model."""
-    refuse_existing(Path(config.run.dir))
-    process = resident_bytes()
-    parts = open_parts(config, quiet=False)
-    parts.rewards.close()
-    model = parts.model
-    learning = measure_parts(parts)
-    heading = (
-        f"{model.config.family}, {sum(p.numel() for p in model.named_parameters().values()):,} parameters; "
-        f"task {parts.task.name}: {len(parts.task.train)} training and {len(parts.task.held_out)} held-out prompts\n"
-        f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
-        f"correction: {parts.objective.correction}\n{model.ops.why}; consistency: {config.consistency}"
-    )
-    if (warning := endless(model, config.sampling)) is not None:
-        heading += f"\n{warning}"
-    memory = "\n".join(
-        [
-            plan(parts, learning, process, parts.micro_batch_tokens).table(),
-            f"longest sequence: {longest_sequence(parts)} tokens; cache: {parts.engine.pages.num_pages} pages; "
-            f"micro-batches of {parts.micro_batch_tokens} tokens",
-            advice(parts, learning, process),
-        ]
-    )
-    prompt = first_prompt(parts.task.train, model)
-    return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory, prompt])

@@ -1,7 +1,7 @@
 """What the learner's FP8 does to activations and output gradients in a step: watched every few steps, by tensor.
 
 The operators that are watched return what they would return (`tests/training/test_quantization.py`): the figures are
-taken beside them, of the tensor that was quantized and of its codes. Left out: weights (`isobit.statistics`), and
+taken beside them, of the tensor that was quantized and of its codes. Left out: weights (`statistics.py`), and
 WGrad's operands of experts, which one operator quantizes and multiplies.
 """
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from isobit.kernels import Operand, Ops
 from isobit.model import Model
+from isobit.model.names import layer_and_role
 from isobit.precision import QTensor, QuantSpec, QuantTotals
-from isobit.statistics import layer_and_role, listed_by_tensor
+from isobit.training.statistics import listed_by_tensor
 
 _GRADIENT = "output gradient of "
 

@@ -2,7 +2,7 @@
 
 A row has the sample (`rl/samples.py`), `policy_logprobs`, the row of the data by its number and its columns, and the
 prompt's text without and with special tokens. Under `run.completions: sample` eight completions of a step have all of
-it, and the others what the report's figures need. Left out: the file (`isobit/completions.py`).
+it, and the others what the report's figures need. Left out: the file (`run/completions.py`).
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from isobit import completions
-from isobit.completions import COMPLETIONS, SAME
 from isobit.config import Config
 from isobit.errors import IsobitError
 from isobit.report.samples import best_worst_and_between
 from isobit.rl import Group, Sample
-from isobit.run import METRICS, read_jsonl
+from isobit.run import completions
+from isobit.run.completions import COMPLETIONS, SAME
+from isobit.run.directory import METRICS, read_jsonl
 from isobit.training.parts import Parts
 
 SAMPLED = 8

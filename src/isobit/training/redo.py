@@ -7,10 +7,10 @@ what to do. What was deleted by mistake cannot be computed again from what is le
 import shutil
 from pathlib import Path
 
-from isobit import run as runs
 from isobit.config import Config, load_config
 from isobit.errors import IsobitError
-from isobit.run import Run
+from isobit.run import directory as runs
+from isobit.run.directory import Run
 
 
 def clear_finished(config: Config) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from isobit.data.dataset import Example, Prompt
 from isobit.engine import Completion
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.reward_model import RewardModel
-from isobit.tasks import Example
-from isobit.tasks.data import Prompt
-from isobit.tasks.rewards import Reward, RewardPool
+from isobit.rewards.pool import Reward, RewardPool
 
 
 @dataclass(frozen=True, eq=False)

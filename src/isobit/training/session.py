@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from isobit import checkpoints
-from isobit import run as runs
 from isobit.engine import Completion
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
@@ -24,8 +22,9 @@ from isobit.rl.agreement import Disagreement
 from isobit.rl.batch import Advantage
 from isobit.rl.collect import StepBatch
 from isobit.rl.correction import small_step
-from isobit.run import Interruption, Run
-from isobit.statistics import PeakMemory, WeightTotals, batch_metrics, recorded, staleness_metrics
+from isobit.run import checkpoints
+from isobit.run import directory as runs
+from isobit.run.directory import Interruption, Run
 from isobit.trackers.process import Trackers
 from isobit.training.agreement import failure, warning_of
 from isobit.training.lengths import endless
@@ -36,6 +35,7 @@ from isobit.training.quantization import LearnerTotals
 from isobit.training.recording import rows_of
 from isobit.training.scoring import RolloutScoring
 from isobit.training.snapshot import Snapshot, State
+from isobit.training.statistics import PeakMemory, WeightTotals, batch_metrics, recorded, staleness_metrics
 from isobit.view import Display, Shown
 
 

@@ -17,17 +17,18 @@ from safetensors import SafetensorError
 
 from isobit import __version__
 from isobit.config import ArchitectureConfig, OptimizerConfig, SftConfig, dump_config, load_sft_config, task_settings
+from isobit.data.dataset import Example
 from isobit.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import Plan, measure
-from isobit.intervals import Estimate, proportion
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
+from isobit.report.intervals import Estimate, proportion
+from isobit.rewards.pool import RewardPool
 from isobit.rl import OptimizerSettings, learning_rate
 from isobit.rl.optim import Optimizer
 from isobit.rl.supervised import supervised_update
-from isobit.run import occupied
-from isobit.tasks import Example, Task, load_task
-from isobit.tasks.rewards import RewardPool
+from isobit.run.directory import occupied
+from isobit.tasks import Task, load_task
 from isobit.training.lengths import encode_prompt, keep, outside
 from isobit.view import Display
 

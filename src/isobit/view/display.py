@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from isobit.standstill import PATIENCE
+from isobit.run.standstill import PATIENCE
 from isobit.view.history import History, Shown
 from isobit.view.screen import screen, summary
 

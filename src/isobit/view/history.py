@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from isobit.standstill import Standstill
+from isobit.run.standstill import Standstill
 
 RECENT = 20  # steps behind a time per step, a share of a phase, and an estimate of the time left
 PHASES = ("rollout", "score", "learn", "sync", "calibrate")

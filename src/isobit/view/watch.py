@@ -16,9 +16,9 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
-from isobit.completions import COMPLETIONS, Member, lines, members, parse
 from isobit.errors import IsobitError
-from isobit.run import CONFIG, LOCK, METRICS, require_run
+from isobit.run.completions import COMPLETIONS, Member, lines, members, parse
+from isobit.run.directory import CONFIG, LOCK, METRICS, require_run
 from isobit.view.history import History, Shown
 from isobit.view.screen import screen, summary
 

@@ -1,0 +1,5 @@
+"""`python -m isobit` is the `isobit` command."""
+
+from isobit.cli import main
+
+main()

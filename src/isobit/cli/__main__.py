@@ -1,5 +1,0 @@
-"""`python -m isobit.cli` is the `isobit` command."""
-
-from isobit.cli import main
-
-main()

@@ -1,0 +1,1 @@
+"""What the commands of `isobit` do once their arguments are read: one file a command. `train` is `training/loop.py`."""

@@ -1,0 +1,46 @@
+"""`isobit train --dry-run`: open everything that a run would open, and say what it is and what memory it takes."""
+
+from pathlib import Path
+
+from isobit.config import Config
+from isobit.run.directory import refuse_existing
+from isobit.training.host import resident_bytes
+from isobit.training.lengths import endless, first_prompt
+from isobit.training.parts import open_parts
+from isobit.training.plan import Plan, advice, longest_sequence, measure_parts, plan
+
+
+def planned(config: Config) -> Plan:
+    """The memory plan of a config."""
+    process = resident_bytes()
+    parts = open_parts(config, quiet=True)
+    parts.rewards.close()
+    return plan(parts, measure_parts(parts), process, parts.micro_batch_tokens)
+
+
+def dry_run_report(config: Config) -> str:
+    """Open everything that the run would open, and say what it is; writes nothing but the cached base model."""
+    refuse_existing(Path(config.run.dir))
+    process = resident_bytes()
+    parts = open_parts(config, quiet=False)
+    parts.rewards.close()
+    model = parts.model
+    learning = measure_parts(parts)
+    heading = (
+        f"{model.config.family}, {sum(p.numel() for p in model.named_parameters().values()):,} parameters; "
+        f"task {parts.task.name}: {len(parts.task.train)} training and {len(parts.task.held_out)} held-out prompts\n"
+        f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
+        f"correction: {parts.objective.correction}\n{model.ops.why}; consistency: {config.consistency}"
+    )
+    if (warning := endless(model, config.sampling)) is not None:
+        heading += f"\n{warning}"
+    memory = "\n".join(
+        [
+            plan(parts, learning, process, parts.micro_batch_tokens).table(),
+            f"longest sequence: {longest_sequence(parts)} tokens; cache: {parts.engine.pages.num_pages} pages; "
+            f"micro-batches of {parts.micro_batch_tokens} tokens",
+            advice(parts, learning, process),
+        ]
+    )
+    prompt = first_prompt(parts.task.train, model)
+    return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory, prompt])

@@ -1,0 +1,249 @@
+"""Examples, how a row becomes one, and the order in which training sees them.
+
+A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example
+`order(cursor // len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length) only:
+there is no state to save, so a run that resumes at a cursor sees what it would have seen. Permutations sort the raw
+Philox4x64 words of numpy, whose stream is fixed by its specification, rather than use a `Generator` method, whose
+stream numpy may change. Left out: reading files (`readers.py`), and data that do not fit in memory.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from isobit.data.readers import Source, read_rows
+from isobit.data.text_rows import kind
+from isobit.errors import IsobitError, did_you_mean
+
+Message = dict[str, str]
+Prompt = str | list[Message]
+
+# Names that a reward function receives from isobit itself; a data column of that name could not be told apart.
+RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+SPLIT_STREAM = 2**64 - 1  # the Philox key's second word for splits; epochs count up from 0 and never get there
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its columns; `index` counts the rows of its source from 0, `where` names the row in messages."""
+
+    index: int
+    prompt: Prompt
+    columns: dict[str, Any]
+    where: str = field(default="", compare=False)
+
+    @property
+    def place(self) -> str:
+        """Where it stands, also for an example that no file holds."""
+        return self.where or f"example {self.index}"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Examples in the order of their source, and a seeded endless order over them. What is held out may be empty."""
+
+    examples: Sequence[Example]
+    seed: int = 0
+    shuffle: bool = True
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def order(self, epoch: int) -> tuple[int, ...]:
+        """The permutation of 0..len-1 in which `epoch` visits the examples."""
+        return permutation(len(self), self.seed, epoch) if self.shuffle else tuple(range(len(self)))
+
+    def at(self, cursor: int) -> Example:
+        """The example at absolute position `cursor` >= 0 of the run. Raises IsobitError where there are none."""
+        if not len(self):
+            raise IsobitError("the training data has no examples")
+        epoch, position = divmod(cursor, len(self))
+        return self.examples[self.order(epoch)[position]]
+
+
+@lru_cache(maxsize=8)  # the stream asks for the same epoch once per prompt
+def permutation(size: int, seed: int, stream: int) -> tuple[int, ...]:
+    """A permutation of 0..size-1 that depends on the arguments only: the stable argsort of Philox words."""
+    import numpy as np  # here: a reward worker never shuffles, and starts in a third of the time without numpy
+
+    return tuple(np.argsort(random_words(seed, stream, size), kind="stable").tolist())
+
+
+def random_words(seed: int, stream: int, count: int) -> Any:
+    """The first `count` words of Philox4x64 under key (seed, stream), as a uint64 array."""
+    import numpy as np  # here: as above
+
+    return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(count)
+
+
+def split(examples: Sequence[Example], size: int, seed: int, label: str) -> tuple[list[Example], list[Example]]:
+    """(train, held out): `size` rows with distinct prompts held out, in file order; disjoint by prompt.
+
+    Rows that repeat a held-out prompt are left out of training too. Raises IsobitError where nothing would remain.
+    """
+    chosen: dict[str, Example] = {}
+    for i in permutation(len(examples), seed, SPLIT_STREAM):
+        if len(chosen) == size:
+            break
+        chosen.setdefault(json.dumps(examples[i].prompt), examples[i])
+    train = [example for example in examples if json.dumps(example.prompt) not in chosen]
+    if len(chosen) < size or not train:
+        raise IsobitError(
+            f"{label}: cannot hold out {size} prompts and keep some to train on: there are {len(examples)} rows; "
+            "lower task.held_out_size or give task.held_out_path"
+        )
+    return train, sorted(chosen.values(), key=lambda example: example.index)
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What becomes of a row. `columns`: role or new name to column of the file; templates, chat and system as in
+    `TaskSettings`; `text_template` stands in for `template` where that is None and the prompt is text."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    template: str | None = None
+    text_template: str | None = None
+    chat: bool = False
+    system: str | None = None
+
+
+def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]:
+    """Examples of a file or directory: the same columns in each row, and prompts that are text in all or chat in all.
+
+    The prompt is text or a chat list of {"role", "content"}; null keys of a message, with which Parquet fills up, are
+    dropped. Without a column `prompt`, `messages` is the prompt: a chat whose last message, where the assistant wrote
+    it, is the gold answer, and becomes the column `completion`.
+
+    Every other column is passed through. A column that `columns` gives another name has both, unless its own is
+    reserved. `answer` is verl's `reward_model.ground_truth` where there is no `answer`. Raises IsobitError with the
+    place.
+    """
+    examples: list[Example] = []
+    first: tuple[str, dict[str, Any], str] | None = None
+    kinds: set[tuple[bool, bool]] = set()
+    for where, row in read_rows(source):
+        if first is None:
+            first = (where, row, _check_columns(where, row, shaping.columns))
+        elif row.keys() != first[1].keys():
+            raise IsobitError(f"{where}: its columns are not those of {first[0]}: {_difference(first[1], row)}")
+        role = first[2]
+        name = shaping.columns.get(role, role)
+        prompt, completion = _prompt(where, name, row[name]), None
+        if role == "messages":
+            prompt, completion = _without_answer(where, name, prompt)
+        kinds.add((isinstance(prompt, str), completion is None))
+        if len(kinds) > 1:
+            raise IsobitError(f"{where}: {name!r} {_mixed(kinds)}")
+        columns = _columns(row, name if role == "prompt" else None, shaping.columns)
+        if completion is not None:
+            columns.setdefault("completion", completion)
+        examples.append(Example(len(examples), dress_prompt(where, prompt, shaping), columns, where))
+    if not examples:
+        raise IsobitError(f"{source.label}: no examples in it: expected a row for each prompt")
+    return examples
+
+
+def dress_prompt(where: str, prompt: Prompt, shaping: Shaping) -> Prompt:
+    """The prompt inside its template, as a chat where asked, after the system's message where there is one."""
+    if isinstance(prompt, list):
+        if shaping.template is not None:
+            raise IsobitError(f"{where}: the prompt is a chat already: no task.prompt_template for it")
+        if shaping.system is not None and prompt[0]["role"] == "system":
+            raise IsobitError(f"{where}: the chat has a system message of its own: no task.system for it")
+    else:
+        template = shaping.text_template if shaping.template is None else shaping.template
+        if template is not None:
+            prompt = template.replace("{prompt}", prompt)
+        if shaping.chat:
+            prompt = [{"role": "user", "content": prompt}]
+        elif shaping.system is not None:
+            raise IsobitError(f"{where}: task.system needs a chat, and the prompt is text; set task.chat: true")
+        else:
+            return prompt
+    return prompt if shaping.system is None else [{"role": "system", "content": shaping.system}, *prompt]
+
+
+def check_template(template: str | None, fields: Sequence[str] = ("prompt",)) -> None:
+    """Raise IsobitError unless the template is None or has one of the fields in it."""
+    wanted = [f"{{{field}}}" for field in fields]
+    if template is not None and not any(field in template for field in wanted):
+        raise IsobitError(f"task.prompt_template {template!r} must have {' or '.join(wanted)} in it")
+
+
+def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
+    """The text of a completion as reward functions get it: text, or the messages of an assistant."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(message["content"] for message in completion)
+
+
+def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> str:
+    """The role that the prompt is taken from: prompt or messages. Raises IsobitError for a column that is not there
+    or cannot be told apart."""
+    for role, column in columns.items():
+        if column not in row:
+            raise IsobitError(f"{where}: no column {column!r} (task.columns.{role}); {did_you_mean(column, list(row))}")
+    for column in row:
+        if column in RESERVED_COLUMNS and column not in columns.values():
+            raise IsobitError(
+                f"{where}: column {column!r} has a name that reward functions get from isobit; "
+                f"rename it, such as task.columns: {{my_{column}: {column}}}"
+            )
+    for names in (columns, row):  # what the user names goes before what the file calls so
+        for role in ("prompt", "messages"):
+            if role in names:
+                return role
+    hint = did_you_mean("prompt", list(row))
+    raise IsobitError(f"{where}: no column 'prompt' and none named with task.columns: {{prompt: ...}}; {hint}")
+
+
+def _difference(first: dict[str, Any], row: dict[str, Any]) -> str:
+    missing = [repr(column) for column in first if column not in row]
+    more = [repr(column) for column in row if column not in first]
+    parts = [f"{word} {', '.join(columns)}" for word, columns in (("lacks", missing), ("adds", more)) if columns]
+    return "; ".join(parts)
+
+
+def _prompt(where: str, column: str, value: Any) -> Prompt:
+    if isinstance(value, str):
+        if not value.strip():
+            raise IsobitError(f"{where}: {column!r} is empty")
+        return value
+    if not isinstance(value, list):
+        raise IsobitError(f"{where}: {column!r} must be text or a list of chat messages, got {kind(value)}")
+    if not value:
+        raise IsobitError(f"{where}: {column!r} is an empty list of messages")
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise IsobitError(f'{where}: message {i} of {column!r} must be {{"role": text, "content": text}}')
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _without_answer(where: str, column: str, messages: Prompt) -> tuple[Prompt, str | None]:
+    """(the chat up to the answer, the answer): the last message where the assistant wrote it, else None."""
+    if isinstance(messages, str):
+        raise IsobitError(f"{where}: {column!r} must be a list of chat messages, got text; is it the prompt column?")
+    if messages[-1]["role"] != "assistant":
+        return messages, None
+    if len(messages) == 1:
+        raise IsobitError(f"{where}: {column!r} has the assistant's message only, and nothing that it answers")
+    return messages[:-1], messages[-1]["content"]
+
+
+def _mixed(kinds: set[tuple[bool, bool]]) -> str:
+    if len({is_text for is_text, _ in kinds}) > 1:
+        return "is text in one row and chat messages in another"
+    return "ends with the assistant's message in one row and not in another"
+
+
+def _columns(row: dict[str, Any], prompt: str | None, renamed: Mapping[str, str]) -> dict[str, Any]:
+    """What reward functions get of a row whose prompt is in the column `prompt` (None: in `messages`)."""
+    hidden = {*RESERVED_COLUMNS, *(("prompt",) if prompt == "prompt" else ())}
+    columns = {name: value for name, value in row.items() if name not in hidden}
+    columns |= {new: row[old] for new, old in renamed.items() if new != "prompt"}
+    verl = row.get("reward_model")
+    if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:
+        columns["answer"] = verl["ground_truth"]
+    return columns

@@ -1,0 +1,93 @@
+"""Rewards by a bare name: `function: math`, with `options`. One table says which there are.
+
+`python -m isobit.rewards.named` prints that table as docs/how-to/rewards.md has it. Left out: a user's functions
+(`functions.py`).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.rewards.named.base import NamedReward, OptionError, Unscored, described, parse_options
+from isobit.rewards.named.code import Code
+from isobit.rewards.named.length import LengthPenalty
+from isobit.rewards.named.math_answer import MathAnswer
+from isobit.rewards.named.text import ExactMatch, Format, FuzzyMatch
+
+NAMES: dict[str, type[NamedReward]] = {
+    "math": MathAnswer,
+    "exact_match": ExactMatch,
+    "fuzzy_match": FuzzyMatch,
+    "format": Format,
+    "length_penalty": LengthPenalty,
+    "code": Code,
+}
+
+_REFERENCE = re.compile(r"([A-Za-z_]\w*)(?::(\{.*\}))?", re.DOTALL)
+
+__all__ = [
+    "NAMES",
+    "NamedReward",
+    "OptionError",
+    "Unscored",
+    "build",
+    "is_named",
+    "markdown",
+    "parse_reference",
+    "reference",
+]
+
+
+def is_named(text: str) -> bool:
+    """Whether a reference is a bare name, possibly with options, rather than file:function or module:function."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def parse_reference(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, options) of `name` or `name:{"option": value}`. Raises IsobitError if the options are no JSON object."""
+    match = _REFERENCE.fullmatch(text)
+    assert match is not None
+    try:
+        return match[1], json.loads(match[2] or "{}")
+    except ValueError as error:
+        raise IsobitError(f"reward {text!r}: the options are not a JSON object: {error}") from None
+
+
+def reference(name: str, options: Mapping[str, Any]) -> str:
+    """The inverse of `parse_reference`."""
+    return f"{name}:{json.dumps(dict(options))}" if options else name
+
+
+def build(name: str, options: Mapping[str, Any], deadline_s: float | None = None) -> NamedReward:
+    """The reward. Raises OptionError for an unknown name or option, and where one sample may outlast the deadline."""
+    if name not in NAMES:
+        close = get_close_matches(name, NAMES, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        text = f"unknown reward {name!r}; {hint}by name there are {', '.join(NAMES)}; your own is file.py:function"
+        raise OptionError("function", text)
+    reward = parse_options(NAMES[name], options)
+    if deadline_s is not None and reward.time_limit_s is not None and reward.time_limit_s >= deadline_s:
+        raise OptionError(
+            "options.timeout_s", f"must be below deadline_s, got {reward.time_limit_s:g} and {deadline_s:g}"
+        )
+    return reward
+
+
+def markdown() -> str:
+    """The table of names, then the options of each."""
+    lines = ["| name | reward |", "|---|---|"]
+    lines += [f"| `{name}` | {_summary(schema)} |" for name, schema in NAMES.items()]
+    for name, schema in NAMES.items():
+        lines += ["", f"Options of `{name}`:", "", "| option | type | default | |", "|---|---|---|---|"]
+        lines += [
+            f"| `{key}` | {kind} | {f'`{default}`' if default else ''} | {about} |"
+            for key, kind, default, about in described(schema)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(schema: type[NamedReward]) -> str:
+    return " ".join((schema.__doc__ or "").partition("\n\n")[0].split())

@@ -1,0 +1,168 @@
+"""`code`: the program in a completion, run against the tests of its row in a cage (`rewards/sandbox`).
+
+`tests: asserts`: a column of Python source, or of a list of them, which is run after the program in its namespace, as
+MBPP (Austin et al. 2021) and HumanEval (Chen et al. 2021) do. Each item of a list is a test; of one source each
+statement that asserts or calls (`assert f(1) == 2`, `check(f)`) is one, and the others prepare. `tests: stdin`: pairs
+of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et al. 2021) and verl's prime_code; they are
+compared line by line without white space at the ends, here, outside the cage, which never sees the expected text.
+
+A program that fails, hangs, is killed or takes too much fails its tests: that is a reward, not an error. Asserts run
+in the program's own interpreter (see `harness.py` for what that cannot rule out); a result such as an object that
+equals everything can satisfy them. Left out: other languages, APPS's calls by function name.
+"""
+
+import ast
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from isobit.rewards.named.base import NamedReward, OptionError, Unscored, option
+from isobit.rewards.sandbox.launch import Limits, check_cage, harness_source, run_caged
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
+
+
+@dataclass(frozen=True)
+class Code(NamedReward):
+    """The part of the row's tests that the program in the completion passes, run in a sandbox."""
+
+    tests: Literal["asserts", "stdin"] = option(
+        "asserts", "statements run after the program, or pairs of input and output"
+    )
+    column: str | None = option(
+        None, "column of the tests; default: `tests`, or `inputs` and `outputs`. For stdin one that holds both"
+    )
+    reward: Literal["fraction", "all"] = option("fraction", "the part of the tests passed, or 1 if all are, else 0")
+    timeout_s: float = option(10.0, "seconds for one sample, all its tests together", 0.1)
+    memory_mib: int = option(512, "address space of each process", 32)
+    disk_mib: int = option(16, "files in the working directory, and the largest file", 1)
+    processes: int = option(16, "processes and threads at a time (not under isolation: none)", 1, 4096)
+    packages: bool = option(False, "let programs import the packages installed for this Python")
+    isolation: Literal["namespaces", "none"] = option(
+        "namespaces", "none: no isolation from network, files and processes; only where the programs are trusted"
+    )
+
+    chunk_size: ClassVar[int | None] = 1
+
+    def __post_init__(self) -> None:
+        if self.tests == "asserts" and self.column == "":
+            raise OptionError("options.column", "expected the name of a column")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        if self.column is not None:
+            return (self.column,)
+        return ("tests",) if self.tests == "asserts" else ("inputs", "outputs")
+
+    @property
+    def time_limit_s(self) -> float | None:
+        return self.timeout_s
+
+    def prepare(self) -> None:
+        check_cage(self.isolation, self.packages)
+
+    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+        source = program(text)
+        passed, count = self._asserts(source, row) if self.tests == "asserts" else self._pairs(source, row)
+        return passed / count if self.reward == "fraction" else float(passed == count)
+
+    def _asserts(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
+        (column,) = self.columns
+        steps = steps_of(row[column], column)
+        nonce = secrets.token_hex(16)
+        files = {"program.py": source, "harness.py": harness_source()}
+        given = json.dumps({"nonce": nonce, "steps": steps})
+        outcomes = run_caged(files, "harness.py", [given], self._limits(), self.isolation, self.packages)
+        expected = {f"{nonce} {step['token']}" for step in steps if step["token"] is not None}
+        found = {line for outcome in outcomes for line in outcome.output.splitlines()}
+        return len(found & expected), len(expected)
+
+    def _pairs(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
+        inputs, outputs = _input_output(row, self.columns)
+        outcomes = run_caged(
+            {"program.py": source}, "program.py", inputs, self._limits(), self.isolation, self.packages
+        )
+        passed = sum(
+            outcome.status == 0 and not outcome.long and _lines(outcome.output) == _lines(output)
+            for outcome, output in zip(outcomes, outputs)
+        )
+        return passed, len(inputs)
+
+    def _limits(self) -> Limits:
+        return Limits(self.timeout_s, self.memory_mib, self.disk_mib, self.processes)
+
+
+def program(text: str) -> str:
+    """The last fenced block of Python, else the last without a language, else the whole text."""
+    blocks = [(match[1].lower(), match[2]) for match in _FENCE.finditer(text)]
+    for wanted in (_PYTHON, ("",)):
+        found = [source for language, source in blocks if language in wanted]
+        if found:
+            return found[-1]
+    return text
+
+
+def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
+    """The steps of the harness: sources, each with the number of its test, or None where it only prepares.
+
+    Raises ValueError for tests that are no Python, or none at all.
+    """
+    if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
+        sources = [(test, True) for test in tests]
+    elif isinstance(tests, str):
+        sources = [(ast.unparse(statement), _is_test(statement)) for statement in _parse(tests, column).body]
+    else:
+        raise ValueError(f"column {column!r}: expected Python source or a list of it, got {tests!r:.60}")
+    for source, _ in sources:
+        _parse(source, column)
+    steps: list[dict[str, Any]] = []
+    count = 0
+    for source, is_test in sources:
+        steps.append({"source": source, "token": count if is_test else None})
+        count += is_test
+    if not count:
+        raise ValueError(f"column {column!r}: no test in it: nothing asserts or calls")
+    return steps
+
+
+def _parse(source: str, column: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"column {column!r}: not Python: {error}") from None
+
+
+def _is_test(statement: ast.stmt) -> bool:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
+        return False
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Call)
+    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+
+
+def _input_output(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[str], list[str]]:
+    if len(columns) == 1:
+        value = row[columns[0]]
+        try:
+            both = json.loads(value) if isinstance(value, str) else value
+            inputs, outputs = both["inputs"], both["outputs"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"column {columns[0]!r}: expected an object with inputs and outputs") from None
+        if both.get("fn_name"):
+            raise ValueError(f"column {columns[0]!r}: it calls {both['fn_name']!r} by name; only stdin is supported")
+    else:
+        inputs, outputs = (row[name] for name in columns)
+    for values in (inputs, outputs):
+        if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
+            raise ValueError(f"column {columns[0]!r}: inputs and outputs must be lists of text, got {values!r:.60}")
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"column {columns[0]!r}: {len(inputs)} inputs for {len(outputs)} outputs")
+    return inputs, outputs
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,94 @@
+"""`math`: whether the last answer of a completion is equivalent to the right one, by math-verify.
+
+The answer is what stands in the last `\\boxed{...}`, else after the last `####`, else what math-verify finds in the
+text. math-verify reads LaTeX and plain expressions and compares them with SymPy: 1/2 = 0.5 = \\frac{1}{2}.
+
+SymPy can take arbitrarily long, as on 9^(9^9). One clock (SIGALRM, so in the main thread of a process,
+as the workers' is) is set over the whole comparison; where the time is out the completion is unscored and the reason
+said, never 0. A computation that holds the interpreter is ended with its worker, at the function's deadline.
+"""
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, ClassVar
+
+from isobit.errors import IsobitError
+from isobit.rewards.named.base import NamedReward, Unscored, option
+from isobit.rewards.named.text import marked, right_answers
+
+
+class _TimeOut(BaseException):
+    """Not an Exception: math-verify and SymPy catch those."""
+
+
+@dataclass(frozen=True)
+class MathAnswer(NamedReward):
+    """1 if the last answer of the completion is mathematically equivalent to the right one (math-verify), else 0."""
+
+    answer: str = option("answer", "column of the right answer, or of a list of right answers; LaTeX or plain")
+    timeout_s: float = option(5.0, "seconds for one completion; then it is unscored", 0.1)
+    precision: int = option(6, "decimals to which floating-point numbers are compared", 0, 15)
+    strict: bool = option(True, "math-verify's: do not equate sets with tuples, or variables of different names")
+
+    chunk_size: ClassVar[int | None] = 1
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.answer,)
+
+    @property
+    def time_limit_s(self) -> float | None:
+        return self.timeout_s
+
+    def prepare(self) -> None:
+        try:
+            import math_verify  # noqa: F401
+        except ImportError:
+            raise IsobitError('reward math needs math-verify: pip install "isobit[math]"') from None
+        import logging
+
+        # it warns that its own clock is off: ours is on
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+        from math_verify import parse, verify
+
+        answers = right_answers(row, self.answer)
+        try:
+            with _clock(self.timeout_s):
+                right = [expression for answer in answers for expression in _parsed(parse, last_answer(answer), True)]
+                if not right:
+                    raise ValueError(f"column {self.answer!r}: no mathematical answer in {answers[0]!r:.60}")
+                given = last_answer(text)
+                found = _parsed(parse, given, given is not text)
+                equal = verify(right, found, float_rounding=self.precision, strict=self.strict, timeout_seconds=None)
+        except _TimeOut:
+            return Unscored(f"math-verify took more than {self.timeout_s:g} s")
+        return float(equal)
+
+
+def last_answer(text: str) -> str:
+    """What is marked as the answer (`text.marked`), else the text itself."""
+    return marked(text) or text
+
+
+def _parsed(parse: Any, text: str, is_answer: bool) -> list[Any]:
+    """Expressions in a text; an answer that stands alone is put where math-verify reads it as LaTeX."""
+    return parse(f"\\boxed{{{text}}}" if is_answer and "$" not in text else text, parsing_timeout=None)
+
+
+@contextmanager
+def _clock(seconds: float) -> Iterator[None]:
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise _TimeOut
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

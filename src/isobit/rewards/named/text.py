@@ -1,0 +1,144 @@
+"""Rewards that compare text: `exact_match`, `fuzzy_match` and `format`."""
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from isobit.errors import IsobitError
+from isobit.rewards.named.base import NamedReward, OptionError, Unscored, option
+
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True)
+class Match(NamedReward):
+    """What `exact_match` and `fuzzy_match` share: the part of the completion that is compared, and how."""
+
+    answer: str = option("answer", "column of the right answer, or of a list of right answers")
+    extract: str | None = option(
+        None, "regular expression; its last match in the completion is compared: group 1, or all of it"
+    )
+    ignore_case: bool = option(False, "compare in lower case")
+    ignore_space: bool = option(True, "one space for any white space, and none at the ends")
+    ignore_punctuation: bool = option(False, "leave out ASCII punctuation")
+
+    def __post_init__(self) -> None:
+        if self.extract is not None:
+            compiled("options.extract", self.extract)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.answer,)
+
+    def compared(self, text: str) -> str | None:
+        """The part of a completion that is compared, normalized; None if `extract` finds nothing."""
+        if self.extract is not None:
+            found = list(re.finditer(self.extract, text))
+            if not found:
+                return None
+            text = found[-1].group(1 if found[-1].re.groups else 0) or ""
+        return self.normalized(text)
+
+    def normalized(self, text: str) -> str:
+        if self.ignore_case:
+            text = text.lower()
+        if self.ignore_punctuation:
+            text = text.translate(_WITHOUT_PUNCTUATION)
+        return " ".join(text.split()) if self.ignore_space else text
+
+    def answers(self, row: Mapping[str, Any]) -> list[str]:
+        """The right answers of a row, normalized."""
+        return [self.normalized(answer) for answer in right_answers(row, self.answer)]
+
+
+@dataclass(frozen=True)
+class ExactMatch(Match):
+    """1 if the completion, or what `extract` finds in it, equals the answer, else 0."""
+
+    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+        answers = self.answers(row)
+        return float(self.compared(text) in answers)
+
+
+@dataclass(frozen=True)
+class FuzzyMatch(Match):
+    """1 minus the Levenshtein distance to the answer over the longer length: from 0 to 1."""
+
+    threshold: float = option(0.0, "a lower similarity counts as 0", 0, 1)
+
+    def prepare(self) -> None:
+        try:
+            import rapidfuzz  # noqa: F401
+        except ImportError:
+            raise IsobitError('reward fuzzy_match needs rapidfuzz: pip install "isobit[text]"') from None
+
+    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+        from rapidfuzz.distance import Levenshtein
+
+        answers = self.answers(row)
+        compared = self.compared(text)
+        if compared is None:
+            return 0.0
+        best = max(Levenshtein.normalized_similarity(compared, answer) for answer in answers)
+        return best if best >= self.threshold else 0.0
+
+
+@dataclass(frozen=True)
+class Format(NamedReward):
+    """1 if the completion matches a regular expression, else 0."""
+
+    pattern: str = option("", "regular expression of Python's `re`; required")
+    match: Literal["full", "search"] = option("full", "the whole completion must match, or some part of it")
+    flags: str = option("s", "letters of inline flags: a, i, m, s, x")
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            raise OptionError("options.pattern", "required, such as '<think>.*</think>.*'")
+        if wrong := sorted(set(self.flags) - set("aimsx")):
+            raise OptionError("options.flags", f"expected letters of a, i, m, s, x, got {wrong[0]!r}")
+        compiled("options.pattern", self.pattern, self.flags)
+
+    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+        pattern = compiled("options.pattern", self.pattern, self.flags)
+        return float((pattern.fullmatch(text) if self.match == "full" else pattern.search(text)) is not None)
+
+
+def compiled(key: str, pattern: str, flags: str = "") -> re.Pattern[str]:
+    """The pattern, from `re`'s cache. Raises OptionError if it is none."""
+    try:
+        return re.compile(pattern, _flags(flags))
+    except re.error as error:
+        raise OptionError(key, f"not a regular expression: {error}") from None
+
+
+def right_answers(row: Mapping[str, Any], column: str) -> list[str]:
+    """The answers of a row as text: one, or a list of them. Raises ValueError where there is none."""
+    value = row[column]
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, (str, int, float)) for each in values):
+        raise ValueError(f"column {column!r}: expected text or a number, or a list of them, got {value!r:.60}")
+    return [str(each) for each in values]
+
+
+def _flags(letters: str) -> int:
+    flags = 0
+    for letter in letters:
+        flags |= re.RegexFlag[letter.upper()]
+    return flags
+
+
+def marked(text: str) -> str | None:
+    """The content of the last \\boxed{...} whose braces are balanced, else what follows the last `####` in its line
+    (perhaps nothing); None where neither is there."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for i in range(start + len("\\boxed"), len(text)):
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[start + len("\\boxed{") : i]
+        start = text.rfind("\\boxed{", 0, start)
+    _, mark, tail = text.rpartition("####")
+    return tail.strip().partition("\n")[0].strip() if mark else None

@@ -1,0 +1,393 @@
+"""Scoring: reward functions over completions, in worker processes, with every failure traced to its sample.
+
+What is added to a batch together (a group, or all of it) is cut into chunks of `chunk_size` samples, the same for any
+number of workers; one call is one function on one chunk, under the deadline. A reward is a number or None: the function
+does not apply. The total of a sample is the sum of weight times reward over the functions that apply (as in TRL), and
+None, unscored and never 0, where none of them does, or one of non-zero weight failed.
+
+A call that raises, hangs, kills its process or returns a wrong length is repeated on its parts until the guilty
+samples are known: on single samples where that is cheap, by bisection where it costs a deadline or a process, of
+which a batch spends at most MAX_DEATHS. What follows is `on_error`: `stop` raises RunFailed with function and sample,
+`skip` leaves the sample unscored. A reward by name (`named/`) that hangs or dies does so over a completion, not by a
+mistake of the user's: that sample is unscored under both. A function that is an object of this process is called in it,
+when a batch is collected: no deadline, and nothing that could be killed. Left out: isolation from files and network;
+the functions are the user's own.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.data.dataset import Prompt
+from isobit.errors import IsobitError, RunFailed, did_you_mean
+from isobit.rewards.exchange import BackgroundExchange, exchange
+from isobit.rewards.functions import answer, check_reference, loaded_object
+from isobit.rewards.named import NamedReward, OptionError
+from isobit.rewards.output import MAX_AT_ONCE, Output
+from isobit.rewards.process import Death, Reply, WorkerProcess
+from isobit.rewards.spec import RewardSpec
+
+MAX_DEATHS = 16
+EXCERPT_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The rewards of one sample: the weighted sum, each function's own, and what went wrong (None: nothing)."""
+
+    total: float | None
+    by_function: dict[str, float | None]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a call gave no rewards; `deadly` if it cost its process, `malformed` if it returned the wrong thing."""
+
+    text: str
+    deadly: bool = False
+    malformed: bool = False
+
+
+class RewardPool:
+    """Reward functions in worker processes, which live from `start` (or the first `score`) to `close`."""
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        *,
+        deadline_s: float = 30.0,
+        num_workers: int = 1,
+        on_error: str = "stop",
+        chunk_size: int = 64,
+        environment: Sequence[str] = (),
+        objects: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """Raises IsobitError for functions that are not there or not told apart.
+
+        `deadline_s` is for one call of a function that has none of its own. `environment` names variables that the
+        functions get besides the usual ones (PATH, HOME and the like). What they print goes to `output`.
+        `objects` are the functions whose specs name objects of this process; what these print goes where this
+        process's own goes.
+        """
+        assert on_error in ("stop", "skip")
+        named = _built(specs, deadline_s)
+        self.specs = tuple(specs)
+        found = {i: (objects or {}).get(spec.function) for i, spec in enumerate(specs) if spec.is_object}
+        if missing := [specs[i].label for i, function in found.items() if function is None]:
+            raise IsobitError(f"reward function {missing[0]!r} was given in Python as an object: give it again there")
+        self.here = {i: loaded_object(function, specs[i].label) for i, function in found.items() if function}
+        self._places = [i for i in range(len(specs)) if i not in self.here]
+        self.deadlines_s = [spec.deadline_s or deadline_s for spec in specs]
+        self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in named]
+        self.stop = on_error == "stop"
+        self._num_workers = num_workers
+        self.output = Output()
+        self._environment = tuple(environment)
+        self.workers: list[WorkerProcess] = []
+        self._required: list[tuple[str, ...]] = []
+        self.wants_tokens = False
+        self.trainer_state: dict[str, float] | None = None  # global_step, max_steps, epoch, for functions that ask
+        self._open: Batch | None = None
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the workers and import the functions. Raises IsobitError, in one line, if one cannot be used."""
+        if self._required or not self.specs:
+            return
+        references = [self.specs[i].reference for i in self._places]
+        try:
+            for _ in range(self._num_workers if references else 0):
+                self.workers.append(WorkerProcess(references, self._environment))
+            loaded = [worker.loaded() for worker in self.workers][:1]
+        except BaseException:
+            self.close()
+            raise
+        there = dict(zip(self._places, loaded[0] if loaded else ()))
+        required = {i: tuple(signature["required"]) for i, signature in there.items()}
+        required |= {i: function.required for i, function in self.here.items()}
+        self._required = [required[i] for i in range(len(self.specs))]
+        names = [signature["names"] for signature in there.values()] + [f.names for f in self.here.values()]
+        self.wants_tokens = any("completion_ids" in each for each in names)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise IsobitError if a function cannot do without a column that the data does not have."""
+        self.start()
+        known = list(columns)
+        for spec, required in zip(self.specs, self._required):
+            for name in required:
+                if name not in known:
+                    hint = did_you_mean(name, known) if known else "the data has none but the prompt"
+                    raise IsobitError(f"reward function {spec.function}: the data has no column {name!r}; {hint}")
+
+    def begin(self, count: int) -> "Batch":
+        """A batch of so many samples, which are scored as they come. One at a time can be open."""
+        assert self._open is None, "a batch is scored already"
+        self.start()
+        self.output.written = False
+        self._open = Batch(self, count)
+        return self._open
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[Reward]:
+        """Score each completion; `columns[i]` is the row that it belongs to, with the same columns in every row.
+
+        Functions get columns as lists, and the completion of a chat prompt as TRL gives it, [{"role": "assistant",
+        "content": text}]. Raises RunFailed for the first failure under `stop`.
+        """
+        with self.begin(len(prompts)) as batch:
+            if prompts:
+                batch.add(0, prompts, completions, columns, completion_ids)
+            return batch.collect()
+
+    def close(self) -> None:
+        """Kill the workers and everything that they started, and drop an open batch. May be called again."""
+        if self._open is not None:
+            self._open.cancel()
+        self.pass_output_on()
+        for worker in self.workers:
+            worker.close()
+        self.workers, self._required = [], []
+
+    def request(self, function: int, body: str) -> bytes:
+        """A line for a worker, which counts its own functions."""
+        return f'{{"function":{self._places.index(function)},{body}'.encode()
+
+    def pass_output_on(self) -> None:
+        """What the workers have printed goes to `output`; at the end of each batch, so that nobody waits for it."""
+        state = self.trainer_state
+        heading = "before the first step" if state is None else f"after step {state['global_step']:.0f}"
+        for worker in self.workers:
+            self.output.add(*worker.new_output(MAX_AT_ONCE), heading)
+
+    def closed(self, batch: "Batch") -> None:
+        """A batch is through."""
+        if self._open is batch:
+            self._open = None
+            self.pass_output_on()
+
+
+class Batch:
+    """Samples on their way to their rewards: calls begin when samples are added, while others are still to come.
+
+    What is added together is cut into calls of at most `chunk_size` samples, so that no call depends on when it is
+    made. Values and problems (messages) are kept for each function by sample.
+    """
+
+    def __init__(self, pool: RewardPool, count: int) -> None:
+        self.functions, self.workers, self.stop = pool.specs, pool.workers, pool.stop
+        self.count = count
+        self.overlapped_s = 0.0
+        self.arguments: dict[str, list[Any]] = {}
+        self.values: list[dict[int, float | None]] = [{} for _ in self.functions]
+        self.problems: list[dict[int, str]] = [{} for _ in self.functions]
+        self.deaths = 0
+        self._pool = pool
+        self._calls: list[tuple[int, range]] = []
+        self._calls_here: list[tuple[int, range]] = []
+        self._running = BackgroundExchange(pool.workers) if self.functions else None
+
+    def __enter__(self) -> "Batch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cancel()
+
+    def add(
+        self,
+        first: int,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Begin to score these completions, which are samples `first`, `first` + 1, ... of the batch.
+
+        Raises IsobitError if a function needs a column that is not there.
+        """
+        assert len(prompts) == len(completions) == len(columns)
+        if self._running is None:
+            return
+        self._pool.check_columns(columns[0])
+        given: dict[str, list[Any]] = {name: [row[name] for row in columns] for name in columns[0]}
+        given["prompts"] = list(prompts)
+        given["completions"] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions)
+        ]
+        if self._pool.wants_tokens and completion_ids is not None:
+            given["completion_ids"] = [list(ids) for ids in completion_ids]
+        if self._pool.trainer_state is not None:
+            given["trainer_state"] = [self._pool.trainer_state] * len(prompts)
+        part = range(first, first + len(prompts))
+        for name, values in given.items():
+            self.arguments.setdefault(name, [None] * self.count)[part.start : part.stop] = values
+        for function, size in enumerate(self._pool.chunk_sizes):
+            for start in range(part.start, part.stop, size):
+                chunk = range(start, min(start + size, part.stop))
+                if function in self._pool.here:
+                    self._calls_here.append((function, chunk))
+                    continue
+                self._calls.append((function, chunk))
+                self._running.submit(self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function])
+
+    def collect(self) -> list[Reward]:
+        """The rewards of all samples, once they are there; `overlapped_s` is then the seconds of scoring before this
+        call. Raises RunFailed at the first problem, in the order of samples, if that is to stop."""
+        if self._running is None:
+            return [Reward(0.0, {}) for _ in range(self.count)]
+        try:
+            here = [self.call(function, chunk) for function, chunk in self._calls_here]  # while the workers work
+            replies, self.overlapped_s = self._running.finish()
+            self._running.cancel()
+            called = zip(self._calls + self._calls_here, replies + here)
+            settled = sorted(called, key=lambda each: (each[0][1].start, each[0][0]))
+            for (function, chunk), reply in settled:
+                self.settle(function, chunk, reply)
+        except IsobitError as error:
+            self.cancel()
+            printed = f"; what it printed: {self._pool.output.path}" if self._pool.output.written else ""
+            raise RunFailed(f"{error}{printed}") from None
+        finally:
+            self.cancel()
+        return [self._reward(i) for i in range(self.count)]
+
+    def cancel(self) -> None:
+        """Score no more of it. May be called again."""
+        if self._running is not None:
+            self._running.cancel()
+        self._pool.closed(self)
+
+    def _reward(self, sample: int) -> Reward:
+        by_function = {spec.label: values[sample] for spec, values in zip(self.functions, self.values)}
+        problems = [problems[sample] for problems in self.problems if sample in problems]
+        weighted = [spec for spec in self.functions if spec.weight != 0]
+        parts = [spec.weight * value for spec in weighted if (value := by_function[spec.label]) is not None]
+        failed = any(sample in found for spec, found in zip(self.functions, self.problems) if spec.weight != 0)
+        total = None if failed or (weighted and not parts) else sum(parts, 0.0)
+        return Reward(total, by_function, problems[0] if problems else None)
+
+    def settle(self, function: int, part: range, reply: Reply) -> None:
+        """Record the values of a call, or find the samples of the part that made it fail."""
+        failure = _failure(reply)
+        if failure is None:
+            assert isinstance(reply, dict)
+            self.values[function].update(zip(part, reply["values"]))
+            for i, text in reply["wrong"].items():
+                self.record(function, part[int(i)], text, self.stop)
+            for i, text in reply["unscored"].items():
+                self.record(function, part[int(i)], text, stop=False)
+        elif len(part) == 1:
+            self.record(function, part[0], failure.text, self.stops(function, failure.deadly))
+        else:
+            before = len(self.problems[function])
+            for smaller in _parts(part, failure.deadly):
+                self.examine(function, smaller)
+            if len(self.problems[function]) == before:
+                self.unreproduced(function, part, failure)
+
+    def examine(self, function: int, part: range) -> None:
+        """Call the function on a part of a chunk that failed, if there are still processes to spend on it."""
+        if self.deaths >= MAX_DEATHS:
+            for i in part:
+                text = f"not examined: {MAX_DEATHS} processes died or hung in this batch already"
+                self.record(function, i, text, self.stops(function, deadly=True))
+            return
+        reply = self.call(function, part)
+        self.deaths += isinstance(reply, Death)
+        self.settle(function, part, reply)
+
+    def stops(self, function: int, deadly: bool) -> bool:
+        """Whether such a failure ends the run: not if a reward by name hung or died over a completion."""
+        return self.stop and not (deadly and self.functions[function].by_name)
+
+    def record(self, function: int, sample: int, text: str, stop: bool) -> None:
+        """Sample and function have a problem. Raises RunFailed with it if that is to stop."""
+        excerpt = _excerpt(self.arguments["prompts"][sample])
+        message = f"reward function {self.functions[function].function}, sample {sample} (prompt {excerpt}): {text}"
+        if stop:
+            raise RunFailed(message)
+        self.values[function][sample] = None
+        self.problems[function][sample] = message
+
+    def unreproduced(self, function: int, part: range, failure: _Failure) -> None:
+        """A call failed on a part, but on none of its samples alone: their values count, unless it cannot count."""
+        hint = "; raise rewards.deadline_s if the function is slow" if failure.deadly else ""
+        message = (
+            f"reward function {self.functions[function].function}, samples {part[0]} to {part[-1]} together, though "
+            f"none of them alone: {failure.text}{hint}"
+        )
+        if self.stops(function, failure.deadly):
+            raise RunFailed(message)
+        if failure.malformed:
+            self.values[function].update(dict.fromkeys(part, None))
+            self.problems[function].update(dict.fromkeys(part, message))
+
+    def body(self, part: range) -> str:
+        """The part's arguments, as the end of a request."""
+        return f'"count":{len(part)},"arguments":{json.dumps(self._given(part))}}}\n'
+
+    def _given(self, part: range) -> dict[str, list[Any]]:
+        return {name: values[part.start : part.stop] for name, values in self.arguments.items()}
+
+    def call(self, function: int, part: range) -> Reply:
+        """The reply to one more call. Raises RunFailed if a worker that died cannot be replaced."""
+        if (loaded := self._pool.here.get(function)) is not None:  # what it changes in its arguments is its own
+            return answer(loaded, deepcopy(self._given(part)), len(part), Exception)
+        request = self._pool.request(function, self.body(part))
+        try:
+            return exchange(self.workers[:1], [request], self._pool.deadlines_s[function])[0]
+        except IsobitError as error:
+            raise RunFailed(str(error)) from None
+
+
+def _failure(reply: Reply) -> _Failure | None:
+    if isinstance(reply, Death):
+        return _Failure(reply.text, deadly=True)
+    if "malformed" in reply:
+        return _Failure(reply["malformed"], malformed=True)
+    return _Failure(reply["raised"]) if "raised" in reply else None
+
+
+def _parts(part: range, halves: bool) -> list[range]:
+    if not halves:
+        return [range(i, i + 1) for i in part]
+    middle = part.start + len(part) // 2
+    return [range(part.start, middle), range(middle, part.stop)]
+
+
+def _excerpt(prompt: Prompt) -> str:
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return repr(text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "...")
+
+
+def _built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedReward | None]:
+    """The rewards by name among the functions. Raises IsobitError for what cannot be used or told apart."""
+    rewards: list[NamedReward | None] = []
+    for spec in functions:
+        try:
+            rewards.append(spec.build(deadline_s))
+        except OptionError as error:
+            raise IsobitError(f"reward {spec.function}: {error}") from None
+        if not spec.by_name and not spec.is_object:
+            check_reference(spec.function)
+        if not math.isfinite(spec.weight):
+            raise IsobitError(f"reward function {spec.function}: its weight must be finite, got {spec.weight}")
+    labels = [spec.label for spec in functions]
+    twice = [label for label in labels if labels.count(label) > 1]
+    if twice:
+        raise IsobitError(f"two reward functions are called {twice[0]!r}; tell them apart by rewards.functions.name")
+    return rewards

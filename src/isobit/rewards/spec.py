@@ -1,0 +1,62 @@
+"""Which reward functions a run has: `RewardSpec`, and how a command line writes one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobit.rewards import named
+
+OBJECT = "<python>:"
+"""Begins the name of what a run was given as an object of Python: a reward function, or rows."""
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One reward function: `path/to/file.py:function`, `package.module:function`, `<python>:function` for an object of
+    this process, or a name of `isobit.rewards.named` with its options; its weight, its name, and the seconds of one
+    call (None: the pool's)."""
+
+    function: str
+    weight: float = 1.0
+    name: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    deadline_s: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The name in metrics: the given one, else the function's."""
+        return self.name if self.name is not None else self.function.rpartition(":")[2]
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it is an object of this process, which no worker can import."""
+        return self.function.startswith(OBJECT)
+
+    @property
+    def by_name(self) -> bool:
+        """Whether it is meant as one of `isobit.rewards.named`: a bare name, right or wrong."""
+        return self.function.isidentifier()
+
+    @property
+    def reference(self) -> str:
+        """The function, or the name and its options, as a worker loads it."""
+        return named.reference(self.function, self.options) if self.by_name else self.function
+
+    def build(self, deadline_s: float) -> named.NamedReward | None:
+        """The reward by name, or None for a function; `deadline_s` counts unless it has its own. Raises OptionError."""
+        if self.by_name:
+            return named.build(self.function, self.options, self.deadline_s or deadline_s)
+        if self.options:
+            raise named.OptionError("options", "a function of your own takes none; only rewards by name do")
+        return None
+
+
+def parse_reward(text: str) -> RewardSpec:
+    """The reward of a command line: a function, a name, or a name with options, `name:{"option": value}`.
+
+    Raises IsobitError if the options are no JSON.
+    """
+    if not named.is_named(text):
+        return RewardSpec(text)
+    name, options = named.parse_reference(text)
+    return RewardSpec(name, options=options)

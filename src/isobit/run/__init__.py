@@ -1,0 +1,1 @@
+"""A run's directory: its files, checkpoints and metrics, as they are written and read. Imports no torch."""

@@ -1,0 +1,227 @@
+"""A run directory: its files, its lock, and how a run is interrupted.
+
+`config.yaml`, `machine.json` (the hardware and versions used), `metrics.jsonl` (an object a step),
+`completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object every few steps: the
+weights by layer and tensor), `checkpoints/`. A resumed run cuts these files back to where its checkpoint was made, so
+that they end as if it had never stopped. Left out: what is in a checkpoint (`training/session.py`) and how it becomes
+atomic (`checkpoints.py`).
+"""
+
+import fcntl
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from isobit.errors import IsobitError, RunFailed
+from isobit.run import checkpoints, metrics
+from isobit.run.completions import COMPLETIONS, pack
+
+CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE = (
+    "config.yaml",
+    "metrics.jsonl",
+    "quantization.jsonl",
+    "checkpoints",
+    "report.html",
+    "machine.json",
+)
+NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0}
+"""Lengths of the files of a new run that grow."""
+LOCK, BEST = ".lock", "best"
+REWARDS_LOG = "rewards.log"
+"""What reward functions print; grows over a resume."""
+
+
+class Run:
+    """An open run directory, locked against a second process. Use as a context manager."""
+
+    def __init__(self, directory: Path, offsets: Mapping[str, int], config_text: str | None = None) -> None:
+        """`config_text` takes the place of what `config.yaml` says: a resumed run may be a longer one."""
+        self.directory = directory
+        self._lock = (directory / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise IsobitError(f"run directory {directory} is in use by another process") from None
+        self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
+        if config_text is not None:
+            _replace_text(directory / CONFIG, config_text)
+
+    @staticmethod
+    def create(directory: Path, config_text: str) -> "Run":
+        """A new run; IsobitError if the directory exists and is not empty."""
+        refuse_existing(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / CONFIG).write_text(config_text, encoding="utf-8")
+            return Run(directory, NOTHING_WRITTEN)
+        except OSError as error:
+            raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # what a full disk did not take was said when it was written
+                file.close()
+        self._lock.close()
+
+    def record_machine(self, facts: Mapping[str, object]) -> None:
+        """Keep what the run is computed by. Raises IsobitError where it would go on by another `backend`, with other
+        bits."""
+        path = self.directory / MACHINE
+        if not path.exists():
+            _replace_text(path, json.dumps(facts, indent=1) + "\n")
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["backend"] != facts["backend"]:
+            raise IsobitError(
+                f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
+                f"{facts['backend']}, which rounds in other places; resume it where the former works"
+            )
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / CHECKPOINTS
+
+    def offsets(self) -> dict[str, int]:
+        """How long the files are that grow: part of a checkpoint's state."""
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def write_metrics(self, values: Mapping[str, float]) -> None:
+        metrics.check(values)
+        self._write(METRICS, [metrics.plain(values)])
+
+    def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """The completions of one step; called once for each."""
+        self._append(COMPLETIONS, pack(rows))
+
+    def write_quantization(self, step: int, tensors: Mapping[str, Any]) -> None:
+        self._write(QUANTIZATION, [{"step": step, "tensors": tensors}])
+
+    def _write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._append(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+    def _append(self, name: str, content: bytes) -> None:
+        file = self._files[name]
+        try:
+            file.write(content)
+            file.flush()
+        except OSError as error:
+            again = f"isobit train --resume {self.directory}"
+            raise RunFailed(f"cannot write {self.directory / name}: {error.strerror}; go on with: {again}") from None
+
+
+def refuse_existing(directory: Path) -> None:
+    """Raises IsobitError unless the directory is missing or empty. Only a run is something to go on with."""
+    if what := occupied(directory):
+        again = f", or go on with it: isobit train --resume {directory}" if what == "is a run" else ""
+        raise IsobitError(f"run directory {directory} exists and {what}; choose another (--out, or run.dir=...){again}")
+
+
+def occupied(directory: Path) -> str | None:
+    """What a directory, where something new is to be written, holds already; None if it is missing or empty."""
+    if not directory.exists():
+        return None
+    if not directory.is_dir():
+        return "is a file"
+    if (directory / CONFIG).is_file():
+        return "is a run"
+    if (directory / "config.json").is_file():
+        return "is a model"
+    return "is not empty" if any(directory.iterdir()) else None
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    partial = path.with_suffix(".tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _open_at(path: Path, offset: int) -> IO[bytes]:
+    file = path.open("ab")
+    if file.tell() < offset:
+        file.close()
+        raise IsobitError(f"{path} is shorter than its checkpoint says ({offset} bytes): it was changed")
+    file.truncate(offset)
+    file.seek(offset)
+    return file
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; a half-written last line, of a run that was killed, is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise IsobitError(f"cannot read {path}: {error.strerror}") from None
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise IsobitError(f"{path}, line {number}: not valid JSON") from None
+
+
+def require_run(directory: Path) -> None:
+    """Raises IsobitError unless this looks like a run directory."""
+    if not (directory / CONFIG).is_file():
+        raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
+
+
+def newest_checkpoint(directory: Path) -> Path:
+    """The newest whole checkpoint of a run; damaged ones are named on stderr."""
+    require_run(directory)
+    path, warnings = checkpoints.newest(directory / CHECKPOINTS)
+    for warning in warnings:
+        print(f"isobit: {warning}", file=sys.stderr)
+    return path
+
+
+def model_directory(path: Path, best: bool = False) -> Path:
+    """The newest checkpoint, or the `best` model, where `path` is a run directory; else the path itself, a Hugging Face
+    directory. Raises IsobitError for a run that has neither."""
+    if not (path / CONFIG).is_file():
+        return path
+    if not best:
+        # what lies half-written there belongs to a run that may be alive
+        return checkpoints.newest(path / CHECKPOINTS, clean=False)[0]
+    if not (path / BEST).is_dir():
+        raise IsobitError(f"{path} has no best model: its evaluation is off, or keep_best is")
+    return path / BEST
+
+
+class Interruption:
+    """SIGINT and SIGTERM set a flag, which the training loop reads between steps; a second signal ends the process."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._previous[number] = signal.signal(number, self._handle)
+            except ValueError:  # not in the main thread: a program that embeds isobit keeps its own handlers
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.signal is None else 128 + self.signal
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+        print("isobit: finishing this step, then saving; once more to end at once", file=sys.stderr)

@@ -1,0 +1,141 @@
+"""Metrics that describe a step: rewards, lengths and groups, the quantization of the weights, and peak memory."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import torch
+
+from isobit.model import Model
+from isobit.model.names import layer_and_role
+from isobit.precision import QTensor, QuantTotals
+from isobit.rl.advantages import has_spread
+from isobit.rl.collect import StepBatch
+
+
+def batch_metrics(batch: StepBatch) -> dict[str, float]:
+    """Rewards, lengths and spread; of all that was scored in the step, so that dynamic sampling does not flatter
+    them."""
+    groups = batch.scored or batch.groups
+    samples = [sample for group in groups for sample in group]
+    rewards = [s.reward for s in samples if s.reward is not None]
+    lengths = [len(s.completion_ids) for s in samples]
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/std": _deviation(rewards),
+        "groups/zero_spread_fraction": _mean([float(not has_spread([s.reward for s in group])) for group in groups]),
+        "groups/resampled": float(batch.dropped),
+        "groups/unscored": float(len(samples) - len(rewards)),
+        "length/mean": _mean(lengths),
+        "length/truncated_fraction": _mean([float(s.truncated) for s in samples]),
+    }
+    for name in sorted({name for s in samples for name in s.rewards}):
+        values = [value for s in samples if (value := s.rewards.get(name)) is not None]
+        metrics[f"reward/function/{name}"] = _mean(values)
+    distances = [math.fsum(s.reference_kl) for s in samples if s.reference_kl is not None]
+    if distances:
+        metrics["reward/reference_kl"] = _mean(distances)
+    return metrics
+
+
+def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dict[str, float]:
+    """How many steps old the samples of a step were, how many of its groups were replayed, and how many are kept."""
+    if not any(staleness) and not kept:
+        return {}
+    return {
+        "staleness/mean": _mean(staleness),
+        "staleness/max": float(max(staleness, default=0)),
+        "replay/groups": float(replayed),
+        "replay/buffer_groups": float(kept),
+    }
+
+
+class WeightTotals:
+    """Quantization of the rollout's weights against the masters as they are now, by layer and tensor; the experts of a
+    layer together. Empty where the weights are not quantized."""
+
+    @torch.no_grad()
+    def __init__(self, model: Model) -> None:
+        self._whole, self._layers = QuantTotals(), model.config.num_layers
+        self._parts: dict[tuple[int, str], QuantTotals] = {}
+        for weight in model.transformer.rollout_weights():
+            if isinstance(weight.working, QTensor):
+                own = QuantTotals()
+                own.add(weight.master, weight.working)
+                self._whole.merge(own)
+                self._parts.setdefault(layer_and_role(weight.name), QuantTotals()).merge(own)
+
+    def metrics(self) -> dict[str, float]:
+        """Of all weights together."""
+        if not self._whole.count:
+            return {}
+        found = self._whole.stats()
+        return {
+            "quant/weight_flushed_fraction": found.flushed,
+            "quant/weight_saturated_fraction": found.saturated,
+            "quant/weight_relative_error": found.relative_error,
+        }
+
+    def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
+        """Tensor to `relative_error`, `saturated` and `flushed` (fractions), each a list over layers; None where a
+        layer is not quantized."""
+        return listed_by_tensor(self._parts, self._layers)
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether a step's `by_tensor` is to be recorded."""
+        return bool(self._parts) and recorded(step, every)
+
+
+def recorded(step: int, every: int) -> bool:
+    """Whether quantization is recorded by tensor in a step: in the first, and in each `every`-th. (Not in the last: a
+    run that is extended would then differ from one that was planned longer.)"""
+    return every > 0 and (step == 1 or step % every == 0)
+
+
+def listed_by_tensor(
+    parts: Mapping[tuple[int, str], QuantTotals], num_layers: int
+) -> dict[str, dict[str, list[float | None]]]:
+    """Totals by (layer, tensor) as lists over layers, by tensor and figure; None where a layer has none."""
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for (layer, role), totals in sorted(parts.items()):
+        for name, value in asdict(totals.stats()).items():
+            lists = found.setdefault(role, {}).setdefault(name, [None] * num_layers)
+            lists[layer] = float(f"{value:.6g}")
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+class PeakMemory:
+    """The most memory of a GPU that was allocated during each of a step's phases. On a CPU there is nothing to ask:
+    `memory/peak_rss_mib` is the process's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._peaks = device, dict[str, float]()
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Measure a phase; of one that comes several times the largest counts."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        peak = torch.cuda.max_memory_allocated(self._device) / 2**20
+        self._peaks[phase] = max(peak, self._peaks.get(phase, 0.0))
+
+    def metrics(self) -> dict[str, float]:
+        """`memory/peak_PHASE_mib` of the phases since the last call."""
+        found = {f"memory/peak_{phase}_mib": peak for phase, peak in self._peaks.items()}
+        self._peaks.clear()
+        return found

@@ -1,0 +1,155 @@
+"""Checkpoints are whole or not there, whatever happens while they are written."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from isobit import cli
+from isobit.config import load_config
+from isobit.errors import IsobitError, RunFailed
+from isobit.run import checkpoints
+from isobit.run.checkpoints import all_checkpoints, damage, newest, save
+from isobit.training.loop import resume, train
+from tests.runs import fingerprint, write_config
+
+
+def content(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").write_text(text)
+        (folder / "trainer").mkdir()
+        (folder / "trainer" / "state.json").write_text("{}")
+
+    return write
+
+
+def failing(error: Exception) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        content("half")(folder)
+        raise error
+
+    return write
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (0, 5, 10, 100):
+        save(tmp_path, step, content(str(step)), keep_last=2)
+    assert names(tmp_path) == ["step-000010", "step-000100"]
+    assert newest(tmp_path) == (tmp_path / "step-000100", [])
+    save(tmp_path, 100, content("again"), keep_last=2)
+    assert (tmp_path / "step-000100" / "model.safetensors").read_text() == "again"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, error: Exception) -> None:
+    save(tmp_path, 1, content("good"), keep_last=1)
+    with pytest.raises(RunFailed, match=r"step-000002: .*No space left on device.*; earlier checkpoints are intact"):
+        save(tmp_path, 2, failing(error), keep_last=1)
+    assert names(tmp_path) == ["step-000001"]
+    assert damage(tmp_path / "step-000001") is None
+
+
+def test_another_error_is_not_swallowed_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path, 1, failing(ZeroDivisionError()), keep_last=1)
+    assert names(tmp_path) == []
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[0] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+
+
+def lose(path: Path) -> None:
+    (path / "trainer" / "state.json").unlink()
+
+
+def cut_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('{"model.saf')
+
+
+def no_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (flip, "model.safetensors does not match its checksum"),
+        (lose, "state.json is missing"),
+        (cut_manifest, "manifest.json cannot be read"),
+        (no_manifest, "manifest.json is missing"),
+    ],
+)
+def test_damage_is_seen_and_passed_over(tmp_path: Path, harm: Callable[[Path], None], said: str) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, content(str(step)), keep_last=2)
+    assert damage(tmp_path / "step-000002") is None
+    harm(tmp_path / "step-000002")
+    path, warnings = newest(tmp_path)
+    assert path.name == "step-000001"
+    assert len(warnings) == 1
+    assert said in warnings[0]
+    harm(tmp_path / "step-000001")
+    with pytest.raises(IsobitError, match="all 2 are damaged"):
+        newest(tmp_path)
+
+
+def test_what_an_interrupted_write_left_is_removed(tmp_path: Path) -> None:
+    save(tmp_path, 1, content("1"), keep_last=2)
+    (tmp_path / ".writing-000002").mkdir()
+    (tmp_path / ".writing-000002" / "model.safetensors").write_text("half")
+    assert newest(tmp_path)[0].name == "step-000001"
+    assert names(tmp_path) == ["step-000001"]
+    with pytest.raises(IsobitError, match="there is none"):
+        newest(tmp_path / "step-000001")
+
+
+@pytest.mark.slow
+def test_a_run_on_a_full_disk_fails_cleanly_and_goes_on_later(tmp_path: Path, base_model: Path) -> None:
+    """A limit on the size of files stands for the disk: the second checkpoint's optimizer state exceeds it."""
+    config = write_config(tmp_path, base_model)
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    limit = (base_model / "model.safetensors").stat().st_size + 2048
+    done = subprocess.run(
+        [sys.executable, "-m", "isobit", "train", str(config), "--quiet"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "cannot save checkpoint" in done.stderr
+    assert "earlier checkpoints are intact" in done.stderr
+    saved = all_checkpoints(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in saved] == ["step-000000"]
+    assert damage(saved[0]) is None
+    finished = fingerprint(resume(tmp_path / "run").run_dir)
+    (tmp_path / "other").mkdir()
+    other = train(load_config(write_config(tmp_path / "other", base_model)))
+    assert finished == fingerprint(other.run_dir)
+
+
+def test_the_manifest_names_every_file(tmp_path: Path) -> None:
+    path = checkpoints.save(tmp_path, 3, content("x"), keep_last=1)
+    assert sorted(json.loads((path / "manifest.json").read_text())) == ["model.safetensors", "trainer/state.json"]

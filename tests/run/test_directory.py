@@ -1,0 +1,83 @@
+"""The run directory: locked, cut back on resume, readable after a crash; and interruption."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from isobit.errors import IsobitError, RunFailed
+from isobit.run.completions import COMPLETIONS
+from isobit.run.directory import METRICS, Interruption, Run, read_jsonl, refuse_existing
+
+
+def test_a_new_directory_is_locked(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "deep" / "run", "steps: 1\n") as run:
+        assert (run.directory / "config.yaml").read_text() == "steps: 1\n"
+        with pytest.raises(IsobitError, match="in use by another process"):
+            Run(run.directory, {})
+    Run(run.directory, {}).__exit__()
+
+
+def test_files_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "run", "") as run:
+        run.write_metrics({"step": 1.0})
+        kept = run.offsets()
+        run.write_metrics({"step": 2.0})
+        run.write_completions([{"step": 2, "completion": "ü"}])
+    with Run(tmp_path / "run", kept) as run:
+        run.write_metrics({"step": 2.0, "grad_norm": float("nan")})
+        assert run.offsets()[METRICS] > kept[METRICS]
+    assert list(read_jsonl(tmp_path / "run" / METRICS)) == [{"step": 1.0}, {"step": 2.0, "grad_norm": None}]
+    assert (tmp_path / "run" / COMPLETIONS).read_bytes() == b""
+    with pytest.raises(IsobitError, match=r"metrics\.jsonl is shorter than its checkpoint says"):
+        Run(tmp_path / "run", {METRICS: 10_000})
+
+
+def test_half_a_line_at_the_end_is_left_out_and_a_broken_one_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert list(read_jsonl(path)) == [{"step": 1}, {"step": 2}]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(IsobitError, match="line 2: not valid JSON"):
+        list(read_jsonl(path))
+    with pytest.raises(IsobitError, match="cannot read"):
+        list(read_jsonl(tmp_path / "gone.jsonl"))
+
+
+def test_a_metric_without_a_definition_cannot_be_logged(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "run", "") as run, pytest.raises(AssertionError, match="mismatch/vibes"):
+        run.write_metrics({"step": 1.0, "mismatch/vibes": 0.0})
+
+
+def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "run", "") as run:
+        run._files[METRICS].close()
+        run._files[METRICS] = open("/dev/full", "wb")  # noqa: SIM115
+        with pytest.raises(RunFailed, match=r"No space left on device; go on with: isobit train --resume"):
+            run.write_metrics({"step": 1.0})
+
+
+def test_only_an_empty_directory_is_taken(tmp_path: Path) -> None:
+    refuse_existing(tmp_path / "new")
+    refuse_existing(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    held = ((tmp_path, "is not empty"), (tmp_path / "file", "is a file"), (tmp_path / "model", "is a model"))
+    for path, what in held:
+        with pytest.raises(IsobitError, match=f"exists and {what}; choose another") as caught:
+            refuse_existing(path)
+        assert "--resume" not in str(caught.value)  # there is nothing to go on with
+    with pytest.raises(IsobitError, match="cannot create run directory"):
+        Run.create(tmp_path / "file" / "run", "")
+
+
+def test_a_signal_sets_a_flag_and_the_handlers_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interruption() as interruption:
+        assert (interruption.signal, interruption.exit_code) == (None, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (interruption.signal, interruption.exit_code) == (signal.SIGTERM, 143)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "finishing this step" in capsys.readouterr().err
