@@ -70,7 +70,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm.kl_in_reward=true", "needs a kl_coefficient above 0"),
         ("algorithm={kl_coefficient: 0.1, kl_estimator: k1}", "take k2 or k3"),
         ("algorithm={preset: cispo, dual_clip: 3}", "leave one of them out"),
-        ("algorithm={surrogate: reinforce, dual_clip: 3}", "reinforce has none"),
+        ("algorithm={loss: reinforce, dual_clip: 3}", "reinforce has no such clip"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: expected above 1"),
         ("algorithm.correction={cap: 2}", "need a weight"),
         ("algorithm.correction={}", "an empty correction"),

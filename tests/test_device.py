@@ -64,7 +64,7 @@ def learn(ops: Ops, precision: str, family: str, objective: Objective, samples: 
     learner = Learner(model, optimizer, objective, reference=reference, micro_batch_tokens=16)
     metrics = []
     for step in range(2):
-        metrics.append(learner.learn(samples, [(-1.0) ** i for i in range(len(samples))], step))
+        metrics.append(learner.learn(samples, [(-1.0) ** i for i in range(len(samples))], step).metrics)
         model.sync()
     assert all(p.device == ops.device for p in model.parameters())
     sequences = [(*s.prompt_ids, *s.completion_ids) for s in samples]

@@ -61,7 +61,8 @@ def _measure(
         groups = _phase("rollout", lambda: engine.generate(tokens, sampling), bench, times, peaks)
         samples = [_sample(index, c, choose) for index, found in enumerate(groups) for c in found]
         advantages = [choose.uniform(-1, 1) for _ in samples]
-        metrics = _phase("learn", lambda s=samples, a=advantages, n=step: learner.learn(s, a, n), bench, times, peaks)
+        learned = _phase("learn", lambda s=samples, a=advantages, n=step: learner.learn(s, a, n), bench, times, peaks)
+        metrics = dict(learned.metrics)
     least = grpo_step(
         model.config, FLOWS[model.precision.name], prompts, group, prompt_tokens, new_tokens, min(sequences, 512)
     )

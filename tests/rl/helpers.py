@@ -1,6 +1,7 @@
 """Rollouts of tiny models for the learner's tests."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,7 +9,10 @@ from torch import Tensor
 from isobit.engine import Engine, Sampling
 from isobit.model import Model
 from isobit.rl import Objective, OptimizerSettings, Sample
+from isobit.rl.advantages import AdvantageInputs
+from isobit.rl.functions import ADVANTAGES
 from isobit.rl.learner import Learner
+from isobit.rl.loss import LOSSES, LossInputs, ratios
 from isobit.rl.optim import Optimizer
 
 PROMPTS = ["1+1=", "23*4=", "9-", "567+89=", "0"]
@@ -34,6 +38,53 @@ def roll_out(
         for group in groups
         for c in group
     ]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Of each token: its loss, whether it is clipped, and its ratio."""
+
+    loss: Tensor
+    clipped: Tensor
+    ratio: Tensor
+
+
+def loss_inputs(policy: Tensor, old: Tensor, advantages: Tensor, objective: Objective, **given: Tensor) -> LossInputs:
+    """Inputs of a loss; what is not `given` is one sequence without a correction."""
+    ones = torch.ones_like(policy).detach()
+    values = {
+        "rollout_logprobs": old,
+        "importance_weights": ones,
+        "token_weights": ones,
+        "entropy": ones,
+        "sequence": torch.zeros(len(policy), dtype=torch.int64),
+    }
+    bounds = (objective.clip_low, objective.clip_high)
+    return LossInputs(  # type: ignore[misc]
+        policy,
+        old,
+        advantages=advantages,
+        clip_low=bounds[0],
+        clip_high=bounds[1],
+        settings=objective,
+        **values | given,
+    )
+
+
+def policy_loss(
+    policy: Tensor, old: Tensor, advantages: Tensor, *, sequence: Tensor | None = None, **objective: object
+) -> Lost:
+    """The loss by name of each token, under an objective of these parts."""
+    settings = replace(Objective(), **objective)  # type: ignore[arg-type]
+    inputs = loss_inputs(policy, old, advantages, settings, **({} if sequence is None else {"sequence": sequence}))
+    found = LOSSES[settings.loss](inputs)
+    clipped = torch.zeros_like(policy, dtype=torch.bool) if found.clipped is None else found.clipped
+    return Lost(found.loss, clipped, ratios(inputs).detach())
+
+
+def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float | None]:
+    """Advantages of one group, without penalties."""
+    return list(ADVANTAGES[kind](AdvantageInputs([rewards], [[()] * len(rewards)], [], Objective()))[0])  # type: ignore[arg-type]
 
 
 def alternating(samples: Sequence[Sample]) -> list[float]:

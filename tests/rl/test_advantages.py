@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.rl.advantages import GROUP_KINDS, group_advantages, has_spread, overlong_penalty
+from isobit.rl.advantages import has_spread, overlong_penalty
+from tests.rl.helpers import group_advantages
+
+GROUP_KINDS = ("grpo", "dr_grpo", "rloo")
 
 _REWARDS = st.lists(st.none() | st.floats(-100, 100), max_size=12)
 

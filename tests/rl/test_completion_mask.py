@@ -83,7 +83,7 @@ def test_both_turns_have_the_rollouts_bits_and_given_tokens_are_not_compared() -
     model = random_model("fp8")
     samples = two_turns(model)
     learner = make_learner(model, on_mismatch="stop")
-    metrics = learner.learn(samples, alternating(samples), 0)
+    metrics = learner.learn(samples, alternating(samples), 0).metrics
     assert metrics["mismatch/compared_tokens"] == sum(s.num_trained for s in samples)
     assert metrics["mismatch/differing_tokens"] == 0
     with pytest.raises(Disagreement) as caught:  # the control: the 0.0 of a given token is no log-probability
@@ -96,9 +96,9 @@ def test_what_is_recorded_has_a_place_for_every_token() -> None:
     model = random_model("fp8")
     samples = two_turns(model)
     learner = make_learner(model)
-    learner.learn(samples, alternating(samples), 0)
+    learned = learner.learn(samples, alternating(samples), 0)
     for sample in samples:
-        assert learner.compared[sample.prompt_index, sample.sample_index] == list(sample.rollout_logprobs)
+        assert learned.compared[sample.prompt_index, sample.sample_index] == list(sample.rollout_logprobs)
 
 
 def test_a_mask_of_sampled_tokens_only_changes_no_bit() -> None:

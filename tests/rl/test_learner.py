@@ -74,7 +74,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
         for logprob, old in zip(logprobs, sample.rollout_logprobs):
             ratio = torch.exp(logprob - old) if objective.ratio == "token" else whole
             bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-            if objective.surrogate == "cispo":
+            if objective.loss == "cispo":
                 terms.append(-bounded.detach() * advantage * logprob)
             else:
                 terms.append(-min(ratio * advantage, bounded * advantage))
@@ -109,7 +109,7 @@ def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
     model = random_model()
     samples = roll_out(model)
     results = [
-        make_learner(random_model(), micro_batch_tokens=budget).learn(samples, alternating(samples), 0)
+        make_learner(random_model(), micro_batch_tokens=budget).learn(samples, alternating(samples), 0).metrics
         for budget in (1, 17, 10_000)
     ]
     for name in ("mismatch/differing_tokens", "mismatch/kl_k3", "clip_fraction"):
@@ -121,7 +121,7 @@ def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
 def test_rollout_logprobs_are_the_learners_under_a_unified_precision(precision: str) -> None:
     model = random_model(precision)
     samples = roll_out(model, temperature=0.7)
-    result = make_learner(model, Objective(temperature=0.7)).learn(samples, alternating(samples), 0)
+    result = make_learner(model, Objective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
     assert result["mismatch/differing_tokens"] == 0
     assert result["mismatch/token_mult_prob_error"] == 1
     assert result["clip_fraction"] == 0
@@ -135,14 +135,14 @@ def test_what_must_differ_differs() -> None:
     samples = roll_out(model)
     count = sum(len(s.completion_ids) for s in samples)
     warm = make_learner(model, Objective(temperature=0.7))
-    assert warm.learn(samples, alternating(samples), 0)["mismatch/differing_tokens"] > 0.9 * count
+    assert warm.learn(samples, alternating(samples), 0).metrics["mismatch/differing_tokens"] > 0.9 * count
     model.sync()
-    moved = make_learner(model).learn(samples, alternating(samples), 1)
+    moved = make_learner(model).learn(samples, alternating(samples), 1).metrics
     assert moved["mismatch/differing_tokens"] > 0.9 * count
     split = random_model("fp8-rollout")
     objective = for_precision(Objective(), split.precision, "auto", "auto")
     samples = roll_out(split)
-    result = make_learner(split, objective).learn(samples, alternating(samples), 0)
+    result = make_learner(split, objective).learn(samples, alternating(samples), 0).metrics
     assert result["mismatch/differing_tokens"] > 0.9 * count
     assert result["mismatch/token_mult_prob_error"] > 1
 
@@ -154,7 +154,7 @@ def test_recomputed_old_logprobs_and_their_correction() -> None:
     advantages = alternating(samples)
     rule = CorrectionRule("token", cap=1.01)
     objective = for_precision(Objective(loss_aggregation="token_mean"), model.precision, rule, "auto")
-    result = make_learner(model, objective).learn(samples, advantages, 0)
+    result = make_learner(model, objective).learn(samples, advantages, 0).metrics
     fresh = random_model("fp8-rollout")
     weighted, losses = [], []
     for sample, advantage in zip(samples, advantages):
@@ -215,7 +215,7 @@ def test_bypass_takes_the_ratio_to_the_rollout() -> None:
     model = random_model("fp8-rollout")
     samples = roll_out(model)
     objective = for_precision(Objective(clip_low=1e-4, clip_high=1e-4), model.precision, "auto", "never")
-    result = make_learner(model, objective).learn(samples, alternating(samples), 0)
+    result = make_learner(model, objective).learn(samples, alternating(samples), 0).metrics
     assert result["clip_fraction"] > 0.1  # before any update: the mismatch itself is what clips
     assert result["mismatch/differing_tokens"] > 0
     assert "correction/mean_weight" not in result
@@ -227,14 +227,14 @@ def test_several_updates_see_the_weights_of_the_one_before() -> None:
     objective = Objective(updates_per_batch=3, epochs=2, clip_low=0.01, clip_high=0.01)
     learner = make_learner(model, objective, rate=3e-3)
     version, before = model.weights_version, snapshot(learner)
-    result = learner.learn(samples, alternating(samples), 0)
+    result = learner.learn(samples, alternating(samples), 0).metrics
     assert model.weights_version == version + 5  # the sixth is the training loop's
     assert {float(v) for n, v in learner.optimizer.state().items() if n.endswith(".step")} == {6.0}
     assert result["mismatch/differing_tokens"] == 0  # measured before the first update
     assert result["clip_fraction"] > 0.1
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters().items())
     once = make_learner(random_model(), replace(objective, updates_per_batch=1, epochs=1))
-    assert once.learn(samples, alternating(samples), 0)["clip_fraction"] == 0
+    assert once.learn(samples, alternating(samples), 0).metrics["clip_fraction"] == 0
 
 
 def test_learning_is_the_same_bits_again_and_shuffles_by_step() -> None:
@@ -276,12 +276,12 @@ def test_a_reference_that_is_the_policy_has_no_kl_and_no_gradient() -> None:
     plain = make_learner(random_model("float32"))
     objective = Objective(kl_coefficient=0.5)
     penalized = make_learner(random_model("float32"), objective, reference=random_model("float32"))
-    first = penalized.learn(samples, alternating(samples), 0)
+    first = penalized.learn(samples, alternating(samples), 0).metrics
     plain.learn(samples, alternating(samples), 0)
     assert first["loss/kl"] == 0
     assert distance(snapshot(penalized), snapshot(plain)) < 1e-6
     penalized.model.sync()
-    assert penalized.learn(samples, alternating(samples), 1)["loss/kl"] > 0
+    assert penalized.learn(samples, alternating(samples), 1).metrics["loss/kl"] > 0
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -294,7 +294,7 @@ def test_the_kl_penalty_pulls_towards_the_reference(estimator: str) -> None:
     for step in range(12):
         model.sync()
         samples = roll_out(model, seed=step)
-        distances.append(learner.learn(samples, [0.0] * len(samples), step)["loss/kl"])
+        distances.append(learner.learn(samples, [0.0] * len(samples), step).metrics["loss/kl"])
     assert sum(distances[-3:]) < 0.5 * sum(distances[:3])
 
 
@@ -310,7 +310,7 @@ def test_the_probability_of_a_rewarded_token_rises() -> None:
         rewards = [sum(t == seven for t in s.completion_ids) / len(s.completion_ids) for s in samples]
         mean = sum(rewards) / len(rewards)
         shares.append(mean)
-        differing += learner.learn(samples, [r - mean for r in rewards], step)["mismatch/differing_tokens"]
+        differing += learner.learn(samples, [r - mean for r in rewards], step).metrics["mismatch/differing_tokens"]
     assert shares[0] < 0.15
     assert shares[-1] > 0.8
     assert differing == 0

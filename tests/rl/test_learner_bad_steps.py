@@ -21,7 +21,7 @@ def test_a_step_that_is_not_finite_changes_no_bit(precision: str, injection: str
     model = tiny_model(precision)
     samples, learner = roll_out(model), make_learner(model)
     start = snapshot(learner)
-    assert learner.learn(samples, alternating(samples), 0)["steps/skipped"] == 0
+    assert learner.learn(samples, alternating(samples), 0).metrics["steps/skipped"] == 0
     before = snapshot(learner)
     assert not same_bits(start, before)
     advantages = alternating(samples)
@@ -33,9 +33,9 @@ def test_a_step_that_is_not_finite_changes_no_bit(precision: str, injection: str
         hook = next(iter(model.parameters())).register_hook(lambda gradient: gradient * math.inf)
     model.sync()
     for count in (1, 2):
-        result = learner.learn(samples, advantages, count)
+        result = learner.learn(samples, advantages, count).metrics
         assert result["steps/skipped"] == 1
-        assert learner.bad_steps_in_a_row == count
+        assert learner.state.bad_steps_in_a_row == count
         assert same_bits(snapshot(learner), before)
         assert all(p.grad is None for p in model.parameters())
         assert all(math.isnan(result[name]) for name in ("loss/policy", "loss/kl", "grad_norm", "entropy"))
@@ -43,8 +43,8 @@ def test_a_step_that_is_not_finite_changes_no_bit(precision: str, injection: str
     if injection == "gradient":
         hook.remove()
     samples = roll_out(model)
-    assert learner.learn(samples, alternating(samples), 3)["steps/skipped"] == 0
-    assert learner.bad_steps_in_a_row == 0
+    assert learner.learn(samples, alternating(samples), 3).metrics["steps/skipped"] == 0
+    assert learner.state.bad_steps_in_a_row == 0
 
 
 def test_only_the_bad_one_of_several_updates_is_skipped() -> None:
@@ -53,7 +53,7 @@ def test_only_the_bad_one_of_several_updates_is_skipped() -> None:
     advantages = alternating(samples)
     advantages[0] = math.nan
     learner = make_learner(model, Objective(updates_per_batch=4))
-    result = learner.learn(samples, advantages, 0)
+    result = learner.learn(samples, advantages, 0).metrics
     assert result["steps/skipped"] == 1
     assert {float(v) for n, v in learner.optimizer.state().items() if n.endswith(".step")} == {3.0}
     assert all(math.isfinite(result[name]) for name in ("loss/policy", "grad_norm", "entropy", "clip_fraction"))
@@ -68,8 +68,8 @@ def test_old_logprobs_that_cannot_be_computed_are_a_bad_step() -> None:
     working = model.transformer._working["learner"].layers[0].input_norm.working
     working.fill_(math.inf)
     before = snapshot(learner)
-    result = learner.learn(samples, alternating(samples), 0)
-    assert (result["steps/skipped"], learner.bad_steps_in_a_row) == (1, 1)
+    result = learner.learn(samples, alternating(samples), 0).metrics
+    assert (result["steps/skipped"], learner.state.bad_steps_in_a_row) == (1, 1)
     assert same_bits(snapshot(learner), before)
     assert "mismatch/differing_tokens" not in result  # nothing was compared, which is not agreement
 
@@ -98,9 +98,9 @@ def test_a_batch_with_nothing_to_learn_is_no_crash_and_no_update(preset: str, re
     before = snapshot(learner)
     empty = [replace(s, completion_ids=(), rollout_logprobs=()) for s in samples]
     for batch in ([], empty):
-        result = learner.learn(batch, alternating(batch), 1)
+        result = learner.learn(batch, alternating(batch), 1).metrics
         assert result["steps/skipped"] == 0
-        assert learner.bad_steps_in_a_row == 0
+        assert learner.state.bad_steps_in_a_row == 0
         assert same_bits(snapshot(learner), before)
         assert "mismatch/differing_tokens" not in result
     assert supervised_update(model, learner.optimizer, empty, 1e-3, 1000)["steps/skipped"] == 0
@@ -111,9 +111,9 @@ def test_empty_completions_among_others_have_no_gradient() -> None:
     samples = roll_out(model)
     empty = replace(samples[0], completion_ids=(), rollout_logprobs=())
     with_empty = make_learner(model, Objective(loss_aggregation="token_mean"))
-    result = with_empty.learn([samples[1], empty, samples[2]], [1.0, 5.0, -1.0], 0)
+    result = with_empty.learn([samples[1], empty, samples[2]], [1.0, 5.0, -1.0], 0).metrics
     without = make_learner(tiny_model("float32"), Objective(loss_aggregation="token_mean"))
-    expected = without.learn([samples[1], samples[2]], [1.0, -1.0], 0)
+    expected = without.learn([samples[1], samples[2]], [1.0, -1.0], 0).metrics
     assert result["loss/policy"] == pytest.approx(expected["loss/policy"], rel=1e-6)
     assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
@@ -127,9 +127,9 @@ def test_a_batch_that_is_rejected_whole_is_a_skipped_step_and_no_crash() -> None
         objective = for_precision(Objective(updates_per_batch=2), model.precision, rule, "auto")
         learner = make_learner(model, objective)
         before = snapshot(learner)
-        result = learner.learn(samples, alternating(samples), 0)
+        result = learner.learn(samples, alternating(samples), 0).metrics
         assert result["steps/skipped"] == skipped
-        assert learner.bad_steps_in_a_row == 0
+        assert learner.state.bad_steps_in_a_row == 0
         assert same_bits(snapshot(learner), before) == (skipped == 2)
         assert result["correction/rejected_fraction"] == (1.0 if skipped else 0.0)
         metrics.check(result)

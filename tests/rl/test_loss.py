@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.rl.loss import KL_ESTIMATORS, kl_penalty, policy_loss, token_weights
+from isobit.rl import Objective
+from isobit.rl.functions import weighted_sum
+from isobit.rl.loss import clip, kl_penalty, token_weights
+from isobit.rl.objective import KL_ESTIMATORS
+from tests.rl.helpers import loss_inputs, policy_loss
 
 LOW, HIGH = 0.2, 0.28
 
@@ -61,14 +65,14 @@ def test_extreme_ratios_stay_finite(log_ratio: float, advantage: float) -> None:
     assert policy.grad.item() == 0
 
 
-def test_importance_weights_scale_the_loss_and_have_no_gradient() -> None:
-    policy = f64(0.1, -0.4).requires_grad_()
-    weights = f64(0.5, 2.0).requires_grad_()
-    plain = policy_loss(policy, f64(0, 0), f64(1, -1), clip_low=LOW, clip_high=HIGH).loss
-    weighted = policy_loss(policy, f64(0, 0), f64(1, -1), clip_low=LOW, clip_high=HIGH, weights=weights).loss
-    torch.testing.assert_close(weighted, plain * weights.detach())
-    weighted.sum().backward()
-    assert weights.grad is None
+def test_the_step_adds_losses_by_both_weights() -> None:
+    policy, weights, shares = f64(0.1, -0.1).requires_grad_(), f64(0.5, 2.0), f64(0.1, 0.3)
+    inputs = loss_inputs(policy, f64(0, 0), f64(1, -1), Objective(), importance_weights=weights, token_weights=shares)
+    outputs = clip(inputs)
+    total = weighted_sum(outputs, inputs)
+    torch.testing.assert_close(total, (outputs.loss * f64(0.05, 0.6)).sum())
+    total.backward()
+    torch.testing.assert_close(policy.grad, -policy.exp().detach() * f64(1, -1) * f64(0.05, 0.6))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -163,7 +167,7 @@ def test_cispo_keeps_a_gradient_where_the_clip_has_none() -> None:
     ratios, advantages = f64(0.5, 1.0, 3.0, 9.0), f64(1.0, -1.0, 2.0, -2.0)
     policy = ratios.log().requires_grad_()
     options = {"clip_low": 1.0, "clip_high": 4.0}
-    result = policy_loss(policy, torch.zeros(4), advantages, surrogate="cispo", **options)
+    result = policy_loss(policy, torch.zeros(4), advantages, loss="cispo", **options)
     result.loss.sum().backward()
     assert policy.grad is not None
     torch.testing.assert_close(policy.grad, -f64(0.5, 1.0, 3.0, 5.0) * advantages)

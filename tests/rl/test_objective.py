@@ -6,13 +6,13 @@ from typing import get_args
 import pytest
 
 from isobit.config import AlgorithmConfig, CorrectionConfig
-from isobit.config.algorithm import CorrectionName
+from isobit.config.algorithm import AdvantageName, CorrectionName, LossName
 from isobit.precision import PRESETS
 from isobit.rl import OBJECTIVES, Objective, for_precision
-from isobit.rl.advantages import GROUP_KINDS
 from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
-from isobit.rl.loss import AGGREGATIONS, KL_ESTIMATORS, RATIOS, SURROGATES
-from isobit.rl.token_advantages import TOKEN_KINDS
+from isobit.rl.functions import ADVANTAGES
+from isobit.rl.loss import LOSSES
+from isobit.rl.objective import ADVANTAGE_KINDS, AGGREGATIONS, KL_ESTIMATORS, LOSS_KINDS, RATIOS
 
 
 def test_presets_are_the_papers() -> None:
@@ -32,9 +32,9 @@ def test_presets_are_the_papers() -> None:
         "rloo": "sequence_sum",
         "gspo": "sequence",
     }
-    assert [name for name, o in OBJECTIVES.items() if o.surrogate == "cispo"] == ["cispo"]
+    assert [name for name, o in OBJECTIVES.items() if o.loss == "cispo"] == ["cispo"]
     for objective in OBJECTIVES.values():
-        assert objective.advantage in (*GROUP_KINDS, *TOKEN_KINDS)
+        assert objective.advantage in ADVANTAGE_KINDS
         assert objective.loss_aggregation in AGGREGATIONS
         assert objective.kl_estimator in KL_ESTIMATORS
 
@@ -44,9 +44,9 @@ def test_the_config_names_every_part() -> None:
         return {choice for part in get_args(AlgorithmConfig.model_fields[name].annotation) for choice in get_args(part)}
 
     assert set(get_args(AlgorithmConfig.model_fields["preset"].annotation)) == set(OBJECTIVES)
-    assert choices("advantage") == {*GROUP_KINDS, *TOKEN_KINDS}
+    assert set(get_args(AdvantageName)) == set(ADVANTAGE_KINDS) == set(ADVANTAGES)
     assert choices("ratio") == set(RATIOS)
-    assert choices("surrogate") == set(SURROGATES)
+    assert set(get_args(LossName)) == set(LOSS_KINDS) == set(LOSSES)
     assert choices("kl_estimator") == set(KL_ESTIMATORS)
     assert choices("loss_aggregation") == set(AGGREGATIONS)
 

@@ -76,10 +76,10 @@ def count_passes(learner: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     passes: list[int] = []
     plain = learner._logprobs  # type: ignore[attr-defined]
 
-    def counted(model: Model, samples: list[Sample]) -> object:
+    def counted(model: Model, samples: list[Sample], routing: object = None) -> object:
         if model is learner.model:  # type: ignore[attr-defined]
             passes.append(len(samples))
-        return plain(model, samples)
+        return plain(model, samples, routing)
 
     monkeypatch.setattr(learner, "_logprobs", counted)
     return passes
@@ -95,11 +95,11 @@ def test_old_logprobs_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None
     learner.reference_kl(samples[:7])
     learner.reference_kl(samples[7:])
     assert passes == [7, len(samples) - 7]
-    result = learner.learn(samples, alternating(samples), 0)
+    result = learner.learn(samples, alternating(samples), 0).metrics
     assert [count for count in passes[2:] if count] == []
     again = random_model("fp8-rollout")
     alone = make_learner(again, objective(again), reference=random_model("fp8-rollout"))
-    assert alone.learn(samples, alternating(samples), 0) == result
+    assert alone.learn(samples, alternating(samples), 0).metrics == result
     model.sync()
     learner.learn(samples, alternating(samples), 1)
     assert passes[-1] == len(samples)

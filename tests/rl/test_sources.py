@@ -10,7 +10,8 @@ from torch import Tensor
 from isobit.rl import OBJECTIVES
 from isobit.rl.correction import correct
 from isobit.rl.correction_rule import CorrectionRule, Rejection
-from isobit.rl.loss import kl_penalty, policy_loss, token_weights
+from isobit.rl.loss import kl_penalty, token_weights
+from tests.rl.helpers import policy_loss
 
 LENGTHS = [5, 1, 0, 7, 3, 2, 2, 1]
 
@@ -177,10 +178,7 @@ def test_gspo_with_token_weights_has_verls_gradient(weighted: bool) -> None:
     ours, theirs, spread = (start.clone().requires_grad_() for _ in range(3))
     clip = {"clip_low": 3e-4, "clip_high": 4e-4}
     found = gradient(
-        (
-            policy_loss(ours, old, advantages, ratio="sequence", sequence=sequence, weights=weights, **clip).loss
-            * scale
-        ).sum(),
+        (policy_loss(ours, old, advantages, ratio="sequence", sequence=sequence, **clip).loss * weights * scale).sum(),
         ours,
     )
     (rows, mask), (olds, _), (credit, _), (importance, _) = map(padded, (theirs, old, advantages, weights))
@@ -231,10 +229,10 @@ def test_reinforce_has_no_ratio_and_no_clip() -> None:
     old, rollout = logprobs()
     advantages, weights = torch.randn(len(old), generator=generator(5)), torch.rand(len(old), generator=generator(6))
     leaf = old.clone().requires_grad_()
-    options = {"clip_low": 0.2, "clip_high": 0.2, "weights": weights}
-    result = policy_loss(leaf, rollout, advantages, surrogate="reinforce", **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(result.loss, -advantages * old * weights)
-    result.loss.sum().backward()
+    options = {"clip_low": 0.2, "clip_high": 0.2}
+    result = policy_loss(leaf, rollout, advantages, loss="reinforce", **options)
+    torch.testing.assert_close(result.loss * weights, -advantages * old * weights)
+    (result.loss * weights).sum().backward()
     torch.testing.assert_close(leaf.grad, -advantages * weights)
     assert not result.clipped.any()
-    assert policy_loss(leaf, rollout, advantages, **options).clipped.any()  # type: ignore[arg-type]
+    assert policy_loss(leaf, rollout, advantages, **options).clipped.any()

@@ -1,15 +1,44 @@
 """REINFORCE++ against the formulas of verl and NeMo RL, restated here on padded batches; and what they leave out."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from isobit.rl.token_advantages import TOKEN_KINDS, TokenRewards, token_advantages
+from isobit.rl import Objective
+from isobit.rl.advantages import AdvantageInputs
+from isobit.rl.functions import ADVANTAGES
+from isobit.rl.token_advantages import _rewards_to_go
+
+TOKEN_KINDS = ("reinforce_pp", "reinforce_pp_baseline")
 
 GROUPS = [[(1.0, 5), (0.0, 2), (0.5, 7)], [(0.0, 3), (0.0, 4), (2.0, 1)], [(0.7, 2)]]
 """Outcome and tokens of each completion; the last group has one."""
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """Of one completion: its outcome, and the penalty of each token."""
+
+    outcome: float
+    penalties: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return self.outcome - math.fsum(self.penalties)
+
+
+def token_advantages(groups: list[list[TokenRewards | None]], kind: str, discount: float = 1.0) -> Any:
+    inputs = AdvantageInputs(
+        rewards=[[None if r is None else r.outcome for r in group] for group in groups],
+        penalties=[[() if r is None else r.penalties for r in group] for group in groups],
+        groups=[],
+        settings=Objective(discount=discount),
+    )
+    return ADVANTAGES[kind](inputs)
 
 
 def rewards(beta: float = 0.3) -> list[list[TokenRewards | None]]:
@@ -117,7 +146,7 @@ def test_by_hand() -> None:
     assert found[0][0] == pytest.approx((up, up))
     assert found[0][1] is None
     assert found[1][0] == pytest.approx((down,))
-    assert TokenRewards(1.0, (0.25, 0.5)).to_go(0.5) == [-0.25 + 0.5 * 0.5, 0.5]
+    assert _rewards_to_go(1.0, (0.25, 0.5), 0.5) == [-0.25 + 0.5 * 0.5, 0.5]
 
 
 @pytest.mark.parametrize("kind", TOKEN_KINDS)

@@ -326,7 +326,7 @@ def test_every_option_of_a_precision_learns_or_is_refused(preset: str) -> None:
                 model = Model(Transformer(plain.config, flow, ops, masters), plain.tokenizer)
                 Calibrator(model).calibrate(["1+1="])
                 samples = roll_out(model)
-                metrics = make_learner(model).learn(samples, alternating(samples), 0)
+                metrics = make_learner(model).learn(samples, alternating(samples), 0).metrics
                 assert math.isfinite(metrics["grad_norm"]), (preset, option, choice, consistency)
                 taken += 1
     assert taken > 10

@@ -1,10 +1,12 @@
-"""The objective in a configuration: advantages, surrogate, correction, and their parts."""
+"""The objective in a configuration: advantages, loss, correction, and their parts."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from isobit.config.sections import Section
+from isobit.errors import IsobitError
+from isobit.rewards.functions import split_reference
 
 
 class RejectionConfig(Section):
@@ -72,23 +74,43 @@ Correction = Annotated[
 ]
 
 
+def _reference(text: str) -> str:
+    try:
+        split_reference(text, "function")
+    except IsobitError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def _name_or_function(value: object) -> str:
+    return "<function>" if isinstance(value, str) and ":" in value else "<name>"
+
+
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+LossName = Literal["clip", "cispo", "reinforce"]
+Function = Annotated[str, AfterValidator(_reference), Tag("<function>")]
+AdvantageChoice = Annotated[Annotated[AdvantageName, Tag("<name>")] | Function, Discriminator(_name_or_function)]
+LossChoice = Annotated[Annotated[LossName, Tag("<name>")] | Function, Discriminator(_name_or_function)]
+
+
 class AlgorithmConfig(Section):
     """The objective. `preset` sets every key that is not given."""
 
     preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline"] = (
         "grpo"
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] | None = None
+    advantage: AdvantageChoice | None = Field(None, description="or your own: path/to/file.py:function")
     discount: float = Field(1.0, gt=0, le=1, description="of later rewards in a token's return; reinforce_pp only")
     decoupled_rewards: bool = Field(
         False, description="compute advantages for each reward function separately and add them by weight (GDPO)"
     )
+    loss: LossChoice | None = Field(
+        None,
+        description="reinforce: advantage times log-probability, no ratio; or your own: path/to/file.py:function",
+    )
     ratio: Literal["token", "sequence", "sequence_sum"] | None = Field(
         None,
         description="one per token; or per sequence, the geometric mean of its tokens' (GSPO) or their product (RLOO)",
-    )
-    surrogate: Literal["clip", "cispo", "reinforce"] | None = Field(
-        None, description="reinforce: advantage times log-probability, without a ratio"
     )
     dual_clip: float | None = Field(None, gt=1, description="bound of the loss over |A| where A < 0; default: none")
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
@@ -121,6 +143,15 @@ class AlgorithmConfig(Section):
     shadow_calibrates_clip: bool = Field(False, description="widen the clip so that it clips what BF16 would clip")
     updates_per_batch: int = Field(1, ge=1, description="optimizer steps per pass over a rollout batch")
     epochs: int = Field(1, ge=1, description="passes over a rollout batch")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, values: Any) -> Any:
+        """`surrogate` is what isobit 0.1.0 called the loss, in the config.yaml of its runs."""
+        if isinstance(values, dict) and "surrogate" in values:
+            others = {key: value for key, value in values.items() if key != "surrogate"}
+            return {"loss": values["surrogate"]} | others
+        return values
 
     @model_validator(mode="after")
     def _pulls(self) -> "AlgorithmConfig":

@@ -43,7 +43,7 @@ _NAMES = {
     "algorithm.updates_per_batch": "steps_per_generation gradient_accumulation_steps ppo_mini_batch_size "
     "train_global_batch_size",
     "algorithm.discount": "gamma",
-    "algorithm.surrogate": "disable_ppo_ratio use_cispo",
+    "algorithm.loss": "surrogate disable_ppo_ratio use_cispo",
     "algorithm.epochs": "num_iterations ppo_epochs",
     "algorithm.ratio": "importance_sampling_level sequence_level_importance_ratios",
     "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low ratio_clip_min cliprange",

@@ -70,10 +70,10 @@ class Config(Section):
             raise ValueError("sampling.group_size must be at least 2: an advantage is relative to the group")
         if algorithm.kl_in_reward and not algorithm.kl_coefficient:
             raise ValueError("algorithm.kl_in_reward needs a kl_coefficient above 0")
-        surrogate = algorithm.surrogate or algorithm.preset
-        if algorithm.dual_clip is not None and surrogate in ("cispo", "reinforce"):
+        loss = algorithm.loss or algorithm.preset
+        if algorithm.dual_clip is not None and loss in ("cispo", "reinforce"):
             raise ValueError(
-                f"algorithm.dual_clip bounds the clipped surrogate; {surrogate} has none: leave one of them out"
+                f"algorithm.dual_clip bounds the clipped loss; {loss} has no such clip: leave one of them out"
             )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise ValueError("algorithm.overlong_buffer must be below sampling.max_new_tokens")

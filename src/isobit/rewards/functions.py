@@ -93,14 +93,13 @@ def answer(
     return {"values": values, "wrong": wrong, "unscored": unscored}
 
 
-def split_reference(reference: str) -> tuple[str, str]:
-    """(file or module, function) of `path/to/file.py:function` or `package.module:function`."""
+def split_reference(reference: str, what: str = "reward function") -> tuple[str, str]:
+    """(file or module, function) of `path/to/file.py:function` or `package.module:function`; `what` it is, in
+    errors."""
     home, colon, function = reference.rpartition(":")
     named = home.endswith(".py") or all(part.isidentifier() for part in home.split("."))
     if not colon or not named or not function.isidentifier():
-        raise IsobitError(
-            f"reward function {reference!r}: expected path/to/file.py:function or package.module:function"
-        )
+        raise IsobitError(f"{what} {reference!r}: expected path/to/file.py:function or package.module:function")
     return home, function
 
 
@@ -116,20 +115,29 @@ def load_function(reference: str) -> LoadedFunction:
     on the way."""
     if named.is_named(reference):
         return _by_name(reference)
-    home, name = split_reference(reference)
+    function, file = find_function(reference)
+    return _inspect(function, reference, file)
+
+
+def find_function(reference: str, what: str = "reward function") -> tuple[Callable[..., Any], str]:
+    """(the function that a reference names, its file), imported. Raises IsobitError for whatever goes wrong on the way;
+    `what` it is, in errors."""
+    home, name = split_reference(reference, what)
+    if home.endswith(".py") and not Path(home).is_file():
+        raise IsobitError(f"{what} {reference!r}: no file {home}")
     try:
         module = _import_file(Path(home)) if home.endswith(".py") else _import_module(home)
     except BaseException as error:  # the user's module may raise anything while it is imported, also SystemExit
-        raise IsobitError(f"reward function {reference!r}: {last_line(error, home)}") from None
+        raise IsobitError(f"{what} {reference!r}: {last_line(error, home)}") from None
     names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     function = getattr(module, name, None)
     if function is None:
         close = get_close_matches(name, names, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(names) or 'none'}"
-        raise IsobitError(f"reward function {reference!r}: {home} has no function {name!r}; {hint}")
+        raise IsobitError(f"{what} {reference!r}: {home} has no function {name!r}; {hint}")
     if not callable(function) or isinstance(function, type):
-        raise IsobitError(f"reward function {reference!r}: {name!r} in {home} is not a function")
-    return _inspect(function, reference, getattr(module, "__file__", None) or home)
+        raise IsobitError(f"{what} {reference!r}: {name!r} in {home} is not a function")
+    return function, getattr(module, "__file__", None) or home
 
 
 def take_unscored(result: Any) -> tuple[Any, dict[int, str]]:
@@ -190,7 +198,8 @@ def _described(value: Any) -> str:
 
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
-    name = f"isobit_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    digest = zlib.crc32(path.read_bytes(), zlib.crc32(str(path).encode()))  # a file that has changed is another module
+    name = f"isobit_reward_{path.stem}_{digest:08x}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
@@ -200,7 +209,11 @@ def _import_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the file runs: dataclasses and the like look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -1,58 +1,153 @@
 """A rollout batch as the learner takes it: the fixed tensors that its loss compares with; how far its two sides are."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from isobit.rl.advantages import Advantage
+from isobit.rl.agreement import require_agreement
+from isobit.rl.correction import correct, correction_metrics, step_metrics
+from isobit.rl.loss import LossInputs, token_weights
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
+from isobit.rl.objective import Objective
 from isobit.rl.samples import Sample
 
-Advantage = float | Sequence[float]
-"""Of a completion: one number for all of its tokens, or one for each trained token."""
+SampleKey = tuple[int, int]
 
 
-@dataclass(eq=False)
-class Batch:
-    """Per sample, [trained tokens] float32: advantages and log-probabilities; `fresh`: it has to be of the weights
-    that learning begins with, so that a difference is a mismatch. `kept`, bool: the tokens that are averaged over, if
-    not all are."""
+@dataclass(frozen=True, eq=False)
+class TrainingBatch:
+    """Per sample, [trained tokens] float32: advantages, log-probabilities, the correction's importance weights.
 
+    `fresh`: whether a sample has to be of the weights that learning begins with, so that a difference is a mismatch.
+    `kept`, bool: the tokens that are averaged over, if not all are.
+    """
+
+    objective: Objective
     samples: Sequence[Sample]
-    advantages: list[Tensor]
-    rollout: list[Tensor]
-    old: list[Tensor]
-    fresh: list[bool]
-    reference: list[Tensor] | None = None
-    weights: list[Tensor] | None = None
-    kept: list[Tensor] | None = None
+    advantages: Sequence[Tensor]
+    rollout: Sequence[Tensor]
+    old: Sequence[Tensor]
+    fresh: Sequence[bool]
+    reference: Sequence[Tensor] | None = None
+    importance: Sequence[Tensor] | None = None
+    kept: Sequence[Tensor] | None = None
 
-    @property
-    def counted(self) -> list[int]:
-        """The tokens of each sample that the loss is averaged over."""
-        return [len(row) for row in self.rollout] if self.kept is None else [int(row.sum()) for row in self.kept]
+    def has_tokens(self, part: Sequence[int]) -> bool:
+        return any(len(self.rollout[i]) for i in part)
 
-    def mismatch(self, found: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
-        """Of the learner's log-probabilities by index against the rollout's."""
-        return _mismatch([(logprobs, self.rollout[i]) for i, logprobs in found])
+    def rejected(self, part: Sequence[int]) -> bool:
+        """Whether the correction left nothing of these samples."""
+        return self.importance is not None and not any(bool(self.importance[i].any()) for i in part)
+
+    def weights_of(self, part: Sequence[int]) -> list[float]:
+        """The weight of each sample's tokens in the loss of the optimizer batch `part`."""
+        counted = [len(self.rollout[i]) if self.kept is None else int(self.kept[i].sum()) for i in part]
+        return token_weights(counted, self.objective.loss_aggregation, self.objective.max_new_tokens)
+
+    def loss_inputs(
+        self,
+        chosen: Sequence[int],
+        weights: Sequence[float],
+        logprobs: Tensor,
+        entropy: Tensor,
+        sequence: Tensor,
+        clip_bounds: tuple[float, float],
+    ) -> LossInputs:
+        """Of the samples `chosen`, whose tokens weigh `weights`, and the policy's forward over them."""
+        token_weight = torch.tensor(weights)[sequence]
+        if self.kept is not None:
+            token_weight = token_weight * _joined(self.kept, chosen)
+        return LossInputs(
+            policy_logprobs=logprobs,
+            old_logprobs=_joined(self.old, chosen),
+            rollout_logprobs=_joined(self.rollout, chosen),
+            advantages=_joined(self.advantages, chosen),
+            importance_weights=torch.ones_like(entropy)
+            if self.importance is None
+            else _joined(self.importance, chosen),
+            token_weights=token_weight,
+            entropy=entropy,
+            sequence=sequence,
+            clip_low=clip_bounds[0],
+            clip_high=clip_bounds[1],
+            settings=self.objective,
+            reference_logprobs=None if self.reference is None else _joined(self.reference, chosen),
+        )
+
+    def require_agreement(self, found: Mapping[int, Tensor], part: Sequence[int]) -> None:
+        """Raise Disagreement unless the learner's log-probabilities of fresh samples, by index, are the rollout's bits.
+        `part`: all samples of the optimizer step."""
+        fresh = [(self.samples[i], logprobs) for i, logprobs in found.items() if self.fresh[i]]
+        require_agreement(fresh, [self.samples[i] for i in part])
+
+    def compared(self, found: Mapping[int, Tensor]) -> dict[SampleKey, list[float]]:
+        """The learner's log-probabilities of fresh samples: one for each completion token, 0.0 for given ones."""
+        return {key(self.samples[i]): _spread(self.samples[i], row) for i, row in found.items() if self.fresh[i]}
+
+    def mismatch(self, found: Mapping[int, Tensor]) -> dict[str, float]:
+        """Metrics of the learner's log-probabilities of fresh samples, by index, against the rollout's."""
+        return _mismatch([(row, self.rollout[i]) for i, row in found.items() if self.fresh[i]])
 
     def staleness(self) -> dict[str, float]:
         """How far samples of older weights are from the policy of now."""
-        found = self.mismatch([(i, old) for i, old in enumerate(self.old) if not self.fresh[i]])
+        found = _mismatch([(old, self.rollout[i]) for i, old in enumerate(self.old) if not self.fresh[i]])
         names = ("kl_k3", "token_mult_prob_error")
         return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
 
 
-def per_token(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> list[Tensor]:
-    """Advantages of tokens [trained tokens] float32 for each sample."""
-    found = []
-    for sample, given in zip(samples, advantages, strict=True):
-        length = sample.num_trained
-        values = [given] * length if isinstance(given, (int, float)) else list(given)
-        assert len(values) == length
-        found.append(torch.tensor(values, dtype=torch.float32))
-    return found
+def training_batch(
+    objective: Objective,
+    samples: Sequence[Sample],
+    advantages: Sequence[Advantage],
+    weights_version: int,
+    old: Sequence[Tensor] | None,
+    reference: Sequence[Tensor] | None,
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """The batch, and the metrics of its correction. `old`: log-probabilities of the present weights, which are of
+    `weights_version`; None: the rollout's own serve."""
+    rollout = rollout_logprobs(samples)
+    fresh = [not objective.stale_samples or s.weights_version == weights_version for s in samples]
+    credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
+    batch = TrainingBatch(objective, samples, credit, rollout, rollout if old is None else old, fresh, reference)
+    rule, lengths, everything = objective.correction, [len(row) for row in rollout], range(len(samples))
+    if not rule.active or not any(lengths):
+        return batch, {}
+    correction = correct(rule, torch.cat(list(batch.old)), torch.cat(rollout), lengths)
+    kept = correction.kept.split(lengths) if rule.denominator == "kept" else None
+    corrected = replace(batch, importance=correction.weights.split(lengths), kept=kept)
+    sizes = (torch.cat(credit), lengths, batch.weights_of(everything), corrected.weights_of(everything))
+    return corrected, correction_metrics(correction) | step_metrics(correction, *sizes)
+
+
+def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
+    """What the engine recorded, [trained tokens] float32 of each sample."""
+    return [torch.tensor([s.rollout_logprobs[i] for i in s.trained], dtype=torch.float32) for s in samples]
+
+
+def key(sample: Sample) -> SampleKey:
+    """(prompt_index, sample_index), which names a sample within a step."""
+    return sample.prompt_index, sample.sample_index
+
+
+def _per_token(sample: Sample, advantage: Advantage) -> Tensor:
+    if isinstance(advantage, (int, float)):
+        return torch.full((sample.num_trained,), advantage, dtype=torch.float32)
+    assert len(advantage) == sample.num_trained
+    return torch.tensor(list(advantage), dtype=torch.float32)
+
+
+def _joined(rows: Sequence[Tensor], chosen: Sequence[int]) -> Tensor:
+    return torch.cat([rows[i] for i in chosen])
+
+
+def _spread(sample: Sample, logprobs: Tensor) -> list[float]:
+    values = [0.0] * len(sample.completion_ids)
+    for position, value in zip(sample.trained, logprobs.tolist(), strict=True):
+        values[position] = value
+    return values
 
 
 def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:

@@ -5,14 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from isobit.rl.advantages import group_advantages, has_spread, overlong_penalty
-from isobit.rl.batch import Advantage
+from isobit.rl.advantages import Advantage, AdvantageInputs, Advantages, has_spread, overlong_penalty
+from isobit.rl.functions import advantage_function
 from isobit.rl.objective import Objective
 from isobit.rl.samples import Group, Sample
-from isobit.rl.token_advantages import TOKEN_KINDS, TokenRewards, token_advantages
-
-_Rewards = Sequence[Sequence[float | None]]
-_Credits = Sequence[Sequence[Advantage | None]]
 
 
 @dataclass
@@ -89,20 +85,23 @@ def teaches(group: Group, objective: Objective) -> bool:
     return any(has_spread(_component(group, name)) for name, weight in objective.reward_weights if weight)
 
 
-def _advantages(groups: Sequence[Group], objective: Objective) -> _Credits:
-    """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages (after GDPO, Liu et al. 2026,
-    arXiv 2601.05242, without its normalization over the batch), what shapes the reward being a function of weight 1."""
+def _advantages(groups: Sequence[Group], objective: Objective) -> Advantages:
+    """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages by weight (after GDPO, Liu et
+    al. 2026, arXiv 2601.05242, without its normalization over the batch), with what shapes the reward as one more of
+    weight 1.
+    """
+    estimate = advantage_function(objective.advantage)
     extra = [[_overlong(sample, objective) for sample in group] for group in groups]
     charged = [[_charged(sample, objective) for sample in group] for group in groups]
     if not objective.decoupled_rewards:
         shaped = [[_plus(s.reward, more) for s, more in zip(group, row)] for group, row in zip(groups, extra)]
-        return _estimated(shaped, charged, objective)
+        return estimate(AdvantageInputs(shaped, charged, groups, objective))
     shaping = [[None if s.reward is None else more for s, more in zip(g, row)] for g, row in zip(groups, extra)]
     free = [[(0.0,) * len(row) for row in group] for group in charged]
-    parts = [(1.0, _estimated(shaping, charged, objective))]
+    parts = [(1.0, estimate(AdvantageInputs(shaping, charged, groups, objective)))]
     for name, weight in objective.reward_weights:
         rewards = [_component(group, name) for group in groups]
-        parts.append((weight, _estimated(rewards, free, objective)))
+        parts.append((weight, estimate(AdvantageInputs(rewards, free, groups, objective))))
     return [
         [
             None if sample.reward is None else _sum([(weight, part[g][i]) for weight, part in parts if weight])
@@ -110,16 +109,6 @@ def _advantages(groups: Sequence[Group], objective: Objective) -> _Credits:
         ]
         for g, group in enumerate(groups)
     ]
-
-
-def _estimated(rewards: _Rewards, charged: Sequence[Sequence[Sequence[float]]], objective: Objective) -> _Credits:
-    """Advantages of rewards [groups][samples], from which each token's charge [groups][samples][tokens] is taken."""
-    pairs = [list(zip(row, penalties, strict=True)) for row, penalties in zip(rewards, charged, strict=True)]
-    if objective.advantage in TOKEN_KINDS:
-        paid = [[None if r is None else TokenRewards(r, penalties) for r, penalties in row] for row in pairs]
-        return token_advantages(paid, objective.advantage, objective.discount)
-    totals = [[None if r is None else r - math.fsum(penalties) for r, penalties in row] for row in pairs]
-    return [group_advantages(row, objective.advantage) for row in totals]
 
 
 def _sum(parts: Sequence[tuple[float, Advantage | None]]) -> Advantage:

@@ -17,37 +17,67 @@ Left out: rewards and rollouts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.model import Model
-from isobit.model.moe import RouteTape, decode_routes
-from isobit.rl.agreement import Disagreement, corrected, promises_bits, require_agreement
-from isobit.rl.batch import Advantage, Batch, per_token
-from isobit.rl.correction import correct, correction_metrics, step_metrics
+from isobit.rl.advantages import Advantage
+from isobit.rl.agreement import Disagreement, corrected, promises_bits
+from isobit.rl.batch import SampleKey, TrainingBatch, key, rollout_logprobs, training_batch
 from isobit.rl.forward import forward
-from isobit.rl.loss import kl_penalty, policy_loss, token_weights
+from isobit.rl.functions import loss_function, weighted_sum
+from isobit.rl.loss import kl_penalty
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer
-from isobit.rl.packing import PackedBatch, micro_batches, minibatches, pack
-from isobit.rl.routing import BatchLoad, RoutingTotals, load_of, summed
+from isobit.rl.packing import micro_batches, minibatches, pack
+from isobit.rl.routing import BatchLoad, RoutingTotals, batch_load, load_of, routed_forward, summed
 from isobit.rl.samples import Sample
 from isobit.rl.schedule import learning_rate
 from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
 from isobit.rl.totals import Totals
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a rollout batch left. `compared`: the learner's log-probabilities of the samples that the mismatch was
+    measured on, one for each completion token (0.0 for given ones)."""
+
+    metrics: Mapping[str, float]
+    compared: Mapping[SampleKey, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass
+class LearnerState:
+    """What a checkpoint holds of a learner besides weights and optimizer: `clip_bounds` (low, high), the objective's or
+    those that the last shadow pass calibrated, and how many optimizer steps were skipped since the last good one."""
+
+    clip_bounds: tuple[float, float]
+    bad_steps_in_a_row: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """Of an optimizer batch, which is in the parameters: its `norm`, inf if it is not finite; sums over its tokens; the
+    policy's log-probabilities by the index of the sample, [trained tokens]."""
+
+    norm: float
+    totals: Totals
+    logprobs: Mapping[int, Tensor]
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, (self.norm, self.totals.loss, self.totals.kl)))
+
+
 class Learner:
     """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
 
-    `bad_steps_in_a_row` counts skipped optimizer steps since the last good one; a resumed run sets it again.
-    `clip_bounds` are the objective's, or those that the last shadow pass calibrated. `compared` holds the learner's
-    log-probabilities of the last batch's completion tokens, of those samples that the mismatch was measured on, by
-    (prompt_index, sample_index). `on_mismatch` (stop, warn or correct) is what a differing token does where the flow
-    has `promised` that there is none.
+    `on_mismatch` (stop, warn or correct) is what a differing token does where the flow has `promised` that there is
+    none.
     """
 
     def __init__(
@@ -63,293 +93,211 @@ class Learner:
     ) -> None:
         assert (reference is not None) == (objective.kl_coefficient > 0)
         self.model, self.optimizer, self.objective, self.reference = model, optimizer, objective, reference
+        self.loss = loss_function(objective.loss)
         self.micro_batch_tokens = micro_batch_tokens
         self.seed = seed
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
-        self.bad_steps_in_a_row = 0
-        self.compared: dict[tuple[int, int], list[float]] = {}
-        self.clip_bounds = (objective.clip_low, objective.clip_high)
-        self._routing = RoutingTotals()
-        self._old: dict[tuple[int, int], Tensor] = {}
+        self.state = LearnerState((objective.clip_low, objective.clip_high))
+        self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
         self._old_version = model.weights_version
 
-    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> dict[str, float]:
-        """`optimize`, and once more for a batch that disagrees and is to be corrected.
-
-        Raises Disagreement, before anything has changed, if tokens differ that must not; unless they are to be
-        corrected, or only counted.
-        """
-        if not self.promised or self.on_mismatch != "correct":
-            return self.optimize(samples, advantages, step)
-        try:
-            return self.optimize(samples, advantages, step) | {"mismatch/corrected": 0.0}
-        except Disagreement:
-            self._routing = RoutingTotals()
-        objective, self.objective, self.promised = self.objective, corrected(self.objective), False
-        try:
-            return self.optimize(samples, advantages, step) | {"mismatch/corrected": 1.0}
-        finally:
-            self.objective, self.promised = objective, True
-
-    def optimize(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> dict[str, float]:
-        """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate. Returns metrics.
+    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> Learned:
+        """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate.
 
         The working weights must be those that sampled. Mismatch is measured with them: over all samples where old
-        log-probabilities are recomputed, else over those of the first optimizer step. Where samples of older weights
-        are meant to be there, they have no part in it, and how far they are is told apart.
+        log-probabilities are recomputed, else over those of the first optimizer step. Samples that are known to be of
+        older weights have no part in it; their distance is reported as `staleness/*`.
+
+        Raises Disagreement, before anything has changed, if tokens differ that must not, under on_mismatch: stop. Under
+        correct such a batch is learned from with an objective that corrects it.
         """
-        objective, metrics = self.objective, dict[str, float]()
-        self.compared = {}
-        totals, rate = Totals(), learning_rate(step, self.optimizer.settings)
+        strict = self.promised and self.on_mismatch != "warn"
+        if not strict or self.on_mismatch == "stop":
+            return self._learn(samples, advantages, step, self.objective, strict)
         try:
-            batch = self._prepare(samples, advantages, metrics)
-        except NonFiniteError:
-            self._count_bad(totals)
-            return metrics | totals.metrics(rate)
-        due = objective.shadow_every > 0 and step % objective.shadow_every == 0
-        shadow = self._shadow(samples) if due and any(s.num_trained for s in samples) else None
-        first: list[tuple[int, Tensor]] | None = None if objective.recompute_old else []
-        for epoch in range(objective.epochs):
-            for part in minibatches(len(samples), objective.updates_per_batch, self.seed, step, epoch):
-                if totals.norms:  # the weights have changed
-                    self.model.sync(rollout=False)
-                    first = None
-                self._update(batch, part, rate, totals, first)
-                if first is not None:
-                    metrics |= self._compare(batch, first)
-        if shadow is not None:
-            metrics |= self._compare_with_shadow(batch, shadow)
-        routing, self._routing = self._routing, RoutingTotals()
-        return metrics | totals.metrics(rate) | routing.metrics()
-
-    def _compare(self, batch: Batch, found: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
-        """The mismatch over samples of the present weights, by index, which are kept in `compared`."""
-        fresh = [(i, logprobs) for i, logprobs in found if batch.fresh[i]]
-        for i, logprobs in fresh:
-            sample = batch.samples[i]
-            values = [0.0] * len(sample.completion_ids)
-            for position, value in zip(sample.trained, logprobs.tolist(), strict=True):
-                values[position] = value
-            self.compared[_key(sample)] = values
-        return batch.mismatch(fresh)
-
-    def _require_agreement(self, batch: Batch, found: Sequence[tuple[int, Tensor]], part: Sequence[int]) -> None:
-        if self.promised and self.on_mismatch != "warn":
-            fresh = [(batch.samples[i], logprobs) for i, logprobs in found if batch.fresh[i]]
-            require_agreement(fresh, [batch.samples[i] for i in part])
+            learned, weighed = self._learn(samples, advantages, step, self.objective, strict), 0.0
+        except Disagreement:
+            learned, weighed = self._learn(samples, advantages, step, corrected(self.objective), strict=False), 1.0
+        return replace(learned, metrics={**learned.metrics, "mismatch/corrected": weighed})
 
     def reference_kl(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Per sample and token, the estimate of KL(policy ‖ reference) that the reward pays for.
+        """Per sample and trained token, the estimate of KL(policy ‖ reference) that is charged to the reward.
 
         Of the old log-probabilities, as verl's `apply_kl_penalty` takes them, not of the rollout's where those are
         another flow's: a reference that is the policy costs exactly nothing (tests/rl/test_reference_kl.py).
         """
         assert self.reference is not None
         reference = self._logprobs(self.reference, samples)
-        old = self._old_logprobs(samples) if self.objective.recompute_old else _rollout_logprobs(samples)
+        old = (
+            self._old_logprobs(samples, RoutingTotals()) if self.objective.recompute_old else rollout_logprobs(samples)
+        )
         return [
             tuple(kl_penalty(mine.double(), other.double(), self.objective.kl_estimator).tolist())
             for mine, other in zip(old, reference)
         ]
 
-    def _old_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def _learn(
+        self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int, objective: Objective, strict: bool
+    ) -> Learned:
+        """`strict`: raise Disagreement for tokens that differ."""
+        rate = learning_rate(step, self.optimizer.settings)
+        totals, routing, seen = Totals(), RoutingTotals(), dict[int, Tensor]()
+        try:
+            batch, metrics = self._prepare(samples, advantages, objective, routing)
+        except NonFiniteError:
+            self._skip(totals)
+            return Learned(totals.metrics(rate))
+        if objective.recompute_old:
+            seen = dict(enumerate(batch.old))
+            if strict:
+                batch.require_agreement(seen, range(len(samples)))
+            metrics |= batch.staleness()
+        shadow = self._shadow(batch) if objective.shadow_every > 0 and step % objective.shadow_every == 0 else None
+        for part in self._optimizer_batches(len(samples), step):
+            if not batch.has_tokens(part):
+                continue  # nothing to learn from is no reason to decay the weights
+            if batch.rejected(part):
+                totals.skipped += 1
+                continue
+            moved = bool(totals.norms)
+            if moved:
+                self.model.sync(rollout=False)
+            gradient = self._gradient(batch, part, routing, compare=not moved)
+            if not moved and not objective.recompute_old:
+                seen |= gradient.logprobs
+            if gradient.finite:
+                if strict and not moved and not objective.recompute_old:
+                    batch.require_agreement(gradient.logprobs, part)
+                self.optimizer.step(rate, gradient.norm)
+                totals.add(gradient.totals, gradient.norm)
+                self.state.bad_steps_in_a_row = 0
+            else:
+                self._skip(totals)
+            self.optimizer.zero_grad()
+        metrics |= batch.mismatch(seen)
+        if shadow is not None:
+            metrics |= self._compare_with_shadow(batch, shadow)
+        return Learned(metrics | totals.metrics(rate) | routing.metrics(), batch.compared(seen))
+
+    def _prepare(
+        self,
+        samples: Sequence[Sample],
+        advantages: Sequence[Advantage],
+        objective: Objective,
+        routing: RoutingTotals,
+    ) -> tuple[TrainingBatch, dict[str, float]]:
+        """The batch with its old and reference log-probabilities and its correction, and the correction's metrics."""
+        old = self._old_logprobs(samples, routing) if objective.recompute_old else None
+        penalized = self.reference is not None and not objective.kl_in_reward
+        reference = self._logprobs(self.reference, samples) if penalized and self.reference is not None else None
+        return training_batch(objective, samples, advantages, self.model.weights_version, old, reference)
+
+    def _optimizer_batches(self, count: int, step: int) -> Iterator[list[int]]:
+        for epoch in range(self.objective.epochs):
+            yield from minibatches(count, self.objective.updates_per_batch, self.seed, step, epoch)
+
+    def _gradient(self, batch: TrainingBatch, part: list[int], routing: RoutingTotals, compare: bool) -> Gradient:
+        """Of the loss of an optimizer batch: a forward and a backward for each of its micro-batches. `compare`: the
+        weights are those that sampled."""
+        objective, weights = batch.objective, dict(zip(part, batch.weights_of(part)))
+        part = [i for i in part if batch.samples[i].num_trained]  # what has no token has no gradient
+        spans = micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens)
+        chosen = [[part[i] for i in span] for span in spans]
+        totals, logprobs, load = Totals(), dict[int, Tensor](), None
+        self.optimizer.zero_grad()
+        try:
+            if self.model.config.experts is not None and objective.router_aux_coefficient > 0:
+                parts = [[batch.samples[i] for i in indices] for indices in chosen]
+                load = batch_load(self.model, parts, objective.router_replay)
+            for indices in chosen:
+                own = [weights[i] for i in indices]
+                found = self._backward(batch, indices, own, load, totals, routing, compare)
+                logprobs |= zip(indices, found.split([batch.samples[i].num_trained for i in indices]))
+            norm = self.optimizer.gradient_norm()
+            self.model.ops.raise_faults()  # of the backwards
+        except NonFiniteError:
+            norm = math.inf
+        return Gradient(norm, totals, logprobs)
+
+    def _backward(
+        self,
+        batch: TrainingBatch,
+        chosen: list[int],
+        weights: list[float],
+        load: BatchLoad | None,
+        totals: Totals,
+        routing: RoutingTotals,
+        compare: bool,
+    ) -> Tensor:
+        """Forward and backward of one micro-batch: its part of the loss of the optimizer batch. Returns the policy's
+        log-probabilities."""
+        objective, samples = batch.objective, [batch.samples[i] for i in chosen]
+        packed = pack(samples)
+        replay, temperature = objective.router_replay, objective.temperature
+        logprobs, entropy, tape = routed_forward(self.model, packed, samples, temperature, replay, routing, compare)
+        inputs = batch.loss_inputs(chosen, weights, logprobs, entropy, packed.sequence, self.state.clip_bounds)
+        outputs = self.loss(inputs)
+        loss = total = weighted_sum(outputs, inputs)
+        if tape is not None and objective.router_aux_coefficient > 0:
+            probabilities = summed(tape)
+            load = load or load_of(tape, len(probabilities))
+            total = total + objective.router_aux_coefficient * load.loss(probabilities)
+        kl = None
+        if inputs.reference_logprobs is not None:
+            kl = kl_penalty(logprobs, inputs.reference_logprobs, objective.kl_estimator)
+            total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
+        total.backward()
+        totals.count(loss, outputs, entropy, kl)
+        return logprobs.detach()
+
+    def _skip(self, totals: Totals) -> None:
+        totals.skipped += 1
+        self.state.bad_steps_in_a_row += 1
+
+    def _old_logprobs(self, samples: Sequence[Sample], routing: RoutingTotals) -> list[Tensor]:
         """Of the working weights; computed once for as long as they last."""
         if self._old_version != self.model.weights_version:
             self._old, self._old_version = {}, self.model.weights_version
-        missing = [sample for sample in samples if _key(sample) not in self._old]
-        self._old |= zip(map(_key, missing), self._logprobs(self.model, missing))
-        return [self._old[_key(sample)] for sample in samples]
+        missing = [sample for sample in samples if key(sample) not in self._old]
+        self._old |= zip(map(key, missing), self._logprobs(self.model, missing, routing))
+        return [self._old[key(sample)] for sample in samples]
 
-    def _shadow(self, samples: Sequence[Sample]) -> list[Tensor]:
+    @torch.no_grad()
+    def _logprobs(self, model: Model, samples: Sequence[Sample], routing: RoutingTotals | None = None) -> list[Tensor]:
+        """Of each sample, [trained tokens]. `routing`: the model is the policy, whose routers may follow the
+        rollout's."""
+        results: list[Tensor] = []
+        replay, temperature = self.objective.router_replay, self.objective.temperature
+        for span in micro_batches(samples, self.micro_batch_tokens):
+            chosen = [samples[i] for i in span]
+            packed = pack(chosen)
+            if routing is None:
+                logprobs = forward(model, packed, temperature)[0]
+            else:
+                logprobs = routed_forward(model, packed, chosen, temperature, replay, routing, compare=True)[0]
+            results += logprobs.split([s.num_trained for s in chosen])
+        return results
+
+    def _shadow(self, batch: TrainingBatch) -> list[Tensor] | None:
         """Log-probabilities of the masters as they are, in BF16."""
-        return self._logprobs(self.model.under("bf16"), samples)
+        everything = range(len(batch.samples))
+        return self._logprobs(self.model.under("bf16"), batch.samples) if batch.has_tokens(everything) else None
 
-    def _compare_with_shadow(self, batch: Batch, before: list[Tensor]) -> dict[str, float]:
+    def _compare_with_shadow(self, batch: TrainingBatch, before: list[Tensor]) -> dict[str, float]:
         """Once the weights have moved: the ratio's noise, and bounds of the clip that allow for it."""
-        objective = self.objective
+        objective = batch.objective
         moved = self.model.under(self.model.precision)
         moved.transformer.kv_scales = self.model.transformer.kv_scales
         try:
             noisy = log_ratios(self._logprobs(moved, batch.samples), batch.old)
         except NonFiniteError:
             return {}  # the next step will find it too, and counts it
-        clean = log_ratios(self._shadow(batch.samples), before)
+        clean = log_ratios(self._logprobs(self.model.under("bf16"), batch.samples), before)
         if not bool(torch.isfinite(noisy).all() & torch.isfinite(clean).all()):
             return {}
-        arguments = (noisy, clean, torch.cat(batch.advantages), objective.clip_low, objective.clip_high)
+        arguments = (noisy, clean, torch.cat(list(batch.advantages)), objective.clip_low, objective.clip_high)
         metrics = shadow_metrics(*arguments)
         if objective.shadow_calibrates_clip:
-            self.clip_bounds = calibrated_bounds(*arguments)
-            metrics |= {"shadow/clip_low": self.clip_bounds[0], "shadow/clip_high": self.clip_bounds[1]}
+            low, high = self.state.clip_bounds = calibrated_bounds(*arguments)
+            metrics |= {"shadow/clip_low": low, "shadow/clip_high": high}
         return metrics
-
-    def _count_bad(self, totals: Totals) -> None:
-        totals.skipped += 1
-        self.bad_steps_in_a_row += 1
-
-    def _prepare(self, samples: Sequence[Sample], advantages: Sequence[Advantage], metrics: dict[str, float]) -> Batch:
-        rollout = _rollout_logprobs(samples)
-        version, stale = self.model.weights_version, self.objective.stale_samples
-        fresh = [not stale or s.weights_version == version for s in samples]
-        batch = Batch(samples, per_token(samples, advantages), rollout, rollout, fresh)
-        if self.objective.recompute_old:
-            batch.old = self._old_logprobs(samples)
-            self._require_agreement(batch, list(enumerate(batch.old)), range(len(samples)))
-            metrics |= self._compare(batch, list(enumerate(batch.old)))
-            metrics |= batch.staleness()
-        if self.reference is not None and not self.objective.kl_in_reward:
-            batch.reference = self._logprobs(self.reference, samples)
-        lengths = [len(r) for r in rollout]
-        if self.objective.correction.active and any(lengths):
-            correction = correct(self.objective.correction, torch.cat(batch.old), torch.cat(rollout), lengths)
-            batch.weights = list(correction.weights.split(lengths))
-            before = self._token_weights(lengths)
-            if self.objective.correction.denominator == "kept":
-                batch.kept = list(correction.kept.split(lengths))
-            sizes = (torch.cat(batch.advantages), lengths, before, self._token_weights(batch.counted))
-            metrics |= correction_metrics(correction) | step_metrics(correction, *sizes)
-        return batch
-
-    def _token_weights(self, counted: Sequence[int]) -> list[float]:
-        return token_weights(counted, self.objective.loss_aggregation, self.objective.max_new_tokens)
-
-    @torch.no_grad()
-    def _logprobs(self, model: Model, samples: Sequence[Sample]) -> list[Tensor]:
-        results: list[Tensor] = []
-        for part in micro_batches(samples, self.micro_batch_tokens):
-            chosen = [samples[i] for i in part]
-            logprobs, _ = self._forward(model, pack(chosen), chosen, compare=model is self.model)[:2]
-            results += logprobs.split([s.num_trained for s in chosen])
-        return results
-
-    def _forward(
-        self, model: Model, packed: PackedBatch, samples: Sequence[Sample], compare: bool
-    ) -> tuple[Tensor, Tensor, RouteTape | None]:
-        """`forward`, following the policy's routers, which may have to repeat the rollout's choices; `compare`: its
-        weights are those of the rollout."""
-        experts = model.config.experts
-        if experts is None or model is not self.model:
-            return *forward(model, packed, self.objective.temperature), None
-        tape, recorded = self._tape(samples)
-        compare &= all(s.weights_version == model.weights_version for s in samples)
-        found = forward(model, packed, self.objective.temperature, tape)
-        self._routing.see(tape, experts.count, recorded if compare else None)
-        return *found, tape
-
-    def _tape(self, samples: Sequence[Sample]) -> tuple[RouteTape, Tensor | None]:
-        """For a forward over the samples, and what the rollout recorded for all of its rows, if it did."""
-        config, recorded = self.model.config, None
-        assert config.experts is not None
-        if all(s.routes is not None for s in samples):
-            layers, per_token = config.num_mixtures, config.experts.per_token
-            recorded = torch.cat([decode_routes(s.routes or "", layers, per_token) for s in samples])
-        assert recorded is not None or not self.objective.router_replay, "the rollout did not record its routes"
-        replayed = recorded is not None and self.objective.router_replay
-        return RouteTape(recorded.to(self.model.ops.device) if recorded is not None and replayed else None), recorded
-
-    @torch.no_grad()
-    def _batch_load(self, batch: Batch, spans: Sequence[Sequence[int]]) -> BatchLoad | None:
-        """The experts' load over all micro-batches of an optimizer batch, by a pass of its own; None if there is no
-        router to balance, or one micro-batch, whose own forward tells."""
-        experts = self.model.config.experts
-        if experts is None or not self.objective.router_aux_coefficient or len(spans) < 2:
-            return None
-        load = BatchLoad(torch.zeros(experts.count, dtype=torch.int64), 0)
-        for chosen in spans:
-            samples = [batch.samples[i] for i in chosen]
-            tape, packed = self._tape(samples)[0], pack(samples)
-            self.model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
-            load += load_of(tape, experts.count)
-        return load
-
-    def _update(
-        self, batch: Batch, part: list[int], rate: float, totals: Totals, first: list[tuple[int, Tensor]] | None
-    ) -> None:
-        """One optimizer step over the samples `part`; keeps the policy's log-probabilities in `first`, if given."""
-        lengths = [batch.samples[i].num_trained for i in part]
-        if not any(lengths):
-            return  # nothing to learn from is no reason to decay the weights
-        if batch.weights is not None and not any(bool(batch.weights[i].any()) for i in part):
-            totals.skipped += 1  # all of it was rejected
-            return
-        counted = batch.counted
-        weight = dict(zip(part, self._token_weights([counted[i] for i in part])))
-        part = [i for i in part if batch.samples[i].num_trained]  # what has no token has no gradient
-        self.optimizer.zero_grad()
-        own = Totals()
-        try:
-            spans = [
-                [part[i] for i in span]
-                for span in micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens)
-            ]
-            load = self._batch_load(batch, spans)
-            for chosen in spans:
-                self._accumulate(batch, chosen, [weight[i] for i in chosen], load, own, first)
-            norm = self.optimizer.gradient_norm()
-            self.model.ops.raise_faults()  # of the backwards
-        except NonFiniteError:
-            norm = float("inf")
-        if math.isfinite(own.loss) and math.isfinite(own.kl) and math.isfinite(norm):
-            self._require_agreement(batch, first or [], part)
-            self.optimizer.step(rate, norm)
-            own.norms.append(norm)
-            totals.add(own)
-            self.bad_steps_in_a_row = 0
-        else:
-            self._count_bad(totals)
-        self.optimizer.zero_grad()
-
-    def _accumulate(
-        self,
-        batch: Batch,
-        chosen: list[int],
-        weights: list[float],
-        load: BatchLoad | None,
-        totals: Totals,
-        first: list[tuple[int, Tensor]] | None,
-    ) -> None:
-        """Forward and backward of one micro-batch: its part of the loss of the whole optimizer batch."""
-        objective = self.objective
-        samples = [batch.samples[i] for i in chosen]
-        packed = pack(samples)
-        logprobs, entropy, tape = self._forward(self.model, packed, samples, compare=first is not None)
-        token_weight = torch.tensor(weights)[packed.sequence]
-        if batch.kept is not None:
-            token_weight = token_weight * torch.cat([batch.kept[i] for i in chosen])
-        surrogate = policy_loss(
-            logprobs,
-            torch.cat([batch.old[i] for i in chosen]),
-            torch.cat([batch.advantages[i] for i in chosen]),
-            clip_low=self.clip_bounds[0],
-            clip_high=self.clip_bounds[1],
-            weights=None if batch.weights is None else torch.cat([batch.weights[i] for i in chosen]),
-            surrogate=objective.surrogate,
-            dual_clip=objective.dual_clip,
-            ratio=objective.ratio,
-            sequence=packed.sequence,
-        )
-        loss = (surrogate.loss * token_weight).sum()
-        total = loss
-        if tape is not None and objective.router_aux_coefficient > 0:
-            probabilities = summed(tape)
-            load = load or load_of(tape, len(probabilities))
-            total = total + objective.router_aux_coefficient * load.loss(probabilities)
-        if batch.reference is not None:
-            kl = kl_penalty(logprobs, torch.cat([batch.reference[i] for i in chosen]), objective.kl_estimator)
-            total = total + objective.kl_coefficient * (kl * token_weight).sum()
-            totals.kl += float(kl.detach().double().sum())
-        total.backward()
-        totals.loss += float(loss.detach())
-        totals.entropy += float(entropy.double().sum())
-        totals.clipped += int(surrogate.clipped.sum())
-        totals.tokens += packed.num_targets
-        if first is not None:
-            first += zip(chosen, logprobs.detach().split([s.num_trained for s in samples]))
-
-
-def _rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
-    return [torch.tensor([s.rollout_logprobs[i] for i in s.trained], dtype=torch.float32) for s in samples]
-
-
-def _key(sample: Sample) -> tuple[int, int]:
-    return sample.prompt_index, sample.sample_index

@@ -7,12 +7,17 @@ expert e per row and P_e its mean probability, both over all layers and all rows
 the whole batch the loss is a sum over micro-batches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from isobit.model.moe import RouteTape
+from isobit.model import Model
+from isobit.model.moe import RouteTape, decode_routes
+from isobit.rl.forward import forward
+from isobit.rl.packing import PackedBatch, pack
+from isobit.rl.samples import Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,3 +82,51 @@ class RoutingTotals:
         if self.compared:
             found["router/differing_choices"] = self.differing / self.compared
         return found
+
+
+def routed_forward(
+    model: Model,
+    packed: PackedBatch,
+    samples: Sequence[Sample],
+    temperature: float,
+    replay: bool,
+    totals: RoutingTotals,
+    compare: bool,
+) -> tuple[Tensor, Tensor, RouteTape | None]:
+    """`forward` of the policy over samples, with the tape of its routers, which `totals` takes into account; None for a
+    dense model. `replay`: the routers repeat the rollout's choices. `compare`: the weights are those of the rollout."""
+    experts = model.config.experts
+    if experts is None:
+        return *forward(model, packed, temperature), None
+    tape, recorded = _tape(model, samples, replay)
+    compare &= all(s.weights_version == model.weights_version for s in samples)
+    found = forward(model, packed, temperature, tape)
+    totals.see(tape, experts.count, recorded if compare else None)
+    return *found, tape
+
+
+@torch.no_grad()
+def batch_load(model: Model, micro_batches: Sequence[Sequence[Sample]], replay: bool) -> BatchLoad | None:
+    """The experts' load over all micro-batches of an optimizer batch, by a pass of its own; None for one micro-batch,
+    whose own forward has it."""
+    experts = model.config.experts
+    assert experts is not None
+    if len(micro_batches) < 2:
+        return None
+    load = BatchLoad(torch.zeros(experts.count, dtype=torch.int64), 0)
+    for samples in micro_batches:
+        tape, packed = _tape(model, samples, replay)[0], pack(samples)
+        model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
+        load += load_of(tape, experts.count)
+    return load
+
+
+def _tape(model: Model, samples: Sequence[Sample], replay: bool) -> tuple[RouteTape, Tensor | None]:
+    """For a forward over the samples, and what the rollout recorded for all of its rows, if it did."""
+    config, recorded = model.config, None
+    assert config.experts is not None
+    if all(s.routes is not None for s in samples):
+        layers, per_token = config.num_mixtures, config.experts.per_token
+        recorded = torch.cat([decode_routes(s.routes or "", layers, per_token) for s in samples])
+    assert recorded is not None or not replay, "the rollout did not record its routes"
+    return RouteTape(recorded.to(model.ops.device) if recorded is not None and replay else None), recorded

@@ -1,70 +1,64 @@
 """Advantages of tokens, normalized over all tokens of a batch: REINFORCE++ with and without a baseline.
 
-A completion is paid its outcome at the last token, and charged a penalty (a KL to the reference) at each. Formulas: Hu
-et al. 2025, arXiv 2501.03262, as verl's `compute_reinforce_plus_plus_outcome_advantage` and
+The reward of a completion is paid at its last token; the penalty of each token (a KL to the reference) is charged
+there. Formulas: Hu et al. 2025, arXiv 2501.03262, as verl's `compute_reinforce_plus_plus_outcome_advantage` and
 `compute_reinforce_plus_plus_baseline_outcome_advantage` write them (tests/rl/test_token_advantages.py).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-TOKEN_KINDS = ("reinforce_pp", "reinforce_pp_baseline")
+from isobit.rl.advantages import AdvantageInputs, Advantages
+
 _EPS = 1e-8
+_Rows = list[list[list[float] | None]]
 
 
-@dataclass(frozen=True)
-class TokenRewards:
-    """Of one completion: its `outcome`, and the `penalties` of its tokens, one for each."""
-
-    outcome: float
-    penalties: Sequence[float]
-
-    def to_go(self, discount: float) -> list[float]:
-        """Per token, the discounted sum of what is paid from it on."""
-        paid = [-penalty for penalty in self.penalties]
-        if paid:
-            paid[-1] += self.outcome
-        return list(accumulate(reversed(paid), lambda later, now: now + discount * later))[::-1]
-
-    @property
-    def total(self) -> float:
-        return self.outcome - math.fsum(self.penalties)
+def reinforce_pp(inputs: AdvantageInputs) -> Advantages:
+    """The discounted sum of what is paid from each token on, normalized over the tokens of the batch."""
+    return _whitened(
+        [
+            [
+                None if reward is None else _rewards_to_go(reward, taken, inputs.settings.discount)
+                for reward, taken in zip(row, penalties, strict=True)
+            ]
+            for row, penalties in zip(inputs.rewards, inputs.penalties, strict=True)
+        ]
+    )
 
 
-def token_advantages(
-    groups: Sequence[Sequence[TokenRewards | None]], kind: str, discount: float = 1.0
-) -> list[list[tuple[float, ...] | None]]:
-    """Per completion of each group, the advantages of its tokens; None for one that is not scored.
-
-    reinforce_pp: the discounted rewards to go of each token. reinforce_pp_baseline: for all tokens the total, less the
-    mean of the scored totals of its group (a group of one keeps its total). Then (x - mean) / sqrt(variance + 1e-8),
-    both over the tokens of the whole batch, the variance over n - 1; where all are equal, exactly 0.
-    """
-    assert kind in TOKEN_KINDS
-    values: list[list[float] | None] = []
-    for group in groups:
-        totals = [rewards.total for rewards in group if rewards is not None]
-        baseline = math.fsum(totals) / len(totals) if len(totals) > 1 else 0.0
-        for rewards in group:
-            if rewards is None:
-                values.append(None)
-            elif kind == "reinforce_pp":
-                values.append(rewards.to_go(discount))
-            else:
-                values.append([rewards.total - baseline] * len(rewards.penalties))
-    flat = iter(_whitened([value for row in values if row is not None for value in row]))
-    rows = iter([None if row is None else tuple(next(flat) for _ in row) for row in values])
-    return [[next(rows) for _ in group] for group in groups]
+def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
+    """For all tokens the total reward, less the mean of the scored totals of its group (a group of one keeps its
+    total), normalized over the tokens of the batch."""
+    values: _Rows = []
+    for row, penalties in zip(inputs.totals(), inputs.penalties, strict=True):
+        scored = [total for total in row if total is not None]
+        baseline = math.fsum(scored) / len(scored) if len(scored) > 1 else 0.0
+        values.append(
+            [None if total is None else [total - baseline] * len(taken) for total, taken in zip(row, penalties)]
+        )
+    return _whitened(values)
 
 
-def _whitened(values: Sequence[float]) -> list[float]:
+def _rewards_to_go(reward: float, penalties: Sequence[float], discount: float) -> list[float]:
+    paid = [-penalty for penalty in penalties]
+    if paid:
+        paid[-1] += reward
+    return list(accumulate(reversed(paid), lambda later, now: now + discount * later))[::-1]
+
+
+def _whitened(rows: _Rows) -> Advantages:
+    """(x - mean) / sqrt(variance + 1e-8), both over the tokens of the whole batch, the variance over n - 1; where all
+    are equal, exactly 0."""
+    values = [value for row in rows for tokens in row if tokens is not None for value in tokens]
     if not values or min(values) == max(values):
-        return [0.0] * len(values)
-    wide = torch.tensor(values, dtype=torch.float64)
-    centred = wide - wide.mean()
-    found: list[float] = (centred / torch.sqrt(wide.var() + _EPS)).tolist()
-    return found
+        normalized = [0.0] * len(values)
+    else:
+        wide = torch.tensor(values, dtype=torch.float64)
+        centred = wide - wide.mean()
+        normalized = (centred / torch.sqrt(wide.var() + _EPS)).tolist()
+    flat = iter(normalized)
+    return [[None if tokens is None else tuple(next(flat) for _ in tokens) for tokens in row] for row in rows]

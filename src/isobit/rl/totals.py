@@ -1,24 +1,52 @@
-"""What is summed over the optimizer steps of a batch, and the metrics made of it."""
+"""Sums over the optimizer steps of a batch, and the metrics made of them."""
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from isobit.rl.loss import LossOutputs
 
 
 @dataclass(eq=False)
 class Totals:
-    """Sums over the tokens of one or more optimizer steps, and the norm of each step's gradient."""
+    """Sums over the tokens of one or more optimizer steps, and the norm of each step's gradient. `named` are sums of
+    the loss function's own metrics."""
 
     loss: float = 0.0
     kl: float = 0.0
     entropy: float = 0.0
     clipped: int = 0
     tokens: int = 0
+    named: dict[str, float] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
     skipped: int = 0
 
-    def add(self, other: "Totals") -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+    def count(self, loss: Tensor, outputs: LossOutputs, entropy: Tensor, kl: Tensor | None) -> None:
+        """Take a micro-batch into account: its part of the loss, and [T] tensors of its tokens."""
+        self.loss += float(loss.detach())
+        self.entropy += float(entropy.double().sum())
+        self.tokens += len(entropy)
+        if kl is not None:
+            self.kl += float(kl.detach().double().sum())
+        if outputs.clipped is not None:
+            self.clipped += int(outputs.clipped.sum())
+        self._add_named({name: float(values.detach().double().sum()) for name, values in outputs.metrics.items()})
+
+    def add(self, step: "Totals", norm: float) -> None:
+        """Take an optimizer step into account, whose gradient had this norm."""
+        self.loss += step.loss
+        self.kl += step.kl
+        self.entropy += step.entropy
+        self.clipped += step.clipped
+        self.tokens += step.tokens
+        self._add_named(step.named)
+        self.norms.append(norm)
+
+    def _add_named(self, sums: Mapping[str, float]) -> None:
+        for name, value in sums.items():
+            self.named[name] = self.named.get(name, 0.0) + value
 
     def metrics(self, rate: float) -> dict[str, float]:
         """NaN where no step was taken."""
@@ -31,4 +59,5 @@ class Totals:
             "grad_norm": sum(self.norms) / steps,
             "learning_rate": rate,
             "steps/skipped": float(self.skipped),
+            **{f"loss/{name}": value / tokens for name, value in self.named.items()},
         }

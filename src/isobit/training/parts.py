@@ -27,7 +27,8 @@ from isobit.model.checkpoint import save_tensors
 from isobit.rewards.pool import RewardPool
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.correction_rule import CorrectionRule, Rejection
-from isobit.rl.learner import Learner
+from isobit.rl.functions import check_functions, digests
+from isobit.rl.learner import Learner, LearnerState
 from isobit.rl.optim import Optimizer
 from isobit.rl.replay import ReplayBuffer, ReplaySettings
 from isobit.run import checkpoints
@@ -85,6 +86,8 @@ class Parts:
         """What the run is computed by."""
         ops, gpu = self.model.ops, find_gpu()
         facts: dict[str, object] = {"backend": ops.backend, "why": ops.why, "consistency": ops.consistency}
+        if functions := digests(self.objective):
+            facts["functions"] = functions
         return facts | versions() | ({"gpu": str(gpu)} if gpu is not None else {})
 
     def memory_metrics(self) -> dict[str, float]:
@@ -140,6 +143,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
         raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
+    check_functions(objective)
     reference = None
     if objective.kl_coefficient > 0:
         precision = config.reference.precision or config.precision
@@ -318,7 +322,6 @@ def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
         raise IsobitError(f"{trainer}: cannot be read: {error}") from None
     parts.optimizer.load_state(tensors)
     parts.calibrator.load_state(scales)
-    parts.learner.bad_steps_in_a_row = state["bad_steps_in_a_row"]
-    parts.learner.clip_bounds = tuple(state["clip_bounds"])
+    parts.learner.state = LearnerState(tuple(state["clip_bounds"]), state["bad_steps_in_a_row"])
     parts.model.transformer.weights_version = state["weights_version"]
     return state

@@ -16,6 +16,7 @@ from isobit.config import Config
 from isobit.errors import IsobitError
 from isobit.report.samples import best_worst_and_between
 from isobit.rl import Group, Sample
+from isobit.rl.learner import Learned
 from isobit.run import completions
 from isobit.run.completions import COMPLETIONS, SAME
 from isobit.run.directory import METRICS, read_jsonl
@@ -27,7 +28,7 @@ LONGEST_COLUMN = 2000
 """Characters of a column as JSON; of a longer one, such as the tests of a program, the beginning is recorded."""
 
 
-def rows_of(step: int, groups: Sequence[Group], parts: Parts) -> Iterator[dict[str, Any]]:
+def rows_of(step: int, groups: Sequence[Group], learned: Learned, parts: Parts) -> Iterator[dict[str, Any]]:
     """The rows of a step, as `run.completions` wants them."""
     kind = parts.config.run.completions
     if kind == "none":
@@ -36,17 +37,17 @@ def rows_of(step: int, groups: Sequence[Group], parts: Parts) -> Iterator[dict[s
     rewards = [float("nan") if s.reward is None else s.reward for s in samples]
     whole = set(range(len(samples))) if kind == "all" else set(best_worst_and_between(rewards, SAMPLED))
     for i, sample in enumerate(samples):
-        yield _row(step, sample, parts, i in whole)
+        yield _row(step, sample, learned, parts, i in whole)
 
 
-def _row(step: int, sample: Sample, parts: Parts, whole: bool) -> dict[str, Any]:
+def _row(step: int, sample: Sample, learned: Learned, parts: Parts, whole: bool) -> dict[str, Any]:
     tokenizer, example = parts.model.tokenizer, parts.task.train.at(sample.prompt_index)
     found: dict[str, Any] = {"step": step, "row": example.index, "prompt": tokenizer.decode(sample.prompt_ids)}
     if not whole:
         kept = ("prompt_index", "sample_index", "reward", "rewards", "truncated")
         return found | {name: getattr(sample, name) for name in kept}
     rollout = list(sample.rollout_logprobs)
-    policy = parts.learner.compared.get((sample.prompt_index, sample.sample_index))
+    policy = learned.compared.get((sample.prompt_index, sample.sample_index))
     return {
         **found,
         "prompt_rendered": tokenizer.decode(sample.prompt_ids, special=True),

@@ -18,10 +18,11 @@ from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.report import write_report
 from isobit.rl import Group, Sample
+from isobit.rl.advantages import Advantage
 from isobit.rl.agreement import Disagreement
-from isobit.rl.batch import Advantage
 from isobit.rl.collect import StepBatch
 from isobit.rl.correction import small_step
+from isobit.rl.learner import Learned
 from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.directory import Interruption, Run
@@ -207,7 +208,7 @@ class Session:
         )
         return [[next(scored) for _ in group] for group in groups]
 
-    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> dict[str, float]:
+    def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> Learned:
         """Verb 5 (4, assigning credit, is a pure function of `rl`): optimizer steps."""
         self.parts.sleep()
         whole, self._whole = self._whole, None
@@ -220,20 +221,20 @@ class Session:
                 self._whole = whole  # the weights are still those of the last step
                 replayed = self._recorded is not None
                 raise failure(found, self.parts.learner, self.state.step + 1, self.run.directory, replayed) from None
-        if (line := warning_of(learned, self.parts.learner, self.state.step + 1)) is not None:
+        if (line := warning_of(learned.metrics, self.parts.learner, self.state.step + 1)) is not None:
             self.display.note(line)
         self.parts.calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
         nonzero = sum(advantage != 0 if isinstance(advantage, float) else any(advantage) for advantage in advantages)
         self._metrics["advantage/nonzero_fraction"] = nonzero / len(advantages) if advantages else math.nan
         self._metrics["throughput/learn_tokens_per_s"] = tokens / max(self._metrics["time/learn"], 1e-9)
-        warning = small_step(self.objective.correction, learned)
+        warning = small_step(self.objective.correction, learned.metrics)
         if warning is not None and not self._warned:
             self._warned = True
             self.display.note(f"step {self.state.step + 1}: {warning}")
         return learned
 
-    def record(self, batch: StepBatch, learned: dict[str, float]) -> None:
+    def record(self, batch: StepBatch, learned: Learned) -> None:
         """Verb 6: metrics, completions, and, when they are due, an evaluation and a checkpoint."""
         state, config = self.state, self.config
         staleness = [state.step - s.rollout_step for g in (*batch.groups, *batch.replayed) for s in g]
@@ -245,7 +246,7 @@ class Session:
         measured = {
             **batch_metrics(batch),
             **staleness_metrics(staleness, len(batch.replayed), len(self.parts.replay.groups)),
-            **learned,
+            **learned.metrics,
             **self._learner_totals.metrics(),
             **self._metrics,
             "prompts/consumed": float(state.cursor),
@@ -255,7 +256,7 @@ class Session:
             **self._peaks.metrics(),
             "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        self.run.write_completions(rows_of(state.step, batch.groups, self.parts))
+        self.run.write_completions(rows_of(state.step, batch.groups, learned, self.parts))
         if self._weights.due(state.step, config.run.quantization_every):
             self.run.write_quantization(state.step, self._weights.by_tensor() | self._learner_totals.by_tensor())
         values = self._finish_step(measured)
@@ -338,7 +339,7 @@ class Session:
         raise RunFailed(f"{error}; {kept}") from None
 
     def _stop_if_bad(self) -> None:
-        bad = self.parts.learner.bad_steps_in_a_row
+        bad = self.parts.learner.state.bad_steps_in_a_row
         if bad >= self.config.optimizer.max_bad_steps:
             self._fail(f"{bad} optimizer steps in a row had a loss or gradient that is not finite")
 

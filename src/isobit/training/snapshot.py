@@ -43,8 +43,8 @@ class Snapshot:
         """Of now. Groups and batches are never changed once they are here, so lists are copied and no more."""
         copied = State(state.step, state.cursor, list(state.pending), list(state.queue), state.unrecorded)
         rest = {
-            "bad_steps_in_a_row": parts.learner.bad_steps_in_a_row,
-            "clip_bounds": parts.learner.clip_bounds,
+            "bad_steps_in_a_row": parts.learner.state.bad_steps_in_a_row,
+            "clip_bounds": parts.learner.state.clip_bounds,
             "weights_version": parts.model.weights_version,
             "offsets": dict(offsets),
             "best": best,
