@@ -73,13 +73,14 @@ def advantage_function(name: str) -> AdvantageFunction:
     return advantage
 
 
-def digests(objective: Objective) -> dict[str, str]:
-    """sha256 of the files of a user's functions, by the key that names them."""
+def digests(objective: Objective) -> dict[str, list[str]]:
+    """sha256 of the files of a user's functions, by the key that names them; as `machine.json` keeps them, which lists
+    the later ones of a resumed run too."""
     found = {}
     for key, name, named in ((_LOSS, objective.loss, LOSSES), (_ADVANTAGE, objective.advantage, ADVANTAGES)):
         if name not in named:
             _, file = find_function(name, key)
-            found[key] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            found[key] = [hashlib.sha256(Path(file).read_bytes()).hexdigest()]
     return found
 
 

@@ -73,19 +73,28 @@ class Run:
                 file.close()
         self._lock.close()
 
-    def record_machine(self, facts: Mapping[str, object]) -> None:
-        """Keep what the run is computed by. Raises IsobitError where it would go on by another `backend`, with other
-        bits."""
+    def record_machine(self, facts: Mapping[str, object]) -> list[str]:
+        """Keep what the run is computed by; returns a line for each of the user's `functions` whose file has changed
+        since. Raises IsobitError where the run would go on by another `backend`, with other bits."""
         path = self.directory / MACHINE
         if not path.exists():
             _replace_text(path, json.dumps(facts, indent=1) + "\n")
-            return
+            return []
         before = json.loads(path.read_text(encoding="utf-8"))
         if before["backend"] != facts["backend"]:
             raise IsobitError(
                 f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
                 f"{facts['backend']}, which rounds in other places; resume it where the former works"
             )
+        lines, now = [], facts.get("functions", {})
+        assert isinstance(now, dict)
+        for key, digests in before.get("functions", {}).items():
+            if key in now and digests[-1:] != now[key]:
+                digests += now[key]
+                lines.append(f"warning: {key}: its file has changed since the run began: later steps are of another")
+        if lines:
+            _replace_text(path, json.dumps(before, indent=1) + "\n")
+        return lines
 
     @property
     def checkpoints(self) -> Path:

@@ -59,7 +59,7 @@ class Session:
         self.best = Best(
             run.directory, evaluation.best_by if evaluation.every and evaluation.keep_best else None, parts.model.save
         )
-        run.record_machine(parts.machine())
+        self._changed = run.record_machine(parts.machine())
         self.interruption = Interruption()
         details = f"{self.model.precision.name}, {self.config.consistency}"
         self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
@@ -94,7 +94,7 @@ class Session:
         """Say what computes, know what was done before, and record what is due before the first step."""
         self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
         self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
-        for warning in (endless(self.model, self.config.sampling), too_large(self.parts)):
+        for warning in (*self._changed, endless(self.model, self.config.sampling), too_large(self.parts)):
             if warning is not None:
                 self.display.note(warning)
         for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done

@@ -1,0 +1,90 @@
+"""Runs with a loss and an advantage of the user's file, and what a resumed run says of another text."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.training.loop import resume, train
+from tests.runs import write_config
+
+CLIP = """
+import torch
+from isobit.rl.loss import LossOutputs, ratios
+
+def loss(inputs):
+    ratio = ratios(inputs)
+    bounded = ratio.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
+    loss = -torch.minimum(ratio * inputs.advantages, bounded * inputs.advantages)
+    return LossOutputs(loss, metrics={"ratio": ratio})
+"""
+CENTRED = """
+import math
+
+def advantage(inputs):
+    found = []
+    for row in inputs.totals():
+        scored = [reward for reward in row if reward is not None]
+        mean = math.fsum(scored) / max(len(scored), 1)
+        found.append([None if r is None else r - mean if len(set(scored)) > 1 else 0.0 for r in row])
+    return found
+"""
+
+
+def weights(run: Path) -> bytes:
+    return (sorted((run / "checkpoints").glob("step*"))[-1] / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "losses.py").write_text(CLIP)
+    (tmp_path / "credit.py").write_text(CENTRED)
+    return tmp_path
+
+
+def run(folder: Path, model: Path, name: str, *overrides: str) -> Path:
+    settings = [f"run.dir={folder / name}", "steps=2", "algorithm.preset=dr_grpo", *overrides]
+    return train(load_config(write_config(folder, model), settings)).run_dir
+
+
+def test_the_named_ones_written_anew_train_to_the_same_bits(files: Path, base_model: Path) -> None:
+    own = run(files, base_model, "own", f"algorithm.loss={files}/losses.py:loss")
+    both = f"algorithm.advantage={files}/credit.py:advantage"
+    all_own = run(files, base_model, "all", f"algorithm.loss={files}/losses.py:loss", both)
+    named = run(files, base_model, "named")
+    (files / "twice.py").write_text(CLIP.replace("loss = -", "loss = -2 * "))
+    other = run(files, base_model, "other", f"algorithm.loss={files}/twice.py:loss")
+    assert weights(own) == weights(all_own) == weights(named)
+    assert weights(other) != weights(named)  # the control
+    rows = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss/ratio"] for row in rows if row["step"] > 0] == [1.0, 1.0]
+    facts = json.loads((all_own / "machine.json").read_text())["functions"]
+    assert {key: len(found) for key, found in facts.items()} == {"algorithm.loss": 1, "algorithm.advantage": 1}
+
+
+def test_a_resumed_run_says_that_its_loss_is_another(
+    files: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run(files, base_model, "own", f"algorithm.loss={files}/losses.py:loss")
+    resume(directory, ["steps=3"], quiet=False)
+    assert "algorithm.loss" not in capsys.readouterr().err  # the control: the same text
+    (files / "losses.py").write_text(CLIP.replace("loss = -", "loss = -2 * "))
+    resume(directory, ["steps=4"], quiet=False)
+    assert "warning: algorithm.loss: its file has changed since the run began" in capsys.readouterr().err
+    facts = json.loads((directory / "machine.json").read_text())["functions"]
+    assert len(set(facts["algorithm.loss"])) == 2
+
+
+def test_a_loss_that_cannot_be_split_costs_nothing(files: Path, base_model: Path) -> None:
+    (files / "losses.py").write_text(CLIP.replace("LossOutputs(loss,", "LossOutputs(loss / len(loss),"))
+    with pytest.raises(IsobitError, match="depends on how a batch is split into micro-batches"):
+        run(files, base_model, "own", f"algorithm.loss={files}/losses.py:loss")
+    assert not (files / "own").exists()
+
+
+def test_a_config_of_before_calls_the_loss_a_surrogate(files: Path, base_model: Path) -> None:
+    config = load_config(write_config(files, base_model), ["algorithm={surrogate: cispo}"])
+    assert config.algorithm.loss == "cispo"
+    assert load_config(write_config(files, base_model), ["algorithm={surrogate: null}"]).algorithm.loss is None
