@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels import KVStore, Layout, Operand, Ops, get_ops
+from isobit.kernels import KVStore, Layout, Operand, Ops, Packed, get_ops
 from isobit.kernels.native import available, build
-from isobit.precision import BF16, E4M3, FP32, QTensor, QuantSpec, quantize
+from isobit.model.working import tensors_of
+from isobit.precision import BF16, E4M3, FP32, QuantSpec, quantize
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
 
@@ -179,44 +180,37 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_others(
             assert same(whole[rows], alone)
 
 
-def overwrite_in_place(weight: Tensor, new: Tensor) -> None:
-    weight.copy_(new)
-
-
-def overwrite_past_the_counter(weight: Tensor, new: Tensor) -> None:
-    weight.data.copy_(new)
-
-
-def overwrite_memory(weight: Tensor, new: Tensor) -> None:
-    weight.view(torch.uint8).numpy()[:] = new.view(torch.uint8).numpy()
-
-
 @pytest.mark.parametrize("consistency", ["bitwise", "fast"])
-@pytest.mark.parametrize("overwrite", [overwrite_in_place, overwrite_past_the_counter, overwrite_memory])
 @pytest.mark.parametrize("kind", ["e4m3", "bf16", "fp32"])
-def test_a_changed_weight_is_never_multiplied_stale(
-    random: torch.Generator, kind: str, overwrite: Callable[[Tensor, Tensor], None], consistency: str
+def test_a_prepared_weight_is_multiplied_as_it_was_when_it_was_prepared(
+    random: torch.Generator, kind: str, consistency: str
 ) -> None:
+    """Its products are those of the weight; once that is overwritten, the old pack gives the old products, which is the
+    control, and the same pack written again the new ones, without new storage."""
     ops = get_ops("native", consistency)
     first, second = (torch.randn(COLUMNS, INNER, generator=random) for _ in range(2))
     x = torch.randn(5, INNER, generator=random)
 
-    def operands(weight: Tensor) -> tuple[Operand, Operand, Tensor]:
+    def operands(weight: Tensor) -> tuple[Operand, Operand]:
         if kind == "e4m3":
-            quantized = quantize(weight, QuantSpec(E4M3, "128x128"))
-            return quantize(x, QuantSpec(E4M3, "1x128")), quantized, quantized.data
-        plain = weight.to({"bf16": torch.bfloat16, "fp32": torch.float32}[kind], copy=True)
-        return x.to(plain.dtype), plain, plain
+            return quantize(x, QuantSpec(E4M3, "1x128")), quantize(weight, QuantSpec(E4M3, "128x128", "fp32"))
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
+        return x.to(dtype), weight.to(dtype, copy=True)
 
-    a, b, storage = operands(first)
-    _, other, new = operands(second)
-    if isinstance(b, QTensor) and isinstance(other, QTensor):
-        b.scale.copy_(other.scale)
-    before = ops.product(a, b)
-    assert same(ops.product(a, b), before)
-    overwrite(storage, new)
-    assert same(ops.product(a, b), ops.product(a, other))
-    assert not same(ops.product(a, b), before)
+    (a, weight), (_, other) = operands(first), operands(second)
+    prepared = ops.prepare(weight)
+    before = ops.product(a, weight)
+    assert same(ops.product(a, prepared), before)
+    for target, source in zip(tensors_of(weight), tensors_of(other)):
+        target.copy_(source)
+    wanted = ops.product(a, other)
+    assert not same(wanted, before)
+    assert same(ops.product(a, weight), wanted)
+    if isinstance(prepared, Packed):
+        assert not same(ops.product(a, prepared), wanted), "or this does not test what it says"
+    assert ops.prepare(weight, prepared) is prepared
+    assert same(ops.product(a, prepared), wanted)
+    assert isinstance(prepared, Packed) or (kind, consistency) == ("fp32", "fast")
 
 
 def test_new_weights_at_an_old_address(native: Ops, random: torch.Generator) -> None:
@@ -229,19 +223,6 @@ def test_new_weights_at_an_old_address(native: Ops, random: torch.Generator) -> 
         assert same(native.product(x, weight), reference.product(x, weight))
         del weight
     assert len(addresses) < 50  # or this did not test what it says
-
-
-def test_packs_die_with_their_weights(random: torch.Generator) -> None:
-    from isobit.kernels.native import NativeOps
-
-    ops = NativeOps()
-    x = torch.randn(3, INNER, generator=random)
-    weights = [torch.randn(COLUMNS, INNER, generator=random) for _ in range(4)]
-    for weight in weights:
-        ops.product(x, weight)
-    assert ops.cached_weights == 4
-    del weight, weights[1:]
-    assert ops.cached_weights == 1
 
 
 def test_no_compiler_is_a_reason_and_not_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

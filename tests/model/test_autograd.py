@@ -79,7 +79,7 @@ def test_mxfp8_linear_quantizes_the_weight_again_for_dgrad(ops: Ops) -> None:
     spec = QuantSpec(E4M3, "1x32", "ue8m0")
     weight = _weight()
     working = quantize(weight.master.detach(), spec)
-    weight = replace(weight, working=working, activation=spec, gradient=spec)
+    weight = replace(weight, prepared=working, activation=spec, gradient=spec)
     x, dy = _random(_ROWS, _IN, seed=3), _random(_ROWS, _OUT, seed=4) * 1e-4
     y, dx, dw, _ = _run(weight, x, dy, ops)
     values, w = quantize(x, spec).dequantize().double(), working.dequantize().double()
@@ -93,7 +93,7 @@ def test_mxfp8_linear_quantizes_the_weight_again_for_dgrad(ops: Ops) -> None:
 
 def test_a_weight_with_a_scale_per_row_is_quantized_again_for_dgrad(ops: Ops) -> None:
     spec = QuantSpec(E4M3, "row", "ue8m0")
-    weight = replace(_weight(), working=quantize(_weight().master.detach(), spec))
+    weight = replace(_weight(), prepared=quantize(_weight().master.detach(), spec))
     _, dx, _, _ = _run(weight, _random(_ROWS, _IN, seed=3), dy := _random(_ROWS, _OUT, seed=4), ops)
     again = quantize(weight.working.dequantize().t().contiguous(), spec).dequantize().double()
     _close(dx, quantize(dy, _ROW_BLOCKS).dequantize().double() @ again.T, _BF16_ROUNDING)

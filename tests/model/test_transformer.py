@@ -187,30 +187,47 @@ def test_memory_of_working_weights() -> None:
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("family", ["llama-tied", "llama-biases", "qwen3_moe"])
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "nvfp4", "fp8-rollout"])
-def test_a_sync_may_write_where_the_last_one_was(preset: str, family: str, backend: str) -> None:
-    """As on a GPU, where captured steps read from there: the addresses stay, and the bits are those of new storage;
-    what was made of the old weights, such as packs of the native backend, is not used again."""
-    model, other = random_model(preset, backend, family), random_model(preset, backend, family)
-    model.transformer.keeps_storage = True
-    model.sync()  # from now on
+def test_a_sync_writes_where_the_last_one_was(preset: str, family: str, backend: str) -> None:
+    """The addresses stay, so that captured steps read the new weights; the bits are those of a model made of the same
+    masters, whose packs cannot be old."""
+    model = random_model(preset, backend, family)
     addresses, before = model.transformer.rollout_storage(), _packed(model, _SEQUENCES, "rollout")
-    assert _differing(before, _packed(other, _SEQUENCES, "rollout")) == 0
     with torch.no_grad():
-        for parameter in (*model.parameters(), *other.parameters()):
+        for parameter in model.parameters():
             parameter.mul_(1.3)
     model.sync()
-    other.sync()
-    assert model.transformer.rollout_storage() == addresses
+    other = model.under(preset)
+    assert model.transformer.rollout_storage() == addresses != other.transformer.rollout_storage()
     for use in ("rollout", "learner"):
         assert _differing(_packed(model, _SEQUENCES, use), _packed(other, _SEQUENCES, use)) == 0
     assert _differing(_packed(model, _SEQUENCES, "rollout"), before) > 0
     assert model.memory() == other.memory()
-    if preset != "fp8-rollout":  # there the rollout's own copy stays in any case
-        held = [tensor for _, tensor, _ in other.transformer._working["rollout"].tensors()]
-        moved = other.transformer.rollout_storage()
-        other.sync()
-        assert held
-        assert other.transformer.rollout_storage() != moved, "or this does not test what it says"
+    assert model.transformer.packed_bytes() == other.transformer.packed_bytes()
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-rollout"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3_moe"])
+def test_control_a_pack_from_before_a_sync_is_noticed(
+    preset: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same comparison as above, with a backend that does not prepare overwritten weights again."""
+    model = random_model(preset, "native", family)
+    prepare = type(model.ops).prepare
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    monkeypatch.setattr(type(model.ops), "prepare", lambda ops, weight, into=None: into or prepare(ops, weight))
+    model.sync()
+    learned = _packed(model, _SEQUENCES), _packed(model.under(preset), _SEQUENCES)
+    assert _differing(*learned) == sum(_LENGTHS)
+
+
+def test_packs_are_counted_once() -> None:
+    """A byte per code, in panels of 16 rows; the head's of the tied embedding is one pack more, and the uses share."""
+    model = random_model("fp8", "native", tie_embeddings=True)
+    linear = sum(p.numel() for name, p in model.named_parameters().items() if "norm" not in name) - 61 * 144
+    assert model.transformer.packed_bytes() == linear + 2 * 64 * 144
+    assert random_model("fp8", "reference").transformer.packed_bytes() == 0
 
 
 def test_excepted_layers_stay_in_bf16() -> None:

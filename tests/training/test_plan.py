@@ -49,7 +49,7 @@ def test_more_tokens_take_more_in_straight_lines(tmp_path: Path, base_model: Pat
     """What is measured on 8 and 24 tokens says what 200 take, to 15 %."""
     parts = _parts(tmp_path, base_model)
     learning = plan.measure_parts(parts)
-    _, peaks = plan._pass(parts.model, 200, 200)
+    peaks = plan._pass(parts.model, 200, 200)
     assert learning.at(200) == pytest.approx(max(peaks), rel=0.15)
     assert learning.at(200) > 3 * learning.at(24) > 0
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from isobit.engine.types import Sampling
-from isobit.kernels import Ops
+from isobit.kernels import Ops, Prepared
 
 LOGITS_AT_ONCE = 2**26
 """Elements of logits that are held at a time (256 MiB)."""
 
 
 def draw(
-    hidden: Tensor, weight: Tensor, keys: Tensor, sampling: Sampling, ops: Ops, source: Tensor | None = None
+    hidden: Tensor, weight: Prepared, keys: Tensor, sampling: Sampling, ops: Ops, source: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Tokens [R] int64 and log-probabilities [R] float32 for keys [R, 4] int64: key r draws from row `source[r]`, by
     default row r, of hidden [T, C] under the output head's weight [V, C]."""
@@ -33,7 +33,7 @@ def draw(
 
 
 def _draw(
-    hidden: Tensor, weight: Tensor, keys: Tensor, sampling: Sampling, ops: Ops, source: Tensor | None
+    hidden: Tensor, weight: Prepared, keys: Tensor, sampling: Sampling, ops: Ops, source: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if not (sampling.greedy or sampling.truncated):
         return ops.head_sample(hidden, weight, keys, sampling.temperature, source)

@@ -3,7 +3,7 @@
 from isobit.kernels.composed import Composed
 from isobit.kernels.gpu import find_gpu, versions
 from isobit.kernels.table import BACKENDS, CONSISTENCIES, get_ops, separate_ops
-from isobit.kernels.types import KVStore, Layout, Operand, Ops, Stacked
+from isobit.kernels.types import KVStore, Layout, Operand, Ops, Packed, Prepared, Stacked, plain, weight_of
 
 __all__ = [
     "BACKENDS",
@@ -13,9 +13,13 @@ __all__ = [
     "Layout",
     "Operand",
     "Ops",
+    "Packed",
+    "Prepared",
     "Stacked",
     "find_gpu",
     "get_ops",
+    "plain",
     "separate_ops",
     "versions",
+    "weight_of",
 ]

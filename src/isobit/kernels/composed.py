@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from isobit.kernels.types import KVStore, Layout, Operand, Ops, Stacked
+from isobit.kernels.types import KVStore, Layout, Operand, Ops, Prepared, Stacked, plain, values
 from isobit.precision import Precision, QTensor, QuantSpec, along_rows
 
 Norms = tuple[Tensor, Tensor] | None
@@ -26,9 +26,11 @@ class Composed(Ops):
     def raise_faults(self) -> None:
         """Nothing is put off: operators raise where they meet NaN or infinity."""
 
+    def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
+        return weight
+
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
-        values = x.dequantize() if isinstance(x, QTensor) else x
-        return self.quantize(values, along_rows(spec), name).transpose()
+        return self.quantize(values(x), along_rows(spec), name).transpose()
 
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
         return self.product(a, b, None, out)
@@ -36,7 +38,7 @@ class Composed(Ops):
     def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
         parts = [
             self.product(rows_of(a, start, stop), weight, None, out)
-            for weight, (start, stop) in zip(weights.experts, pairwise(offsets.tolist()))
+            for weight, (start, stop) in zip(weights.prepared or weights.experts, pairwise(offsets.tolist()))
             if stop > start
         ]
         return torch.cat(parts) if parts else torch.empty((0, weights.shape[1]), dtype=out, device=offsets.device)
@@ -54,8 +56,7 @@ class Composed(Ops):
                 right = self.quantize_along_tokens(own, own.spec, name)
                 found.append(self.gradient_product(left, right, torch.float32))
             else:
-                plain = own.dequantize().to(dy.dtype) if isinstance(own, QTensor) else own
-                found.append(self.gradient_product(rows.t(), plain.t(), torch.float32))
+                found.append(self.gradient_product(rows.t(), plain(own, dy.dtype).t(), torch.float32))
         return found
 
     def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
@@ -120,23 +121,23 @@ class Composed(Ops):
         return torch.zeros(count, dy.shape[1], device=dy.device).index_add_(0, tokens, dy.float())
 
     def head_logprobs(
-        self, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+        self, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         return self.token_logprobs(self.product(hidden, weight, None, torch.float32), tokens, temperature)
 
     def head_backward(
-        self, dlogprobs: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+        self, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         logits = self.product(hidden, weight, None, torch.float32)
         # d log p(token) / d logits = (onehot - softmax) / temperature
         dlogits = torch.softmax(logits / temperature, -1).neg_()
         dlogits[torch.arange(dlogits.shape[0], device=tokens.device), tokens] += 1.0
         dlogits = (dlogits * (dlogprobs / temperature).unsqueeze(-1)).to(hidden.dtype)
-        dhidden = self.gradient_product(dlogits, weight.t(), hidden.dtype)
+        dhidden = self.gradient_product(dlogits, values(weight).t(), hidden.dtype)
         return dhidden, self.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)
 
     def head_sample(
-        self, hidden: Tensor, weight: Tensor, keys: Tensor, temperature: float, source: Tensor | None = None
+        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: float, source: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = self.product(hidden, weight, None, torch.float32)
         logits = logits if source is None else logits.index_select(0, source)

@@ -16,8 +16,7 @@ from torch.nn import functional
 from isobit.kernels.codes import decode
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
-from isobit.kernels.reference.product import values
-from isobit.kernels.types import KVStore, Layout, Operand, Ops
+from isobit.kernels.types import KVStore, Layout, Operand, Ops, Prepared, values, weight_of
 from isobit.precision import QTensor, QuantSpec, expand_scale
 
 
@@ -46,9 +45,10 @@ class SeparateOps(ReferenceOps):
     def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
         return self._alike.sample(logits, keys, temperature)
 
-    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is float32: the
         output head's logits are BF16."""
+        b = weight_of(b)
         if isinstance(a, QTensor) and isinstance(b, QTensor):
             total = _scaled_blocks(a, b)
             return (total if bias is None else total + bias.float()).to(out)

@@ -21,16 +21,59 @@ Operand = Tensor | QTensor
 
 
 @dataclass(frozen=True, eq=False)
+class Packed:
+    """A weight [N, K], and its values in the order in which a backend's inner loop reads them (`Ops.prepare`).
+
+    `panels` are the backend's own; `values` [N, K], where it needs them, are the dequantized weight. Both are of the
+    weight as it was when it was prepared: whoever writes into a weight prepares it again.
+    """
+
+    weight: Operand
+    panels: Tensor | None
+    values: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies; the weight is not one."""
+        return sum(t.numel() * t.element_size() for t in (self.panels, self.values) if t is not None)
+
+
+Prepared = Operand | Packed
+"""A weight as products take it."""
+
+
+def weight_of(prepared: Prepared) -> Operand:
+    """The weight without what was packed of it."""
+    return prepared.weight if isinstance(prepared, Packed) else prepared
+
+
+def values(operand: Prepared) -> Tensor:
+    """The values of an operand: a plain tensor itself, or the dequantized float32 matrix."""
+    operand = weight_of(operand)
+    return operand.dequantize() if isinstance(operand, QTensor) else operand
+
+
+def plain(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """A plain tensor itself, or the dequantized matrix in `dtype`."""
+    return operand.dequantize().to(dtype) if isinstance(operand, QTensor) else operand
+
+
+@dataclass(frozen=True, eq=False)
 class Stacked:
     """E matrices [N, K] of one shape and format, in one storage: the weights of a layer's experts.
 
     data [E, N, K]; quantized: E4M3 or another format of `spec`, with scale [E, block rows, block columns] float32. Else
-    a plain type, without scale and spec.
+    a plain type, without scale and spec. `prepared`: every matrix as `Ops.prepare` returned it, if it did.
     """
 
     data: Tensor
     scale: Tensor | None = None
     spec: QuantSpec | None = None
+    prepared: tuple[Prepared, ...] | None = None
 
     @staticmethod
     def of(matrices: Iterable[Operand], count: int) -> "Stacked":
@@ -60,6 +103,8 @@ class Stacked:
     @cached_property
     def experts(self) -> tuple[Operand, ...]:
         """Every matrix as an operand over this storage; the same objects every time."""
+        if self.prepared is not None:
+            return tuple(weight_of(matrix) for matrix in self.prepared)
         if self.scale is None or self.spec is None:
             return self.data.unbind(0)
         return tuple(QTensor(data, scale, self.spec) for data, scale in zip(self.data.unbind(0), self.scale.unbind(0)))
@@ -235,7 +280,12 @@ class Ops(Protocol):
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         """`isobit.precision.quantize`, bit for bit."""
 
-    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
+        """A weight that is multiplied often, with what this backend packs of it, if it does: products of it are those
+        of the weight, bit for bit. `into`: the same weight, prepared before it was overwritten; its packs are written
+        where they are."""
+
+    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in docs/numerics.md."""
 
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
@@ -346,17 +396,17 @@ class Ops(Protocol):
         """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt, sample, position."""
 
     def head_logprobs(
-        self, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+        self, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """`token_logprobs` of the output head's logits hidden [T, C] · weight [V, C]ᵀ."""
 
     def head_backward(
-        self, dlogprobs: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+        self, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the log-probabilities [T]."""
 
     def head_sample(
-        self, hidden: Tensor, weight: Tensor, keys: Tensor, temperature: float, source: Tensor | None = None
+        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: float, source: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(tokens [B] int64, their log-probabilities [B] float32, which are `head_logprobs`'): key b [B, 4] draws from
         row `source[b]` of hidden, by default row b. Tokens as by `sample`."""

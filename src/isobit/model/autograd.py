@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import KVStore, Layout, Operand, Ops
+from isobit.kernels import KVStore, Layout, Operand, Ops, Prepared, plain, weight_of
 from isobit.precision import QTensor, QuantSpec, along_rows, quantize_with_scale
 
 ALONG_INPUTS = ("1x32", "1x16", "row")
@@ -24,11 +24,14 @@ ALONG_INPUTS = ("1x32", "1x16", "row")
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """One linear layer's weights [N, K]: masters, working copies, and how its three products run."""
+    """One linear layer's weights [N, K]: masters, working copies, and how its three products run.
+
+    `prepared` is the working weight as the forward's product takes it, with what the backend packed of it.
+    """
 
     name: str
     master: Tensor
-    working: Operand
+    prepared: Prepared
     bias_master: Tensor | None
     bias: Tensor | None
     activation: QuantSpec | None = None
@@ -36,6 +39,11 @@ class Weight:
     dgrad: str = "bf16"
     wgrad: str = "bf16"
     own_copy: bool = False  # WGrad's activation is quantized along the tokens in the forward, from the unquantized one
+
+    @property
+    def working(self) -> Operand:
+        """The working weight itself."""
+        return weight_of(self.prepared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +59,7 @@ def linear(x: Tensor, weight: Weight, ops: Ops) -> Tensor:
     """x [T, K] times the weight, plus bias: [T, N] in x's dtype."""
     if torch.is_grad_enabled():
         return _Linear.apply(x, weight.master, weight.bias_master, weight, ops)
-    return ops.product(_quantized(x, weight, ops), weight.working, weight.bias, x.dtype)
+    return ops.product(_quantized(x, weight, ops), weight.prepared, weight.bias, x.dtype)
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops: Ops) -> tuple[Tensor, Tensor]:
@@ -69,14 +77,14 @@ def norm_linear(
     if torch.is_grad_enabled():
         return _NormLinear.apply(x, residual, norm.master, weight.master, weight.bias_master, norm, eps, weight, ops)
     operand, summed, _ = _normed(x, residual, norm, eps, weight, ops)
-    return ops.product(operand, weight.working, weight.bias, x.dtype), summed
+    return ops.product(operand, weight.prepared, weight.bias, x.dtype), summed
 
 
 def gated_linear(gate_up: Tensor, weight: Weight, ops: Ops) -> Tensor:
     """linear(silu_mul(gate_up [T, 2K])) [T, N]: the bits of the two in turn."""
     if torch.is_grad_enabled():
         return _GatedLinear.apply(gate_up, weight.master, weight.bias_master, weight, ops)
-    return ops.product(_gated(gate_up, weight, ops), weight.working, weight.bias, gate_up.dtype)
+    return ops.product(_gated(gate_up, weight, ops), weight.prepared, weight.bias, gate_up.dtype)
 
 
 def attention_inputs(
@@ -128,7 +136,7 @@ class _Linear(Function):
         ctx.weight, ctx.ops = weight, ops
         operand = _quantized(x, weight, ops)
         ctx.save_for_backward(*_kept(operand, x, weight, ops))
-        return ops.product(operand, weight.working, weight.bias, x.dtype)
+        return ops.product(operand, weight.prepared, weight.bias, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -188,7 +196,7 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
             name = f"transposed {weight.name}"
             transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, name)
         return ops.gradient_product(quantized, transposed, dy.dtype)
-    return ops.gradient_product(dy, _plain(working, dy.dtype).t(), dy.dtype)
+    return ops.gradient_product(dy, plain(working, dy.dtype).t(), dy.dtype)
 
 
 def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor:
@@ -200,11 +208,7 @@ def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor:
             return ops.gradient_product(gradient, saved, torch.float32)
         activation = ops.quantize_along_tokens(saved, saved.spec, weight.name)
         return ops.gradient_product(gradient, activation, torch.float32)
-    return ops.gradient_product(dy.t(), _plain(saved, dy.dtype).t(), torch.float32)
-
-
-def _plain(operand: Operand, dtype: torch.dtype) -> Tensor:
-    return operand.dequantize().to(dtype) if isinstance(operand, QTensor) else operand
+    return ops.gradient_product(dy.t(), plain(saved, dy.dtype).t(), torch.float32)
 
 
 class _RMSNorm(Function):
@@ -248,7 +252,7 @@ class _NormLinear(Function):
             kept = parts(operand)
         ctx.norm, ctx.weight, ctx.ops, ctx.has_residual = norm, weight, ops, residual is not None
         ctx.save_for_backward(summed, rstd, *kept)
-        return ops.product(operand, weight.working, weight.bias, x.dtype), summed.view_as(summed)
+        return ops.product(operand, weight.prepared, weight.bias, x.dtype), summed.view_as(summed)
 
     @staticmethod
     @once_differentiable
@@ -283,7 +287,7 @@ class _GatedLinear(Function):
             kept = parts(operand)
         ctx.weight, ctx.ops = weight, ops
         ctx.save_for_backward(gate_up, *kept)
-        return ops.product(operand, weight.working, weight.bias, gate_up.dtype)
+        return ops.product(operand, weight.prepared, weight.bias, gate_up.dtype)
 
     @staticmethod
     @once_differentiable

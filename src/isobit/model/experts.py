@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Operand, Ops, Stacked
+from isobit.kernels import Operand, Ops, Stacked, plain
 from isobit.model import autograd
 from isobit.model.autograd import ALONG_INPUTS, Weight
 from isobit.model.working import Mixture, Mlp
@@ -119,10 +119,10 @@ def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tenso
         transposed = stacked.transpose()
         if stacked.spec.granularity in ALONG_INPUTS:  # scales for every row of N: quantized again, along N
             spec, name = stacked.spec, f"transposed {_name(weight)}"
-            transposed = transposed.map(lambda w: ops.quantize(_plain(w, torch.float32).contiguous(), spec, name))
+            transposed = transposed.map(lambda w: ops.quantize(plain(w, torch.float32).contiguous(), spec, name))
         return ops.grouped_product(quantized, transposed, offsets, dy.dtype)
-    plain = stacked if stacked.spec is None else stacked.map(lambda w: _plain(w, dy.dtype))
-    return ops.grouped_product(dy, plain.transpose(), offsets, dy.dtype)
+    values = stacked if stacked.spec is None else stacked.map(lambda w: plain(w, dy.dtype))
+    return ops.grouped_product(dy, values.transpose(), offsets, dy.dtype)
 
 
 def _weight_gradients(
@@ -212,10 +212,6 @@ def _operand(parts: list[Tensor], weight: Weight) -> Operand:
         return parts[0]
     assert weight.activation is not None
     return QTensor(parts[0], parts[1], weight.activation)
-
-
-def _plain(operand: Operand, dtype: torch.dtype) -> Tensor:
-    return operand.dequantize().to(dtype) if isinstance(operand, QTensor) else operand
 
 
 def _name(weight: Weight) -> str:

@@ -46,8 +46,8 @@ class _HeadLogprobs(Function):
     @once_differentiable
     def backward(ctx: Any, dlogprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
-        weight = ctx.head.working
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros(weight.shape, device=weight.device)
+        weight = ctx.head.prepared
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros(weight.shape, device=hidden.device)
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             found = ctx.ops.head_backward(dlogprobs[rows], hidden[rows], weight, targets[rows], ctx.temperature)
@@ -61,7 +61,7 @@ def _chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     assert isinstance(head.working, Tensor), "the output head stays in the compute format"
     parts = [
-        ops.head_logprobs(rows, head.working, tokens, temperature)
+        ops.head_logprobs(rows, head.prepared, tokens, temperature)
         for rows, tokens in zip(hidden.split(chunk), targets.split(chunk))
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -179,7 +179,8 @@ class Model:
         self.tokenizer.save(directory)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of masters, of the rollout's working weights, and of those that the learner has besides."""
+        """Bytes of masters, of the rollout's working weights, and of those that the learner has besides; those of packs
+        are `Transformer.packed_bytes`."""
         masters = sum(p.numel() * p.element_size() for p in self.named_parameters().values())
         rollout, learner = self.transformer.working_bytes()
         return {"masters": masters, "rollout": rollout, "learner": learner}

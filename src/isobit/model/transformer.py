@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.errors import IsobitError
-from isobit.kernels import KVStore, Layout, Ops, separate_ops
+from isobit.kernels import KVStore, Layout, Ops, Prepared, separate_ops
 from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
@@ -24,7 +24,7 @@ from isobit.model.kv_scales import AmaxRecorder, KVScales
 from isobit.model.moe import RouteTape, mixture
 from isobit.model.recompute import recomputed
 from isobit.model.weight_sync import Receiver
-from isobit.model.working import Layer, Made, Mixture, Working, make_working, map_parts, nbytes, tensors_of
+from isobit.model.working import Layer, Made, Mixture, Working, make_working, map_parts, nbytes, remake, tensors_of
 from isobit.precision import Flow, Precision
 
 USES = ("rollout", "learner")
@@ -46,35 +46,42 @@ class Transformer:
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
         ops.check_precision(precision)
         self.parameters = {name: nn.Parameter(masters[name].to(ops.device, torch.float32)) for name in shapes}
-        self.weights_version = -1
+        self.weights_version = 0
         self.kv_scales: KVScales | None = None
         self.recorder: AmaxRecorder | None = None
         self.recompute = False
         self._tables = _on(config.rope.tables(0, config.head_dim), ops.device)
         self._receiver = None if precision.shared else Receiver()
-        self._working: dict[str, Working] = {}
-        self._made: Made = {}
-        self.keeps_storage = ops.device.type == "cuda"  # captured graphs read the working weights from where they are
-        self.sync()
+        self._working = self._make()
+        self._send()
+        ops.raise_faults()
 
     @torch.no_grad()
     def sync(self, rollout: bool = True) -> None:
-        """Make working weights of the masters; both uses change at once, and the version with them. On a GPU they are
-        written where those of the last sync were.
+        """Make working weights of the masters, where those of the last sync were; both uses change at once, and the
+        version with them.
 
         With separate engines the rollout is sent its own copy, unless `rollout` is False. Raises RunFailed, naming the
         tensor, if one arrives broken.
         """
         assert self.parameters, "a frozen model has no masters to sync from"
-        made: Made = {}  # so that what has one flow has one storage
-        storage, self._made = self._made, made if self.keeps_storage else {}
-        self._working["learner"] = self._make("learner", made, storage)
-        if self._receiver is None:
-            self._working["rollout"] = self._make("rollout", made, storage)
-        elif rollout:
-            self._working["rollout"] = self._receiver.receive(self._make("rollout", {}, {}))
-        self.ops["learner"].raise_faults()
+        ops = self.ops["learner"]
+        remake(self._working.values() if self._receiver is None else [self._working["learner"]], ops)
+        if rollout:
+            self._send()
+        ops.raise_faults()
         self.weights_version += 1
+
+    @torch.no_grad()
+    def _make(self) -> dict[str, Working]:
+        made: Made = {}  # so that what has one flow and one engine has one storage
+        given = self.config, self.precision, self.ops["learner"], self.parameters
+        return {use: make_working(*given, use, made if self.precision.shared else {}, self.ops[use]) for use in USES}
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        if self._receiver is not None:
+            self._receiver.receive(self._working["rollout"], self.ops["learner"])
 
     def freeze(self) -> None:
         """Keep the learner's working weights only: no masters, no gradient, no rollout, no further sync."""
@@ -87,7 +94,6 @@ class Transformer:
 
         frozen = map_parts(self._working["learner"], without_master)
         self._working, self.parameters, self._receiver = dict.fromkeys(USES, frozen), {}, None
-        self._made = {}
 
     @property
     def sync_bytes(self) -> int:
@@ -130,11 +136,9 @@ class Transformer:
         head = self._working[use].outside.head
         return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
 
-    def head_weight(self, use: str = "learner") -> Tensor:
+    def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], as it is multiplied."""
-        head = self._working[use].outside.head.working
-        assert isinstance(head, Tensor)
-        return head
+        return self._working[use].outside.head.prepared
 
     def rollout_storage(self) -> tuple[int, ...]:
         """The addresses of the rollout's working weights: what a captured graph reads."""
@@ -165,8 +169,10 @@ class Transformer:
         rollout, learner = ({id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES)
         return sum(rollout.values()), sum(size for key, size in learner.items() if key not in rollout)
 
-    def _make(self, use: str, made: Made, storage: Made) -> Working:
-        return make_working(self.config, self.precision, self.ops["learner"], self.parameters, use, made, storage)
+    def packed_bytes(self) -> int:
+        """Bytes of what the backend packed of the working weights, besides these."""
+        packs = {key: packed for working in self._working.values() for key, packed in working.packs().items()}
+        return sum(packed.nbytes for packed in packs.values())
 
     def layer_scales(self, layer: int) -> Tensor:
         """Calibrated scales [2] of K and V. Raises IsobitError if there are none."""

@@ -5,15 +5,12 @@ tensor is compared with its master. Silent corruption at this point (experts nev
 buffers) is the worst class of bug in two-engine systems. Left out: the transport, which here is a copy in memory.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from isobit.errors import RunFailed
-from isobit.kernels import Operand
-from isobit.model.autograd import Vector, Weight
-from isobit.model.working import Working, map_parts, nbytes, tensors_of
+from isobit.kernels import Operand, Ops
+from isobit.model.working import Working, made_like, nbytes, tensors_of, write
 from isobit.precision import QTensor
 
 _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
@@ -22,33 +19,28 @@ _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
 
 
 class Receiver:
-    """The rollout's copy of the working weights, in storage that lives through all syncs."""
+    """Fills the rollout's copy of the working weights, whose storage lives through all syncs."""
 
     def __init__(self) -> None:
-        self.working: Working | None = None
         self.bytes = 0
 
-    def receive(self, sent: Working) -> Working:
-        """Take over what the learner's side sends. Raises RunFailed, naming the tensor, if it did not arrive whole."""
-        if self.working is None:
-            self.working = _buffers(sent)
-        sources = {name: operand for name, operand, _ in sent.tensors()}
-        for _, buffer, _ in self.working.tensors():
+    def receive(self, working: Working, ops: Ops) -> None:
+        """Overwrite the copy with what the learner's side makes of the masters by its `ops` and sends, one tensor after
+        the other. Raises RunFailed, naming the tensor, if one did not arrive whole."""
+        tensors = list(working.tensors())
+        for _, buffer, _ in tensors:
             poison(buffer)
         self.bytes = 0
-        for name, buffer, _ in self.working.tensors():
-            self.transfer(buffer, sources[name])
+        for name, buffer, master in tensors:
+            self.transfer(buffer, made_like(buffer, master, ops, name))
             self.bytes += nbytes(buffer)
-        tensors = list(self.working.tensors())
         distances = [_distance(buffer, master) for _, buffer, master in tensors]
         for (name, buffer, _), (norm, error) in zip(tensors, torch.stack(distances).tolist()):  # one wait for all
             _check(name, buffer, norm, error)
-        return self.working
 
     def transfer(self, buffer: Operand, source: Operand) -> None:
         """Copy one tensor."""
-        for target, values in zip(tensors_of(buffer), tensors_of(source)):
-            target.copy_(values)
+        write(buffer, source)
 
 
 def poison(buffer: Operand) -> None:
@@ -82,29 +74,3 @@ def _check(name: str, buffer: Operand, norm: float, error: float) -> None:
 
 
 _FORM = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
-
-def _buffers(sent: Working) -> Working:
-    """The same structure over new storage."""
-    known: dict[int, Operand] = {}
-
-    def fresh(operand: Operand) -> Operand:
-        if id(operand) not in known:
-            known[id(operand)] = (
-                QTensor(torch.empty_like(operand.data), torch.empty_like(operand.scale), operand.spec)
-                if isinstance(operand, QTensor)
-                else torch.empty_like(operand)
-            )
-        return known[id(operand)]
-
-    def copied(part: Weight | Vector) -> Weight | Vector:
-        working = fresh(part.working)
-        if isinstance(part, Weight):
-            bias = None if part.bias is None else torch.empty_like(part.bias)
-            return replace(part, working=working, bias=bias)
-        assert isinstance(working, Tensor)
-        return replace(part, working=working)
-
-    buffers = map_parts(sent, copied)
-    assert isinstance(buffers, Working)
-    return buffers

@@ -1,17 +1,17 @@
 """Working weights: what is multiplied, made of the FP32 masters once per sync, for each distinct flow.
 
-Where two uses have one flow and one engine, the result is one storage, which cannot be stale. It can be made anew in
-the storage of the last sync, so that addresses stay: a captured CUDA graph reads from them. Left out: when they are
-made (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
+Where two uses have one flow and one engine, the result is one storage, which cannot be stale. A sync writes it again
+where it is (`remake`), and what the backend packed of it, so that addresses stay: a captured CUDA graph reads from
+them. Left out: when they are made (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops, Stacked
+from isobit.kernels import Operand, Ops, Packed, Stacked
 from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
 from isobit.precision import Flow, Precision, QTensor
@@ -49,16 +49,19 @@ class Mixture:
     normalize: bool
 
     def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
-        """With other experts: over the present storages if their working weights are in these, else over new ones."""
+        """With other experts: over the present storages if their working weights are in these, else over new ones, and
+        then not prepared."""
         if all(
             new.gate_up.working is old.gate_up.working and new.down.working is old.down.working
             for new, old in zip(experts, self.experts)
         ):
-            return replace(self, experts=experts)
+            gate_up = replace(self.gate_up, prepared=tuple(expert.gate_up.prepared for expert in experts))
+            down = replace(self.down, prepared=tuple(expert.down.prepared for expert in experts))
+            return replace(self, experts=experts, gate_up=gate_up, down=down)
         gate_up = Stacked.of((expert.gate_up.working for expert in experts), len(experts))
         down = Stacked.of((expert.down.working for expert in experts), len(experts))
         moved = tuple(
-            Mlp(replace(expert.gate_up, working=first), replace(expert.down, working=second))
+            Mlp(replace(expert.gate_up, prepared=first), replace(expert.down, prepared=second))
             for expert, first, second in zip(experts, gate_up.experts, down.experts)
         )
         return replace(self, experts=moved, gate_up=gate_up, down=down)
@@ -103,6 +106,11 @@ class Working:
         """The weights of the products inside the layers."""
         return (part for part in _parts(self.layers) if isinstance(part, Weight))
 
+    def packs(self) -> dict[int, Packed]:
+        """What the backend packed of the weights, by `id`."""
+        parts = (part for part in _parts((self.outside, *self.layers)) if isinstance(part, Weight))
+        return {id(part.prepared): part.prepared for part in parts if isinstance(part.prepared, Packed)}
+
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
 """What is made already, by layer and flow: what two uses have in common."""
@@ -115,10 +123,10 @@ def make_working(
     masters: Mapping[str, Tensor],
     use: str,
     made: Made,
-    storage: Made | None = None,
+    multiplying: Ops,
 ) -> Working:
-    """Working weights of a use; takes from `made` what is there, and adds what is not: written into the parts of
-    `storage` where that has them, one layer at a time, else in storage of its own."""
+    """Working weights of a use; takes from `made` what is there, and adds what is not. `ops` quantize, and
+    `multiplying` are those that the use multiplies with."""
     parts: list[Layer | Outside] = []
     for index in (None, *range(config.num_layers)):
         flow = precision.flow(use, index, config.num_layers)
@@ -128,12 +136,38 @@ def make_working(
                 if index is None
                 else _make_layer(config, precision, ops, masters, index, flow)
             )
-            kept = None if storage is None else storage.get((index, flow))
-            made[index, flow] = part if kept is None else _overwritten(kept, part)
+            made[index, flow] = _prepared(part, multiplying)
         parts.append(made[index, flow])
     outside, *layers = parts
     assert isinstance(outside, Outside)
     return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
+
+
+def remake(uses: Iterable[Working], ops: Ops) -> None:
+    """Write working weights of the masters again, where they are, and then their packs; what uses share, once."""
+    written: set[int] = set()
+    for working in uses:
+        for name, target, master in working.tensors():
+            if id(target) not in written:
+                written.add(id(target))
+                write(target, made_like(target, master, ops, name))
+        for key, packed in working.packs().items():
+            if key not in written:
+                written.add(key)
+                ops.prepare(packed.weight, packed)
+
+
+def made_like(target: Operand, master: Tensor, ops: Ops, name: str) -> Operand:
+    """What a working tensor is to hold: the master in its format."""
+    master = master.detach()
+    return ops.quantize(master, target.spec, name) if isinstance(target, QTensor) else master.to(target.dtype)
+
+
+def write(target: Operand, values: Operand) -> None:
+    """Overwrite a working tensor."""
+    for into, source in zip(tensors_of(target), tensors_of(values), strict=True):
+        assert into.shape == source.shape
+        into.copy_(source)
 
 
 def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) -> Any:
@@ -160,17 +194,6 @@ def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
     return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
 
 
-def _overwritten(kept: Layer | Outside, made: Layer | Outside) -> Layer | Outside:
-    """`kept`, with the values of `made` in its storage; what two parts share is copied twice, and is the same."""
-    for old, new in zip(_parts(kept), _parts(made), strict=True):
-        for (name, target, _), (source_name, source, _) in zip(_stored(old), _stored(new), strict=True):
-            assert name == source_name
-            for into, values in zip(tensors_of(target), tensors_of(source), strict=True):
-                assert into.shape == values.shape
-                into.copy_(values)
-    return kept
-
-
 def _parts(value: object) -> Iterator[Weight | Vector]:
     """Every weight and vector in a structure, in order."""
     if isinstance(value, (Weight, Vector)):
@@ -186,6 +209,15 @@ def _stored(value: Weight | Vector) -> Iterator[tuple[str, Operand, Tensor]]:
     yield value.name, value.working, value.master
     if isinstance(value, Weight) and value.bias is not None and value.bias_master is not None:
         yield f"{value.name}_bias", value.bias, value.bias_master
+
+
+def _prepared(part: Layer | Outside, ops: Ops) -> Any:
+    """The same with every linear layer's weight prepared for `ops`."""
+
+    def change(part: Weight | Vector) -> Weight | Vector:
+        return replace(part, prepared=ops.prepare(part.working)) if isinstance(part, Weight) else part
+
+    return map_parts(part, change)
 
 
 def _make_outside(config: ModelConfig, flow: Flow, masters: Mapping[str, Tensor]) -> Outside:

@@ -7,7 +7,7 @@ the measured peak. Left out: what an allocator keeps of freed memory, and proces
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,11 +43,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Learning:
-    """What one micro-batch takes besides its gradients. `kept`: copies of weights that a backend makes at first use and
-    keeps; `phases`: the peaks of the forward, of the output head, and of the layers' backward; `head_row`: bytes of a
-    row of logits, of which at most `head_rows` are there at a time."""
+    """What one micro-batch takes besides its gradients. `phases`: the peaks of the forward, of the output head, and of
+    the layers' backward; `head_row`: bytes of a row of logits, of which at most `head_rows` are there at a time."""
 
-    kept: int
     phases: tuple[Line, ...]
     head_row: float
     head_rows: int
@@ -80,11 +78,11 @@ class Plan:
 def measure(model: Model) -> Learning:
     """Forward and backward of a few tokens, with gradients dropped as they come."""
     short, long = (min(tokens, model.config.max_positions) for tokens in (_SHORT, _LONG))
-    kept, _ = _pass(model, short, _FEW)
-    first, second = _pass(model, short, _FEW)[1], _pass(model, long, _FEW)[1]
+    _pass(model, short, _FEW)  # what is made at first use, such as rotary tables, is no part of a pass
+    first, second = _pass(model, short, _FEW), _pass(model, long, _FEW)
     lines = tuple(_line(a, b, short, max(long - short, 1)) for a, b in zip(first, second))
-    wide = _pass(model, long, _MORE)[1]
-    return Learning(kept, lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
+    wide = _pass(model, long, _MORE)
+    return Learning(lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
 
 
 def measure_parts(parts: "Parts") -> Learning:
@@ -99,8 +97,8 @@ def _line(first: int, second: int, tokens: int, span: int) -> Line:
     return Line(max(first - slope * tokens, 0), slope)
 
 
-def _pass(model: Model, tokens: int, chunk: int) -> tuple[int, list[int]]:
-    """(bytes that stay, peaks of the three phases) of one sequence."""
+def _pass(model: Model, tokens: int, chunk: int) -> list[int]:
+    """Peaks of the three phases of one sequence."""
     transformer, device = model.transformer, model.ops.device
     peaks: list[int] = []
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters()]
@@ -114,7 +112,7 @@ def _pass(model: Model, tokens: int, chunk: int) -> tuple[int, list[int]]:
             logprobs.sum().backward()
             peaks.append(meter.take())
             del hidden, logprobs
-        return meter.live, peaks
+        return peaks
     finally:
         for hook in hooks:
             hook.remove()
@@ -129,17 +127,18 @@ def plan(parts: "Parts", learning: Learning, process: int, tokens: int) -> Plan:
     model, config = parts.model, parts.config
     sizes, host = model.memory(), model.ops.device.type == "cpu"
     masters, moments = sizes["masters"], parts.optimizer.nbytes
-    working = sizes["rollout"] + sizes["learner"]
+    packs = model.transformer.packed_bytes()
+    working = sizes["rollout"] + sizes["learner"] + packs
     held = [
         ("FP32 masters", masters),
         ("AdamW moments", moments),
         ("working weights, rollout", sizes["rollout"]),
         ("working weights, learner", sizes["learner"]),
-        ("copies of weights that the backend keeps", learning.kept),
+        ("working weights, packed by the backend", packs),
         ("keys and values", parts.kv_bytes),
     ]
     if parts.reference is not None:
-        held.append(("reference, working weights only", sum(parts.reference.memory().values())))
+        held.append(("reference, working weights only", _held(parts.reference)))
     held += [(f"{m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
     if host:
         held.append(("Python and its libraries", process))
@@ -152,12 +151,16 @@ def plan(parts: "Parts", learning: Learning, process: int, tokens: int) -> Plan:
         (label, masters + taken if several else max(taken, masters + learning.at(0))),
         ("updating: gradients, their norm, the moments' values", masters + _update_bytes(parts)),
     ]
-    if host:  # on a GPU the storage is written again, and checkpoints are copied to the host
-        during.append(("syncing: new working weights beside the old", working))
+    if host:  # on a GPU checkpoints are copied to the host
         during.append(("saving: a copy of masters or moments", max(masters, moments)))
     if parts.objective.shadow_every:
         during.append(("shadow pass: masters in BF16, and working weights again", masters // 2 + working))
     return Plan(tuple(held), tuple(during))
+
+
+def _held(model: Model) -> int:
+    """Bytes of masters, working weights and what the backend packed of them."""
+    return sum(model.memory().values()) + model.transformer.packed_bytes()
 
 
 def longest_sequence(parts: "Parts") -> int:
@@ -193,7 +196,7 @@ def _alternatives(parts: "Parts", learning: Learning, process: int) -> list[tupl
     if not config.optimizer.activation_checkpointing:
         model.transformer.recompute = True
         try:
-            again = replace(measure_parts(parts), kept=learning.kept)
+            again = measure_parts(parts)
             found.append(("optimizer.activation_checkpointing=true", plan(parts, again, process, tokens).total))
         finally:
             model.transformer.recompute = False
@@ -240,9 +243,9 @@ def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> in
 def too_large(parts: "Parts") -> str | None:
     """A line if a run cannot fit: what it holds whatever its micro-batches, with one set of gradients, is too much."""
     sizes = parts.model.memory()
-    least = 2 * sizes["masters"] + sizes["rollout"] + sizes["learner"] + parts.optimizer.nbytes + parts.kv_bytes
+    least = sizes["masters"] + _held(parts.model) + parts.optimizer.nbytes + parts.kv_bytes
     if parts.reference is not None:
-        least += sum(parts.reference.memory().values())
+        least += _held(parts.reference)
     limit, where = memory_limit(parts.model.ops.device)
     if least <= limit:
         return None

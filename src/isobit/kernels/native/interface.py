@@ -12,7 +12,6 @@ class ProductArguments(ctypes.Structure):
         ("kind_a", _I), ("m", _I), ("n", _I), ("k", _I), ("a", _P), ("a_row", _I), ("a_column", _I),
         ("kind_b", _I), ("packed", _P), ("bias", _P), ("bias_kind", _I), ("out", _P), ("out_kind", _I),
         ("threads", _I), ("scaled", _I), ("scale_a", _I * 5), ("scale_b", _I * 5),
-        ("source", _P), ("b_row", _I), ("b_column", _I),
     ]  # fmt: skip
 
 
@@ -30,11 +29,9 @@ class AttentionArguments(ctypes.Structure):
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
-    "isobit_product": (_I, [_P]),
+    "isobit_product": (None, [_P]),
     "isobit_quantize": (_I, [_I, _P, _I, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_dequantize": (None, [_P, _I, _I, _P, _I, _I, _P, _I]),
-    "isobit_dequantized_is_stale": (_I, [_P, _I, _I, _P, _I, _I, _P]),
-    "isobit_spot_check": (_I, [_P, _I, _I, _P]),
     "isobit_kv_write": (_I, [_I, _P, _P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _P, _P]),
     "isobit_rms_norm": (None, [_I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _I]),
     "isobit_rms_norm_backward": (None, [_I, _P, _P, _P, _P, _I, _I, _P, _P, _I]),

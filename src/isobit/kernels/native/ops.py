@@ -2,8 +2,8 @@
 
 Same definitions and signatures as the reference backend. FP8 products, quantization, keys and values and sampled tokens
 are its bits; elsewhere sums run in another fixed order in float64, and results differ by at most a unit in the last
-place (`tests/kernels/test_native.py`). A weight is repacked for the inner loop once, and the pack is kept as long as
-the tensor is unchanged. What C++ does not cover (E5M2, mixed operands, routing) goes to the reference operators.
+place (`tests/kernels/test_native.py`). `prepare` packs a weight for the inner loop; without it every product does so
+anew. What C++ does not cover (E5M2, mixed operands, routing) goes to the reference operators.
 
 Left out: the build (`build.py`) and the C interface (`interface.py`).
 """
@@ -19,10 +19,9 @@ from torch.nn import functional
 from isobit.errors import NonFiniteError
 from isobit.kernels.composed import Composed
 from isobit.kernels.native.build import BuildFailed, compiler, library
-from isobit.kernels.native.cache import TensorCache
 from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
 from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.types import KVStore, Layout, Operand
+from isobit.kernels.types import KVStore, Layout, Operand, Packed, Prepared, values, weight_of
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec, nonfinite_message
 
 _E4M3, _BF16, _FP32 = 0, 1, 2
@@ -54,14 +53,7 @@ class NativeOps(Composed):
         self.why = why
         self._lib = declare(library())
         self._reference = ReferenceOps(consistency, why)
-        self._packs, self._dequantized = TensorCache(), TensorCache()
-        self._onednn, self._spots = TensorCache(), TensorCache()
         self._fast = consistency == "fast"
-
-    @property
-    def cached_weights(self) -> int:
-        """How many weights have a pack or a dequantized copy now."""
-        return len(self._packs) + len(self._dequantized) + len(self._onednn)
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         kind = _PLAIN.get(x.dtype)
@@ -81,22 +73,29 @@ class NativeOps(Composed):
             raise NonFiniteError(nonfinite_message(name, spec))
         return QTensor(data, scale, spec)
 
-    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
+        kept = into if isinstance(into, Packed) else None
+        if self._fast:
+            return self._fast_prepare(weight, kept)
+        data = weight.data if isinstance(weight, QTensor) else weight
+        if data.dtype not in _KINDS or (isinstance(weight, QTensor) and not _blocks_are_native(weight)):
+            return weight
+        panels = self._pack(data, None if kept is None else kept.panels)
+        return kept or Packed(weight, panels)
+
+    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         if self._fast:
             return self._fast_product(a, b, bias, out)
+        panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
         if isinstance(a, QTensor) and isinstance(b, QTensor):
             if not (_blocks_are_native(a) and _blocks_are_native(b)):
                 return self._reference.product(a, b, bias, out)
-            return self._product(a.data, a, b.data, b, bias, out)
-        if isinstance(a, QTensor):
-            a = a.dequantize()
-        if isinstance(b, QTensor):
-            b = b.dequantize()
-        return self._product(a, None, b, None, bias, out)
+            return self._product(a.data, a, b.data, b, panels, bias, out)
+        return self._product(values(a), None, values(b), None, None if isinstance(b, QTensor) else panels, bias, out)
 
     def _product(
-        self, a: Tensor, scales_a: QTensor | None, b: Tensor, scales_b: QTensor | None, bias: Tensor | None,
-        out: torch.dtype,
+        self, a: Tensor, scales_a: QTensor | None, b: Tensor, scales_b: QTensor | None, panels: Tensor | None,
+        bias: Tensor | None, out: torch.dtype,
     ) -> Tensor:  # fmt: skip
         kind_a, kind_b, out_kind = _KINDS.get(a.dtype), _KINDS.get(b.dtype), _PLAIN.get(out)
         if kind_a is None or kind_b is None or out_kind is None or (bias is not None and bias.dtype not in _PLAIN):
@@ -104,70 +103,56 @@ class NativeOps(Composed):
         (rows, inner), columns = a.shape, b.shape[0]
         assert b.shape[1] == inner, f"product of {tuple(a.shape)} and {tuple(b.shape)}"
         result = torch.empty((rows, columns), dtype=out)
-        packed = self._packs.get(b)
-        fresh = packed is None
-        if packed is None:
-            packed = self._pack(b, kind_b)
-        if bias is not None:
-            bias = bias.contiguous()
+        panels = self._pack(b) if panels is None else panels
+        bias = None if bias is None else bias.contiguous()
         arguments = ProductArguments(
-            kind_a, rows, columns, inner, a.data_ptr(), *a.stride(), kind_b, packed.data_ptr(),
+            kind_a, rows, columns, inner, a.data_ptr(), *a.stride(), kind_b, panels.data_ptr(),
             bias.data_ptr() if bias is not None else None, _PLAIN[bias.dtype] if bias is not None else 0,
             result.data_ptr(), out_kind, torch.get_num_threads(), scales_a is not None,
         )  # fmt: skip
         if scales_a is not None and scales_b is not None:
             arguments.scale_a[:] = _grid(scales_a)
             arguments.scale_b[:] = _grid(scales_b)
-        if not fresh:
-            arguments.source, arguments.b_row, arguments.b_column = b.data_ptr(), *b.stride()
-        if self._lib.isobit_product(ctypes.byref(arguments)):
-            self._pack(b, kind_b, packed)
-            arguments.source = None
-            self._lib.isobit_product(ctypes.byref(arguments))
+        self._lib.isobit_product(ctypes.byref(arguments))
         return result
 
-    def _pack(self, b: Tensor, kind: int, packed: Tensor | None = None) -> Tensor:
-        """Panels [N / 16][K][16] of a weight, kept while it lives unchanged."""
+    def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
+        """Panels [N / 16][K][16] of a matrix [N, K]."""
         columns, inner = b.shape
-        if packed is None:
-            packed = torch.empty(-(-columns // 16) * inner * 16, dtype=b.dtype)
+        panels = torch.empty(-(-columns // 16) * inner * 16, dtype=b.dtype) if into is None else into
         self._lib.isobit_pack(
-            kind, b.data_ptr(), columns, inner, *b.stride(), packed.data_ptr(), torch.get_num_threads()
+            _KINDS[b.dtype], b.data_ptr(), columns, inner, *b.stride(), panels.data_ptr(), torch.get_num_threads()
         )
-        self._packs.put(packed, b)
-        return packed
+        return panels
 
-    def _fast_product(self, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    def _fast_prepare(self, weight: Operand, kept: Packed | None) -> Prepared:
+        """With BF16 values where the weight is quantized, and with oneDNN's blocked layout, which saves a quarter of
+        the time of decoding."""
+        found = self._dequantize(weight) if isinstance(weight, QTensor) else weight
+        if found.dtype != torch.bfloat16 or (found is weight and not _ONEDNN_PACKS):
+            return weight
+        panels = _reordered(found) if _ONEDNN_PACKS else None
+        if kept is None:
+            return Packed(weight, panels, None if found is weight else found)
+        for old, new in ((kept.panels, panels), (kept.values, found)):
+            if old is not None and new is not None:
+                old.copy_(new)
+        return kept
+
+    def _fast_product(self, a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
         left = self._dequantize(a) if isinstance(a, QTensor) else a
-        right = self._dequantized_weight(b) if isinstance(b, QTensor) else b
+        packed, b = b if isinstance(b, Packed) else None, weight_of(b)
+        if packed is not None and packed.values is not None:
+            right = packed.values
+        else:
+            right = self._dequantize(b) if isinstance(b, QTensor) else b
         if left.dtype != right.dtype:
             left, right = left.bfloat16(), right.bfloat16()
         bias = None if bias is None else bias.to(left.dtype)
         if left.dtype == torch.bfloat16 and left.shape[0] <= _FEW_ROWS and _ONEDNN_PACKS:
-            return mkldnn._linear_pointwise(left.contiguous(), self._reordered(right), bias, "none", [], "").to(out)
+            panels = _reordered(right) if packed is None else packed.panels
+            return mkldnn._linear_pointwise(left.contiguous(), panels, bias, "none", [], "").to(out)
         return functional.linear(left, right, bias).to(out)
-
-    def _reordered(self, weight: Tensor) -> Tensor:
-        """The weight in oneDNN's blocked layout for few rows, which saves a quarter of the time of decoding."""
-        known, sample = self._onednn.get(weight), self._spots.get(weight)
-        weight = weight.contiguous()
-        if known is None or sample is None:
-            known, sample = None, torch.empty(32, dtype=torch.bfloat16)
-        if self._lib.isobit_spot_check(weight.data_ptr(), *weight.shape, sample.data_ptr()) or known is None:
-            known = mkldnn._reorder_linear_weight(weight, _FEW_ROWS)
-            self._onednn.put(known, weight)
-            self._spots.put(sample, weight)
-        return known
-
-    def _dequantized_weight(self, x: QTensor) -> Tensor:
-        known = self._dequantized.get(x.data, x.scale)
-        if known is None or self._lib.isobit_dequantized_is_stale(
-            x.data.data_ptr(), *x.data.shape, x.scale.data_ptr(), *x.block, known.data_ptr()
-        ):
-            known = self._dequantize(x)
-            if _dequantizes_natively(x):
-                self._dequantized.put(known, x.data, x.scale)
-        return known
 
     def _dequantize(self, x: QTensor) -> Tensor:
         """The values in bfloat16; exact where scales are powers of two."""
@@ -314,6 +299,11 @@ class NativeOps(Composed):
             logits.data_ptr(), keys.data_ptr(), *logits.shape, temperature, tokens.data_ptr(), torch.get_num_threads()
         )
         return tokens
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    """A BF16 matrix in oneDNN's layout for few rows."""
+    return mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
 
 
 def _dequantizes_natively(x: QTensor) -> bool:

@@ -103,29 +103,6 @@ EXPORT void isobit_dequantize(const uint8_t* codes, int64_t rows, int64_t column
         }
 }
 
-// Whether a spot check finds that `values` are no longer what isobit_dequantize makes of the codes and scales.
-EXPORT int64_t isobit_dequantized_is_stale(const uint8_t* codes, int64_t rows, int64_t columns, const float* scales,
-                                           int64_t block_rows, int64_t block_columns, const uint16_t* values) {
-    int64_t blocks = (columns + block_columns - 1) / block_columns;
-    for (int64_t i = 0; i < 32 && rows * columns > 0; i++) {
-        int64_t row = rows * i / 32, column = (columns * ((i * 13) % 32) / 32 + i) % columns;
-        float scale = scales[row / block_rows * blocks + column / block_columns];
-        if (to_bf16(decode_scalar(codes[row * columns + column]) * scale) != values[row * columns + column]) return 1;
-    }
-    return 0;
-}
-
-// Copy 32 spread elements of a matrix to `sample`; return whether it held others before.
-EXPORT int64_t isobit_spot_check(const uint16_t* values, int64_t rows, int64_t columns, uint16_t* sample) {
-    int64_t changed = 0;
-    for (int64_t i = 0; i < 32 && rows * columns > 0; i++) {
-        int64_t row = rows * i / 32, column = (columns * ((i * 13) % 32) / 32 + i) % columns;
-        changed |= sample[i] != values[row * columns + column];
-        sample[i] = values[row * columns + column];
-    }
-    return changed;
-}
-
 template <class T>
 static bool write_rows(const T* x, int64_t row_stride, const int64_t* slots, int64_t tokens, int64_t heads, int64_t dim,
                        int64_t power_of_two, uint8_t* store_codes, float* store_scales) {

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from isobit.kernels.composed import Composed
 from isobit.kernels.reference import attention, pointwise, product, routing, sampling
-from isobit.kernels.types import KVStore, Layout, Operand
+from isobit.kernels.types import KVStore, Layout, Operand, Prepared
 from isobit.precision import QTensor, QuantSpec, quantize
 
 
@@ -23,7 +23,7 @@ class ReferenceOps(Composed):
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         return quantize(x, spec, name)
 
-    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         compute = product.fast_product if self.consistency == "fast" else product.product
         return compute(a, b, bias, out)
 

@@ -31,7 +31,7 @@ from isobit.kernels.triton import (
 )
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults
-from isobit.kernels.types import KVStore, Layout, Operand, Ops, Stacked
+from isobit.kernels.types import KVStore, Layout, Operand, Ops, Prepared, Stacked, values, weight_of
 from isobit.precision import E4M3, Precision, QTensor, QuantSpec
 
 _ALLOWED = {
@@ -79,9 +79,12 @@ class TritonOps(Ops):
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         return quantize.quantize_along_tokens(x, spec, self._faults.of(name))
 
-    def product(self, a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+    def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
+        return weight
+
+    def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         if self._cublas:
-            return cublas_product(a, b, bias, out)
+            return cublas_product(a, weight_of(b), bias, out)
         return product.product(a, b, bias, out)
 
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
@@ -177,17 +180,17 @@ class TritonOps(Ops):
         return sampling.sample(logits, keys, temperature)
 
     def head_logprobs(
-        self, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+        self, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        return head.head_logprobs(hidden, weight, tokens, temperature)
+        return head.head_logprobs(hidden, values(weight), tokens, temperature)
 
     def head_backward(
-        self, dlogprobs: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+        self, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        given = (dlogprobs, hidden, weight, tokens, temperature)
+        given = (dlogprobs, hidden, values(weight), tokens, temperature)
         return head.head_backward(*given, self.product, self.gradient_product)
 
     def head_sample(
-        self, hidden: Tensor, weight: Tensor, keys: Tensor, temperature: float, source: Tensor | None = None
+        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: float, source: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return head.head_sample(hidden, weight, keys, temperature, source)
+        return head.head_sample(hidden, values(weight), keys, temperature, source)

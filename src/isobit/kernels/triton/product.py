@@ -20,20 +20,21 @@ from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.operands import check_blocks, codes_along_inner, padded, row_stride, scale_strides
 from isobit.kernels.triton.product_kernels import block_product, ordered_sum, plain_product
 from isobit.kernels.triton.product_plan import FEW_ROWS, Plan, plan
-from isobit.kernels.types import Operand
+from isobit.kernels.types import Operand, Prepared, values, weight_of
 from isobit.precision import QTensor
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
 _SUM_BLOCK = 1024
 
 
-def product(a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+def product(a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
     """a [M, K] · b [N, K]ᵀ + bias [N], float32 sums, rounded once to `out` (bfloat16 or float32): [M, N].
 
     Both quantized: E4M3, a with a scale per row (1x128), b the same or 128x128. Raises IsobitError for other blocks.
     """
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     assert out in _OUTPUTS, f"a product has no result in {out}"
+    b = weight_of(b)
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return _blocks(a, b, bias, out)
     left, right = values(a), values(b)
@@ -48,11 +49,6 @@ def gradient_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     if device.type == "cuda" and cublas.takes(a, b, out):
         return cublas.cublas_product(a, b, None, out)
     return product(a, b, None, out)
-
-
-def values(operand: Operand) -> Tensor:
-    """A plain tensor itself, or the dequantized float32 matrix."""
-    return operand.dequantize() if isinstance(operand, QTensor) else operand
 
 
 def _blocks(a: QTensor, b: QTensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
