@@ -6,7 +6,7 @@ it changes nothing that is read; and since a row's bits do not depend on its bat
 plain one. tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU.
 
 A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights. `begin` drops graphs
-whose weights or stores have moved; `Transformer.sync` keeps them in place on a GPU. Tokens stay on the device, so a
+whose weights or stores have moved; `Transformer.sync` keeps them in place. Tokens stay on the device, so a
 step can be launched before the host has read the previous one. Left out: steps with prompts in them, which run as they
 are.
 """

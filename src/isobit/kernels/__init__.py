@@ -2,8 +2,9 @@
 
 from isobit.kernels.composed import Composed
 from isobit.kernels.gpu import find_gpu, versions
+from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
 from isobit.kernels.table import BACKENDS, CONSISTENCIES, get_ops, separate_ops
-from isobit.kernels.types import KVStore, Layout, Operand, Ops, Packed, Prepared, Stacked, plain, weight_of
+from isobit.kernels.types import KVStore, Layout, Ops
 
 __all__ = [
     "BACKENDS",

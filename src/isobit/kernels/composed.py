@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from isobit.kernels.types import KVStore, Layout, Operand, Ops, Prepared, Stacked, plain, values
+from isobit.kernels.matrices import Operand, Prepared, Stacked, plain, values
+from isobit.kernels.types import KVStore, Layout, Ops
 from isobit.precision import Precision, QTensor, QuantSpec, along_rows
 
 Norms = tuple[Tensor, Tensor] | None

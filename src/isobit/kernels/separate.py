@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels.codes import decode
+from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
-from isobit.kernels.types import KVStore, Layout, Operand, Ops, Prepared, values, weight_of
+from isobit.kernels.types import KVStore, Layout, Ops
 from isobit.precision import QTensor, QuantSpec, expand_scale
 
 

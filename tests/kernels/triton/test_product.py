@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.matrices import Operand
 from isobit.kernels.reference.product import product as reference_product
 from isobit.kernels.triton import product as module
 from isobit.kernels.triton.product import gradient_product, product
 from isobit.kernels.triton.product_plan import FEW_ROWS, Plan, plan, splits_of
-from isobit.kernels.types import Operand
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, expand_scale, quantize
 
 from ..helpers import draw, same

@@ -18,10 +18,11 @@ from torch.nn import functional
 
 from isobit.errors import NonFiniteError
 from isobit.kernels.composed import Composed
+from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
 from isobit.kernels.native.build import BuildFailed, compiler, library
 from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
 from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.types import KVStore, Layout, Operand, Packed, Prepared, values, weight_of
+from isobit.kernels.types import KVStore, Layout
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec, nonfinite_message
 
 _E4M3, _BF16, _FP32 = 0, 1, 2

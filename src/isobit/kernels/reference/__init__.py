@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.composed import Composed
+from isobit.kernels.matrices import Operand, Prepared
 from isobit.kernels.reference import attention, pointwise, product, routing, sampling
-from isobit.kernels.types import KVStore, Layout, Operand, Prepared
+from isobit.kernels.types import KVStore, Layout
 from isobit.precision import QTensor, QuantSpec, quantize
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels.codes import decode
+from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import product_sums
-from isobit.kernels.types import Operand, Prepared, values, weight_of
 from isobit.precision import BLOCK, E5M2, QTensor, expand_scale
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from isobit.kernels.matrices import Operand
 from isobit.kernels.triton.operands import codes_along_inner, padded
-from isobit.kernels.types import Operand
 from isobit.precision import BLOCK, E4M3, QTensor
 
 

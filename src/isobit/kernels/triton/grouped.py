@@ -18,11 +18,11 @@ import triton
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.matrices import Operand, Stacked
 from isobit.kernels.triton import grouped_kernels as kernels
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.operands import check_blocks, scale_strides
 from isobit.kernels.triton.product import values
-from isobit.kernels.types import Operand, Stacked
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec
 
 _OUTPUTS = (torch.bfloat16, torch.float32)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.matrices import Operand, Prepared, Stacked, values, weight_of
 from isobit.kernels.triton import (
     attention,
     attention_backward,
@@ -31,7 +32,7 @@ from isobit.kernels.triton import (
 )
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults
-from isobit.kernels.types import KVStore, Layout, Operand, Ops, Prepared, Stacked, values, weight_of
+from isobit.kernels.types import KVStore, Layout, Ops
 from isobit.precision import E4M3, Precision, QTensor, QuantSpec
 
 _ALLOWED = {

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.triton import cublas
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.operands import check_blocks, codes_along_inner, padded, row_stride, scale_strides
 from isobit.kernels.triton.product_kernels import block_product, ordered_sum, plain_product
 from isobit.kernels.triton.product_plan import FEW_ROWS, Plan, plan
-from isobit.kernels.types import Operand, Prepared, values, weight_of
 from isobit.precision import QTensor
 
 _OUTPUTS = (torch.bfloat16, torch.float32)

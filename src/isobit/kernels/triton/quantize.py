@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.kernels.matrices import Operand
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import block_scale, from_e4m3, to_e4m3
-from isobit.kernels.types import Operand
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec, along_rows
 
 INFINITY = tl.constexpr(0x7F800000)
