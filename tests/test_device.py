@@ -42,7 +42,7 @@ def on(ops: Ops, precision: str, family: str = "qwen3") -> Model:
     masters = {name: 5 * p.detach() for name, p in given.named_parameters().items()}
     model = Model(Transformer(config, precision_from(precision), ops, masters), given.tokenizer)
     if model.precision.calibrated:
-        model.transformer.kv_scales = KVScales(torch.full((config.num_layers, 2), 0.01), model.weights_version)
+        model.transformer.calibrate(KVScales(torch.full((config.num_layers, 2), 0.01), model.weights_version))
     return model
 
 
@@ -95,9 +95,8 @@ def test_checkpointed_activations_too() -> None:
 
     def trained(ops: ReferenceOps, recompute: bool) -> tuple[object, ...]:
         model = on(ops, "fp8")
-        model.transformer.recompute = recompute
         optimizer = Optimizer(model.named_parameters(), OptimizerSettings(1e-2))
-        found = supervised_update(model, optimizer, samples, 1e-2, 20)
+        found = supervised_update(model, optimizer, samples, 1e-2, 20, recompute)
         return found, [bits(p.detach().cpu()) for p in model.parameters()]
 
     wanted = trained(ReferenceOps(), False)

@@ -1,6 +1,7 @@
 """Static scales of the KV cache: where they come from, that both sides use them, and that stale ones are noticed."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ CALIBRATED = "fp8[kv_cache=e4m3-calibrated]"
 def test_the_rule_is_a_percentile_over_batches_a_margin_and_448() -> None:
     recorder = AmaxRecorder(1)
     for peak in (1.0, 2.0, 4.0):
-        recorder.begin()
-        recorder.see(0, torch.tensor([[[-peak, 0.5]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
+        k, v, q = torch.tensor([[[-peak, 0.5]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
+        ops = SimpleNamespace(attention_inputs=lambda *given: given)
+        recorder(ops, None)  # type: ignore[arg-type]
+        assert recorder(ops, 0).attention_inputs(q, k, v) == (q, k, v)  # type: ignore[arg-type]
     assert recorder.amax(100.0).tolist() == [[4.0, 0.0]]
     assert recorder.amax(50.0).tolist() == [[2.0, 0.0]]
     assert recorder.amax(75.0).tolist() == [[3.0, 0.0]]
@@ -47,8 +50,8 @@ def test_a_unified_flow_with_calibrated_scales_agrees_bit_for_bit(backend: str) 
     found = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
     assert all(row[-len(c.logprobs) :].tolist() == c.logprobs for row, c in zip(found, completions))
     assert model.transformer.kv_scales is not None
-    model.transformer.kv_scales = scales_from(
-        prompt_amax(model, PROMPTS) * 1.3, model.precision.calibration, model.weights_version
+    model.transformer.calibrate(
+        scales_from(prompt_amax(model, PROMPTS) * 1.3, model.precision.calibration, model.weights_version)
     )
     control = model.logprobs([c.prompt_token_ids + c.token_ids for c in completions])
     assert any(row[-len(c.logprobs) :].tolist() != c.logprobs for row, c in zip(control, completions))
@@ -77,8 +80,8 @@ def test_one_scale_per_layer_is_what_is_allocated_and_what_it_clamps_is_counted(
     calibrated.generate(PROMPTS, Sampling(max_new_tokens=8))
     assert calibrated.cache_metrics()["quant/kv_saturated_fraction"] < 0.02
     assert model.transformer.kv_scales is not None
-    model.transformer.kv_scales = scales_from(
-        prompt_amax(model, PROMPTS) / 4, model.precision.calibration, model.weights_version
+    model.transformer.calibrate(
+        scales_from(prompt_amax(model, PROMPTS) / 4, model.precision.calibration, model.weights_version)
     )
     calibrated.generate(PROMPTS, Sampling(max_new_tokens=8))
     assert calibrated.cache_metrics()["quant/kv_saturated_fraction"] > 0.02

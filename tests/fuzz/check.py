@@ -30,7 +30,6 @@ def check(case: Case, backend: str) -> Found:
     """Everything that a case compares. Whatever is raised is a failure too, and the caller's."""
     model = Model.init(case.config, Tokenizer.characters(ALPHABET), case.flow, 0, backend)
     fill(model.named_parameters(), case.weights, case.seed)
-    model.transformer.recompute = case.learning.recompute
     model.sync()
     found = Found()
     for version in range(case.updates + 1):
@@ -67,7 +66,7 @@ def _learner(model: Model, case: Case, completions: list[Completion], update: bo
     temperature = 1.0 if case.sampling.greedy else case.sampling.temperature
     results: dict[Key, torch.Tensor] = {}
     for part in parts:
-        logprobs, entropy = forward(model, pack(part), temperature)
+        logprobs, entropy = forward(model, pack(part), temperature, recompute=learning.recompute)
         if update:
             (logprobs.sum() + 0.1 * entropy.sum()).backward()
         rows = logprobs.detach().split([len(s.completion_ids) for s in part])

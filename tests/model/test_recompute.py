@@ -20,30 +20,31 @@ CASES = [("bf16", "qwen3"), ("fp8", "llama"), ("fp8", "qwen3_moe"), ("fp8[kv_cac
 def scaled(model: Model) -> Model:
     if model.precision.calibrated:
         scales = torch.full((model.config.num_layers, 2), 0.02)
-        model.transformer.kv_scales = KVScales(scales, model.weights_version)
+        model.transformer.calibrate(KVScales(scales, model.weights_version))
     return model
 
 
 def run(model: Model, recompute: bool, given: Tensor | None = None) -> dict[str, Any]:
     """Forward and backward, and everything that can be seen of them."""
     transformer = model.transformer
-    transformer.recompute, transformer.recorder = recompute, AmaxRecorder(model.config.num_layers)
+    recorder = AmaxRecorder(model.config.num_layers)
     for parameter in model.parameters():
         parameter.grad = None
     tape = RouteTape(given) if model.config.experts is not None else None
     ids = torch.tensor(tokens(sum(LENGTHS)))
-    hidden = transformer.hidden(ids, Layout.packed(LENGTHS), tape=tape)
+    with transformer.watched(recorder):
+        hidden = transformer.hidden(ids, Layout.packed(LENGTHS), tape=tape, recompute=recompute)
     logprobs, _ = transformer.head_logprobs(hidden, ids.roll(1))
     loss = logprobs.sum()
     if tape is not None:
         loss = loss + (torch.stack(tape.probabilities) * torch.arange(1.0, 7.0)).sum()
     loss.backward()
-    found = {"loss": loss.detach(), "hidden": hidden.detach(), "amax": transformer.recorder.amax(100.0)}
+    found = {"loss": loss.detach(), "hidden": hidden.detach(), "amax": recorder.amax(100.0)}
     found |= {name: p.grad for name, p in model.named_parameters().items() if p.grad is not None}
     found |= (
         {} if tape is None else {"routes": tape.routes(), "probabilities": torch.stack(tape.probabilities).detach()}
     )
-    return found | {"forwards": torch.tensor(len(transformer.recorder.batches))}
+    return found | {"forwards": torch.tensor(len(recorder.batches))}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -95,8 +96,8 @@ def test_nothing_is_recomputed_where_nothing_will_go_backward(monkeypatch: pytes
     layers = model.config.num_layers
     run(model, True)
     assert len(written) == 2 * layers  # a forward and one again
-    model.transformer.recorder = None
-    model.logprobs([tokens(9)])
+    with torch.no_grad():
+        model.transformer.hidden(torch.tensor(tokens(9)), Layout.packed([9]), recompute=True)
     assert len(written) == 3 * layers
 
 
@@ -117,14 +118,13 @@ def test_keys_and_values_do_not_outlive_the_forward(monkeypatch: pytest.MonkeyPa
     model = random_model("fp8")
     for recompute, expected in ((False, model.config.num_layers), (True, 0)):
         alive.clear()
-        model.transformer.recompute = recompute
-        hidden = model.transformer.hidden(torch.tensor(tokens(20)), Layout.packed([20]))
+        hidden = model.transformer.hidden(torch.tensor(tokens(20)), Layout.packed([20]), recompute=recompute)
         gc.collect()
         assert sum(store() is not None for store in alive) == expected
         del hidden
 
 
-def saved_bytes(model: Model, length: int) -> int:
+def saved_bytes(model: Model, length: int, recompute: bool = False) -> int:
     """Bytes of what autograd keeps of one sequence's forward; parameters, keys and values excluded."""
     seen: dict[int, int] = {}
     own = {p.data_ptr() for p in model.parameters()}
@@ -136,7 +136,7 @@ def saved_bytes(model: Model, length: int) -> int:
 
     ids = torch.zeros(length, dtype=torch.int64)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        hidden = model.transformer.hidden(ids, Layout.packed([length]), use="learner")
+        hidden = model.transformer.hidden(ids, Layout.packed([length]), recompute=recompute)
     del hidden
     return sum(seen.values())
 
@@ -158,6 +158,5 @@ def test_what_a_token_keeps_worked_out_by_hand() -> None:
     outside = 8 + norm + 2 * hidden / 64  # the token, the last norm, and its weight over 64 tokens
     layers = config.num_layers
     assert saved_bytes(model, 64) / 64 == layers * layer + outside
-    model.transformer.recompute = True
     inputs = 2 * hidden * (1 + 2 * (layers - 1))  # the first layer has no residual stream yet
-    assert saved_bytes(model, 64) / 64 == inputs + outside
+    assert saved_bytes(model, 64, recompute=True) / 64 == inputs + outside

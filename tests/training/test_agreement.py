@@ -1,6 +1,7 @@
 """A token that differs although the flow promises the same bits: the run stops, warns or corrects, and says where."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,9 @@ def stale_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     sync = Transformer.sync
 
     def loses(self: Transformer, rollout: bool = True) -> None:
-        before = self._working.get("rollout")
+        before = deepcopy(self._working["rollout"])
         sync(self, rollout)
-        if self.weights_version == 3 and before is not None:
+        if self.weights_version == 3:
             self._working["rollout"] = before
 
     monkeypatch.setattr(Transformer, "sync", loses)

@@ -27,16 +27,13 @@ def measured_amax(model: Model, sequences: Sequence[Sequence[int]], use: str, mo
     recorder = AmaxRecorder(config.num_layers, precision.calibrated_queries)
     flow = precision.rollout if use == "rollout" else precision.learner
     device = transformer.ops[use].device
-    transformer.recorder = recorder
-    try:
+    with transformer.watched(recorder, use):
         for part in _forwards(sequences, most_tokens):
             layout = Layout.packed([len(ids) for ids in part])
             shape = (layout.num_slots, config.num_kv_heads, config.head_dim)
             stores = [KVStore.allocate(*shape, None, flow.compute, device=device) for _ in range(config.num_layers)]
             tokens = torch.tensor([token for ids in part for token in ids], dtype=torch.int64)
-            transformer.hidden(tokens, layout, stores, use=use)
-    finally:
-        transformer.recorder = None
+            transformer.hidden(tokens, layout, stores, use=use, calibrating=True)
     transformer.ops[use].raise_faults()
     return recorder.amax(precision.calibration.percentile)
 
@@ -86,7 +83,7 @@ class Calibrator:
             amax = measured_amax(self.model, self._batch, "learner", self.most_tokens)
         else:
             amax = prompt_amax(self.model, prompts[: calibration.prompts], calibration.side)
-        self.model.transformer.kv_scales = scales_from(amax, calibration, self.model.weights_version)
+        self.model.transformer.calibrate(scales_from(amax, calibration, self.model.weights_version))
 
     def step_metrics(self) -> dict[str, float]:
         """The scales of a training step, and how far they are from the last step's; empty if there are none."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout
+from isobit.kernels import KVStore, Layout, Ops, Watching
 from isobit.model import Model
 from isobit.precision import QTensor
 
@@ -59,33 +59,29 @@ _Trace = list[tuple[str, Tensor]]
 """Of every call in order: where it was, and a checksum of each row of the sequence [rows] int64."""
 
 
-class _Watching:
-    """Operators that keep a checksum of every row of what they return, and otherwise are those that they wrap."""
+class _Summing(Watching):
+    """Keeps a checksum of every row of what a layer's operators return."""
 
-    def __init__(self, ops: object, names: dict[int, str]) -> None:
-        self._ops, self._names = ops, names
-        self._layer, self.trace = "", _Trace()
+    def __init__(self, ops: Ops, layer: int | None, names: dict[int, str], trace: _Trace, rows: int) -> None:
+        super().__init__(ops)
+        self._layer, self._names, self._trace, self._rows = layer, names, trace, rows
 
     def __getattr__(self, name: str) -> object:
-        operator = getattr(self._ops, name)
+        operator = super().__getattr__(name)
         if name not in _PLACES:
             return operator
 
         def call(*arguments: object, **options: object) -> object:
-            result = operator(*arguments, **options)
-            self.trace.append((self._place(name, arguments), _checksums(result, self.rows)))
+            result = operator(*arguments, **options)  # type: ignore[operator]
+            self._trace.append((self._place(name, arguments), _checksums(result, self._rows)))
             return result
 
         return call
 
-    rows = 0
-
     def _place(self, operator: str, arguments: Sequence[object]) -> str:
         known = [self._names[id(a)] for a in arguments if id(a) in self._names]
         known += [a for a in arguments if isinstance(a, str) and a.startswith("layers.")]
-        if known:
-            self._layer = ".".join(known[0].split(".")[:2]) if known[0].startswith("layers.") else known[0]
-        place = known[0] if known else f"{self._layer}.{_PLACES[operator]}".rstrip(".")
+        place = known[0] if known else f"layers.{self._layer}.{_PLACES[operator]}".rstrip(".")
         return f"{place}, operator {operator}"
 
 
@@ -126,17 +122,12 @@ def _token_by_token(model: Model, tokens: Sequence[int], target: int, temperatur
 def _watched(
     model: Model, use: str, ids: Tensor, layout: Layout, stores: Sequence[KVStore] | None
 ) -> tuple[_Trace, Tensor]:
-    transformer = model.transformer
-    inner = transformer.ops[use]
-    watching = _Watching(inner, transformer.working_names(use))
-    watching.rows = layout.num_rows
-    transformer.ops[use] = watching  # type: ignore[assignment]
-    try:
+    transformer, trace = model.transformer, _Trace()
+    names = transformer.working_names(use)
+    with transformer.watched(lambda ops, layer: _Summing(ops, layer, names, trace, layout.num_rows), use):
         hidden = transformer.hidden(ids, layout, stores, use=use)
-    finally:
-        transformer.ops[use] = inner
-    inner.raise_faults()
-    return watching.trace, hidden
+    transformer.ops[use].raise_faults()
+    return trace, hidden
 
 
 def _logprob(model: Model, hidden: Tensor, target: int, temperature: float, use: str = "learner") -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.kernels import Composed, KVStore, Layout, Ops
+from isobit.kernels import Composed, KVStore, Layout, Ops, Watching
 from isobit.model import Model
 from isobit.model.names import layer_and_role
 from isobit.precision import QTensor, QuantSpec, QuantTotals
@@ -59,32 +59,26 @@ class _Sums:
         return Health(layer, role, snr, found.saturated, found.flushed, outliers, peak)
 
 
-class _Watching:
-    """Operators that look at what is quantized on its way, and otherwise are those that they wrap."""
+class _Quantizing(Watching):
+    """Looks at what a layer quantizes and stores; fused operators in turn, so that this sees what is between them."""
 
-    # in turn, so that this sees what they quantize and store
     rms_norm_quantized = Composed.rms_norm_quantized
     silu_mul_quantized = Composed.silu_mul_quantized
     attention_inputs = Composed.attention_inputs
 
-    def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums], num_layers: int) -> None:
-        self._ops, self._sums = ops, sums
-        self._written, self._num_layers = 0, num_layers
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._ops, name)
+    def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums], layer: int) -> None:
+        super().__init__(ops)
+        self._sums, self._layer = sums, layer
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         quantized = self._ops.quantize(x, spec, name)
-        if name.startswith("layers."):
-            layer, role = layer_and_role(name)
-            self._sums.setdefault((layer, f"{role} input"), _Sums()).add(x, quantized)
+        if name.startswith("layers."):  # queries are not
+            role = layer_and_role(name)[1]
+            self._sums.setdefault((self._layer, f"{role} input"), _Sums()).add(x, quantized)
         return quantized
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         self._ops.kv_write(store, k, v, layout)
-        layer = self._written % self._num_layers  # every forward writes each layer once, in order
-        self._written += 1
         if store.kv is None:
             return
         for role, x, scale in (("keys", k, store.k_scale), ("values", v, store.v_scale)):
@@ -92,7 +86,8 @@ class _Watching:
             assert scale is not None
             data = (store.k if role == "keys" else store.v)[layout.slots].view(store.kv.format.dtype)
             scales = scale[:1, :1] if store.calibrated else scale[layout.slots].reshape(-1, 1)
-            self._sums.setdefault((layer, role), _Sums()).add(flat, QTensor(data.view(flat.shape), scales, store.kv))
+            stored = QTensor(data.view(flat.shape), scales, store.kv)
+            self._sums.setdefault((self._layer, role), _Sums()).add(flat, stored)
 
 
 def weight_health(model: Model) -> list[Health]:
@@ -107,11 +102,11 @@ def weight_health(model: Model) -> list[Health]:
 @torch.no_grad()
 def activation_health(model: Model, sequences: Sequence[Sequence[int]]) -> list[Health]:
     """Of the inputs of every quantized product, and of keys and values, in the learner's forward."""
-    transformer, sums = model.transformer, dict[tuple[int, str], _Sums]()
-    inner = transformer.ops["learner"]
-    transformer.ops["learner"] = _Watching(inner, sums, model.config.num_layers)  # type: ignore[assignment]
-    try:
+    sums: dict[tuple[int, str], _Sums] = {}
+
+    def watch(ops: Ops, layer: int | None) -> object:
+        return ops if layer is None else _Quantizing(ops, sums, layer)
+
+    with model.transformer.watched(watch):
         model.logprobs(sequences)
-    finally:
-        transformer.ops["learner"] = inner
     return [found.health(*key) for key, found in sorted(sums.items())]

@@ -5,6 +5,7 @@ from isobit.kernels.gpu import find_gpu, versions
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
 from isobit.kernels.table import BACKENDS, CONSISTENCIES, get_ops, separate_ops
 from isobit.kernels.types import KVStore, Layout, Ops
+from isobit.kernels.watching import Watching
 
 __all__ = [
     "BACKENDS",
@@ -17,6 +18,7 @@ __all__ = [
     "Packed",
     "Prepared",
     "Stacked",
+    "Watching",
     "find_gpu",
     "get_ops",
     "plain",

@@ -6,10 +6,13 @@ batches; times a margin; over 448. Left out: what is run to find them (`engine/c
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from isobit.errors import IsobitError
+from isobit.kernels import Ops, Watching
 from isobit.precision import E4M3, Calibration
 
 
@@ -26,9 +29,15 @@ class KVScales:
         return 0.0 if before is None else float((self.values / before.values - 1).abs().max())
 
 
+def scales_of(scales: KVScales | None) -> Tensor:
+    """The values of calibrated scales. Raises IsobitError if there are none."""
+    if scales is None:
+        raise IsobitError("the KV cache has calibrated scales, and none yet: call Engine.calibrate(prompts)")
+    return scales.values
+
+
 class AmaxRecorder:
-    """Largest magnitudes of K and V, and of Q with `queries`, per forward and layer, while it is attached to a
-    transformer.
+    """Largest magnitudes of K and V, and of Q with `queries`, per forward and layer; a `Watch` of forwards.
 
     Each stays where it was computed until `amax` asks, so that a forward waits for none of them.
     """
@@ -37,15 +46,12 @@ class AmaxRecorder:
         self.num_layers, self.sides = num_layers, 3 if queries else 2
         self.batches: list[dict[tuple[int, int], Tensor]] = []
 
-    def begin(self) -> None:
-        """A forward begins."""
-        self.batches.append({})
-
-    def see(self, layer: int, k: Tensor, v: Tensor, q: Tensor) -> None:
-        """Keys and values [T, KV, D] of a layer, as they go to the cache, and its queries [T, H, D]."""
-        for side, tensor in enumerate((k, v, q)[: self.sides]):
-            if tensor.numel():
-                self.batches[-1][layer, side] = tensor.detach().abs().max().float()
+    def __call__(self, ops: Ops, layer: int | None) -> Any:
+        """The operators that record; outside the layers, which come first, a forward begins."""
+        if layer is None:
+            self.batches.append({})
+            return ops
+        return _Recording(ops, self.batches[-1], layer, self.sides)
 
     def amax(self, percentile: float) -> Tensor:
         """[layers, 2 or 3] on the CPU: the percentile over the forwards seen, interpolated linearly."""
@@ -55,6 +61,19 @@ class AmaxRecorder:
             found = torch.stack([peak for batch in self.batches for peak in batch.values()]).cpu()
             seen[torch.tensor(places).unbind(1)] = found
         return torch.quantile(seen, percentile / 100.0, dim=0)
+
+
+class _Recording(Watching):
+    def __init__(self, ops: Ops, found: dict[tuple[int, int], Tensor], layer: int, sides: int) -> None:
+        super().__init__(ops)
+        self._found, self._layer, self._sides = found, layer, sides
+
+    def attention_inputs(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._ops.attention_inputs(*given)
+        for side, tensor in enumerate((k, v, q)[: self._sides]):
+            if tensor.numel():
+                self._found[self._layer, side] = tensor.detach().abs().max().float()
+        return q, k, v
 
 
 def scales_from(amax: Tensor, calibration: Calibration, version: int) -> KVScales:

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-Run = Callable[[Tensor, Tensor | None, bool], tuple[Tensor | None, ...]]
-"""(x, residual, whether this is the second forward) to the results."""
+Run = Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]]
+"""(x, residual) to the results."""
 
 
 def recomputed(run: Run, x: Tensor, residual: Tensor | None, masters: Sequence[Tensor]) -> tuple[Any, ...]:
-    """`run(x, residual, False)`; between forward and backward nothing is kept of it but x, residual and its results.
+    """`run(x, residual)`; between forward and backward nothing is kept of it but x, residual and its results.
 
     `masters` receive gradients as they would without. A result may be None.
     """
@@ -32,14 +32,14 @@ class _Recomputed(Function):
         ctx.run, ctx.masters, ctx.has_residual = run, masters, residual is not None
         ctx.set_materialize_grads(False)  # a zero that is added would turn -0 into 0
         ctx.save_for_backward(x, *(() if residual is None else (residual,)))
-        return run(x, residual, False)
+        return run(x, residual)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            results = ctx.run(inputs[0], inputs[1] if ctx.has_residual else None, True)
+            results = ctx.run(inputs[0], inputs[1] if ctx.has_residual else None)
         pairs = [(r, gradient) for r, gradient in zip(results, gradients) if r is not None and gradient is not None]
         found = torch.autograd.grad(
             [result for result, _ in pairs],

@@ -8,7 +8,8 @@ decoding, chunked prefill and the learner's packed sequences are the same code.
 Query, key and value projections are one matrix, and so are gate and up. Left out: where weights come from (`model.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,16 +17,15 @@ from torch import Tensor, nn
 
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Ops, Prepared, separate_ops
-from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
 from isobit.model.head import head_logprobs
-from isobit.model.kv_scales import AmaxRecorder, KVScales
-from isobit.model.moe import RouteTape, mixture
-from isobit.model.recompute import recomputed
+from isobit.model.kv_scales import KVScales, scales_of
+from isobit.model.layers import Pass, Watch, forward
+from isobit.model.moe import RouteTape
 from isobit.model.weight_sync import Receiver
-from isobit.model.working import Layer, Made, Mixture, Working, make_working, map_parts, nbytes, remake, tensors_of
-from isobit.precision import Flow, Precision
+from isobit.model.working import Made, Working, make_working, map_parts, nbytes, remake, tensors_of
+from isobit.precision import Precision
 
 USES = ("rollout", "learner")
 _HEAD_ELEMENTS = 1 << 22  # logits held at a time by head_logprobs on a CPU, where they should stay near its caches
@@ -35,8 +35,7 @@ _HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 class Transformer:
     """Masters, working weights and the forward.
 
-    `parameters` maps names such as `layers.0.qkv` to FP32 masters, in a fixed order. `recompute`: whether the backward
-    computes each layer's activations again, and the forward keeps none (`recompute.py`).
+    `parameters` maps names such as `layers.0.qkv` to FP32 masters, in a fixed order.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, ops: Ops, masters: dict[str, Tensor]) -> None:
@@ -46,10 +45,9 @@ class Transformer:
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
         ops.check_precision(precision)
         self.parameters = {name: nn.Parameter(masters[name].to(ops.device, torch.float32)) for name in shapes}
-        self.weights_version = 0
-        self.kv_scales: KVScales | None = None
-        self.recorder: AmaxRecorder | None = None
-        self.recompute = False
+        self._version = 0
+        self._kv_scales: KVScales | None = None
+        self._watches: dict[str, Watch] = {}
         self._tables = _on(config.rope.tables(0, config.head_dim), ops.device)
         self._receiver = None if precision.shared else Receiver()
         self._working = self._make()
@@ -70,7 +68,16 @@ class Transformer:
         if rollout:
             self._send()
         ops.raise_faults()
-        self.weights_version += 1
+        self._version += 1
+
+    @property
+    def weights_version(self) -> int:
+        """Counts syncs: every change of the working weights."""
+        return self._version
+
+    def count_from(self, version: int) -> None:
+        """Number the present working weights: a resumed run goes on counting, and an evaluation is not counted."""
+        self._version = version
 
     @torch.no_grad()
     def _make(self) -> dict[str, Working]:
@@ -107,26 +114,42 @@ class Transformer:
         stores: Sequence[KVStore] | None = None,
         use: str = "learner",
         tape: RouteTape | None = None,
+        *,
+        recompute: bool = False,
+        calibrating: bool = False,
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
         `stores` hold the keys and values of earlier rows and receive the new ones, one per layer; without them the rows
-        are whole packed sequences, and temporary stores serve. `tape` follows the routers of a mixture of experts.
+        are whole packed sequences, and temporary stores serve. The rest is of `Pass`.
         """
-        working, eps, ops = self._working[use], self.config.rms_eps, self.ops[use]
+        ops = self.ops[use]
         tokens, layout = tokens.to(ops.device), layout.to(ops.device)
-        tables, outside = self._rope_tables(layout), working.outside
-        x, residual = autograd.embedding(tokens, outside.embed, ops), None
-        if self.recorder is not None:
-            self.recorder.begin()
-        recompute = self.recompute and stores is None and torch.is_grad_enabled()
-        for index, layer in enumerate(working.layers):
-            if recompute:
-                x, residual = self._recomputed_layer(x, residual, index, layer, tables, layout, ops, tape)
-                continue
-            store = stores[index] if stores is not None else self._temporary_store(layout, index, layer.flow)
-            x, residual = self._layer(x, residual, index, layer, tables, store, layout, ops, tape, self.recorder)
-        return autograd.rms_norm(x, residual, outside.final_norm, eps, ops)[0]
+        one = Pass(
+            config=self.config,
+            ops=ops,
+            layout=layout,
+            tables=self._rope_tables(layout),
+            masters=self.parameters,
+            stores=stores,
+            scales=self.kv_scales,
+            tape=tape,
+            watch=self._watches.get(use),
+            recompute=recompute and stores is None and torch.is_grad_enabled(),
+            calibrating=calibrating,
+        )
+        return forward(tokens, self._working[use], one)
+
+    @contextmanager
+    def watched(self, watch: Watch, use: str = "learner") -> Iterator[None]:
+        """Meanwhile the forwards of a use compute with what `watch` makes of its operators, layer by layer; a watch
+        that is there already waits."""
+        before = self._watches
+        self._watches = before | {use: watch}
+        try:
+            yield
+        finally:
+            self._watches = before
 
     def head_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, use: str = "learner", chunk: int | None = None
@@ -162,7 +185,10 @@ class Transformer:
 
     def working_names(self, use: str) -> dict[int, str]:
         """The names of a use's working weights, by `id` of what the operators are given."""
-        return {id(operand): name for name, operand, _ in self._working[use].tensors()}
+        working = self._working[use]
+        packs = {key: packed.weight for key, packed in working.packs().items()}
+        names = {id(operand): name for name, operand, _ in working.tensors()}
+        return names | {key: names[id(weight)] for key, weight in packs.items()}
 
     def working_bytes(self) -> tuple[int, int]:
         """Bytes of the rollout's working weights, and of those of the learner that are not the rollout's."""
@@ -174,109 +200,30 @@ class Transformer:
         packs = {key: packed for working in self._working.values() for key, packed in working.packs().items()}
         return sum(packed.nbytes for packed in packs.values())
 
+    @property
+    def kv_scales(self) -> KVScales | None:
+        """The calibrated scales of the KV cache, and of queries, as far as the flow has them."""
+        return self._kv_scales
+
+    def calibrate(self, scales: KVScales | None) -> None:
+        """Take these scales from now on."""
+        self._kv_scales = scales
+
     def layer_scales(self, layer: int) -> Tensor:
         """Calibrated scales [2] of K and V. Raises IsobitError if there are none."""
-        if self.kv_scales is None:
-            raise IsobitError("the KV cache has calibrated scales, and none yet: call Engine.calibrate(prompts)")
-        return self.kv_scales.values[layer, :2]
-
-    def query_scale(self, layer: int) -> Tensor:
-        """The calibrated scale [1] of the queries; as `layer_scales`."""
-        self.layer_scales(layer)
-        assert self.kv_scales is not None
-        return self.kv_scales.values[layer, 2:]
+        return scales_of(self._kv_scales)[layer, :2]
 
     def check_scales(self) -> None:
         """Raise IsobitError unless the calibrated scales, where a rollout has them, are of the present weights."""
         if not (self.precision.rollout.calibrated or self.precision.rollout.calibrated_queries):
             return
-        version = -1 if self.kv_scales is None else self.kv_scales.version
+        version = -1 if self._kv_scales is None else self._kv_scales.version
         if version != self.weights_version:
-            found = "not calibrated" if self.kv_scales is None else f"those of version {version} of the weights"
+            found = "not calibrated" if self._kv_scales is None else f"those of version {version} of the weights"
             raise IsobitError(
                 f"the scales of the KV cache are {found}, and the weights are at version {self.weights_version}: "
                 "call Engine.calibrate(prompts) after every sync"
             )
-
-    def _layer(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        index: int,
-        layer: Layer,
-        tables: tuple[Tensor, Tensor],
-        store: KVStore,
-        layout: Layout,
-        ops: Ops,
-        tape: RouteTape | None,
-        recorder: AmaxRecorder | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
-        eps = self.config.rms_eps
-        qkv, residual = autograd.norm_linear(x, residual, layer.input_norm, eps, layer.qkv, ops)
-        x = self._attend(qkv, index, layer, tables, store, layout, ops, recorder)
-        if isinstance(layer.mlp, Mixture):
-            normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-            return mixture(normed, layer.mlp, ops, tape), residual
-        gate_up, residual = autograd.norm_linear(x, residual, layer.post_norm, eps, layer.mlp.gate_up, ops)
-        return autograd.gated_linear(gate_up, layer.mlp.down, ops), residual
-
-    def _recomputed_layer(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        index: int,
-        layer: Layer,
-        tables: tuple[Tensor, Tensor],
-        layout: Layout,
-        ops: Ops,
-        tape: RouteTape | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`_layer`, of which the backward makes its own. The second forward tells tape and recorder nothing; a router's
-        probabilities have a gradient, and so are one of the results."""
-        recorder, routed = self.recorder, tape is not None and isinstance(layer.mlp, Mixture)
-        given = tape.given[:, len(tape.chosen)] if tape is not None and routed and tape.given is not None else None
-        chosen: list[Tensor] = []
-
-        def run(x: Tensor, residual: Tensor | None, again: bool) -> tuple[Tensor | None, ...]:
-            store = self._temporary_store(layout, index, layer.flow)
-            own = RouteTape(None if given is None else given.unsqueeze(1)) if routed else None
-            seen = None if again else recorder
-            x, residual = self._layer(x, residual, index, layer, tables, store, layout, ops, own, seen)
-            if own is None:
-                return x, residual, None
-            chosen[:] = own.chosen
-            return x, residual, own.probabilities[0]
-
-        prefix = f"layers.{index}."
-        masters = [parameter for name, parameter in self.parameters.items() if name.startswith(prefix)]
-        x, residual, probabilities = recomputed(run, x, residual, masters)
-        if tape is not None and routed:
-            tape.chosen += chosen
-            tape.probabilities.append(probabilities)
-        return x, residual
-
-    def _attend(
-        self,
-        qkv: Tensor,
-        index: int,
-        layer: Layer,
-        tables: tuple[Tensor, Tensor],
-        store: KVStore,
-        layout: Layout,
-        ops: Ops,
-        recorder: AmaxRecorder | None,
-    ) -> Tensor:
-        rows, dim, eps = qkv.shape[0], self.config.head_dim, self.config.rms_eps
-        qkv = qkv.view(rows, qkv.shape[1] // dim, dim)
-        q, k, v = autograd.attention_inputs(qkv, layer.head_norms, eps, tables, store, layout, ops)
-        if recorder is not None:
-            recorder.see(index, k, v, q)
-        flow = layer.flow
-        if flow.query is not None and (recorder is None or not flow.calibrated_queries):
-            q = autograd.rounded(q, flow.query, ops, self.query_scale(index) if flow.calibrated_queries else None)
-        out = autograd.attention(q, k, v, store, layout, dim**-0.5, ops)
-        return autograd.linear(out.flatten(1), layer.o, ops)
 
     def _rope_tables(self, layout: Layout) -> tuple[Tensor, Tensor]:
         needed = layout.max_keys
@@ -285,12 +232,6 @@ class Transformer:
             cos, sin = self.config.rope.tables(size, self.config.head_dim)
             self._tables = _on((cos, sin), layout.positions.device)
         return self._tables
-
-    def _temporary_store(self, layout: Layout, index: int, flow: Flow) -> KVStore:
-        slots, config = layout.num_slots, self.config
-        scales = self.layer_scales(index) if flow.calibrated else None
-        shape, device = (slots, config.num_kv_heads, config.head_dim), layout.positions.device
-        return KVStore.allocate(*shape, flow.kv, flow.compute, scales, device)
 
 
 def _on(tables: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

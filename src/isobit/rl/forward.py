@@ -8,15 +8,16 @@ from isobit.rl.packing import PackedBatch
 
 
 def forward(
-    model: Model, packed: PackedBatch, temperature: float, tape: RouteTape | None = None
+    model: Model, packed: PackedBatch, temperature: float, tape: RouteTape | None = None, recompute: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the learner's flow.
 
     Both are on the CPU, wherever the model is: what an algorithm does with single tokens happens there. Here a learner
-    waits for a GPU, once per micro-batch. Raises NonFiniteError for what an operator met there.
+    waits for a GPU, once per micro-batch. `tape` and `recompute` are those of `isobit.model.layers.Pass`. Raises
+    NonFiniteError for what an operator met there.
     """
     transformer, device = model.transformer, model.ops.device
-    hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
+    hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute)
     rows, targets = packed.rows.to(device), packed.targets.to(device)
     logprobs, entropy = transformer.head_logprobs(hidden[rows], targets, temperature, "learner")
     found = logprobs.cpu(), entropy.cpu()

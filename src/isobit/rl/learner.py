@@ -88,13 +88,14 @@ class Learner:
         *,
         reference: Model | None = None,
         micro_batch_tokens: int = 16384,
+        recompute: bool = False,
         seed: int = 0,
         on_mismatch: str = "warn",
     ) -> None:
         assert (reference is not None) == (objective.kl_coefficient > 0)
         self.model, self.optimizer, self.objective, self.reference = model, optimizer, objective, reference
         self.loss = loss_function(objective.loss)
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens, self.recompute = micro_batch_tokens, recompute
         self.seed = seed
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
         self.state = LearnerState((objective.clip_low, objective.clip_high))
@@ -234,7 +235,8 @@ class Learner:
         objective, samples = batch.objective, [batch.samples[i] for i in chosen]
         packed = pack(samples)
         replay, temperature = objective.router_replay, objective.temperature
-        logprobs, entropy, tape = routed_forward(self.model, packed, samples, temperature, replay, routing, compare)
+        options = temperature, replay, routing, compare, self.recompute
+        logprobs, entropy, tape = routed_forward(self.model, packed, samples, *options)
         inputs = batch.loss_inputs(chosen, weights, logprobs, entropy, packed.sequence, self.state.clip_bounds)
         outputs = self.loss(inputs)
         loss = total = weighted_sum(outputs, inputs)
@@ -287,7 +289,7 @@ class Learner:
         """Once the weights have moved: the ratio's noise, and bounds of the clip that allow for it."""
         objective = batch.objective
         moved = self.model.under(self.model.precision)
-        moved.transformer.kv_scales = self.model.transformer.kv_scales
+        moved.transformer.calibrate(self.model.transformer.kv_scales)
         try:
             noisy = log_ratios(self._logprobs(moved, batch.samples), batch.old)
         except NonFiniteError:

@@ -92,15 +92,16 @@ def routed_forward(
     replay: bool,
     totals: RoutingTotals,
     compare: bool,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor, RouteTape | None]:
     """`forward` of the policy over samples, with the tape of its routers, which `totals` takes into account; None for a
     dense model. `replay`: the routers repeat the rollout's choices. `compare`: the weights are those of the rollout."""
     experts = model.config.experts
     if experts is None:
-        return *forward(model, packed, temperature), None
+        return *forward(model, packed, temperature, recompute=recompute), None
     tape, recorded = _tape(model, samples, replay)
     compare &= all(s.weights_version == model.weights_version for s in samples)
-    found = forward(model, packed, temperature, tape)
+    found = forward(model, packed, temperature, tape, recompute)
     totals.see(tape, experts.count, recorded if compare else None)
     return *found, tape
 

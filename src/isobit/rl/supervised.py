@@ -11,7 +11,12 @@ from isobit.rl.packing import Trainable, micro_batches, pack
 
 
 def supervised_update(
-    model: Model, optimizer: Optimizer, samples: Sequence[Trainable], rate: float, micro_batch_tokens: int
+    model: Model,
+    optimizer: Optimizer,
+    samples: Sequence[Trainable],
+    rate: float,
+    micro_batch_tokens: int,
+    recompute: bool = False,
 ) -> dict[str, float]:
     """One optimizer step of cross-entropy on trained tokens, averaged over all of them. Returns metrics.
 
@@ -25,7 +30,7 @@ def supervised_update(
         for packed in parts:
             if not packed.num_targets:
                 continue
-            logprobs, _ = forward(model, packed, 1.0)
+            logprobs, _ = forward(model, packed, 1.0, recompute=recompute)
             part = -logprobs.sum() / count
             part.backward()
             loss += float(part.detach())

@@ -152,7 +152,6 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
         reference.transformer.freeze()
     optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
-    model.transformer.recompute = config.optimizer.activation_checkpointing
     given = config.optimizer.micro_batch_tokens
     tokens = 1 if given == "auto" else given  # until it is known what fits
     learner = Learner(
@@ -161,6 +160,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         objective,
         reference=reference,
         micro_batch_tokens=tokens,
+        recompute=config.optimizer.activation_checkpointing,
         seed=config.seed,
         on_mismatch=config.on_mismatch,
     )
@@ -323,5 +323,5 @@ def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
     parts.optimizer.load_state(tensors)
     parts.calibrator.load_state(scales)
     parts.learner.state = LearnerState(tuple(state["clip_bounds"]), state["bad_steps_in_a_row"])
-    parts.model.transformer.weights_version = state["weights_version"]
+    parts.model.transformer.count_from(state["weights_version"])
     return state

@@ -75,21 +75,21 @@ class Plan:
         return "\n".join(f"{label:<{width}} {size / _MIB:10.1f} MiB" for label, size in rows)
 
 
-def measure(model: Model) -> Learning:
+def measure(model: Model, recompute: bool = False) -> Learning:
     """Forward and backward of a few tokens, with gradients dropped as they come."""
     short, long = (min(tokens, model.config.max_positions) for tokens in (_SHORT, _LONG))
-    _pass(model, short, _FEW)  # what is made at first use, such as rotary tables, is no part of a pass
-    first, second = _pass(model, short, _FEW), _pass(model, long, _FEW)
+    _pass(model, short, _FEW, recompute)  # what is made at first use, such as rotary tables, is no part of a pass
+    first, second = (_pass(model, tokens, _FEW, recompute) for tokens in (short, long))
     lines = tuple(_line(a, b, short, max(long - short, 1)) for a, b in zip(first, second))
-    wide = _pass(model, long, _MORE)
+    wide = _pass(model, long, _MORE, recompute)
     return Learning(lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
 
 
-def measure_parts(parts: "Parts") -> Learning:
-    """`measure` of the policy, with scales where its KV cache is calibrated."""
+def measure_parts(parts: "Parts", recompute: bool | None = None) -> Learning:
+    """`measure` of the policy, with scales where its KV cache is calibrated; `recompute`: by default as configured."""
     if parts.calibrator.active:
         parts.calibrator.calibrate([parts.task.train.examples[0].prompt])
-    return measure(parts.model)
+    return measure(parts.model, parts.learner.recompute if recompute is None else recompute)
 
 
 def _line(first: int, second: int, tokens: int, span: int) -> Line:
@@ -97,7 +97,7 @@ def _line(first: int, second: int, tokens: int, span: int) -> Line:
     return Line(max(first - slope * tokens, 0), slope)
 
 
-def _pass(model: Model, tokens: int, chunk: int) -> list[int]:
+def _pass(model: Model, tokens: int, chunk: int, recompute: bool) -> list[int]:
     """Peaks of the three phases of one sequence."""
     transformer, device = model.transformer, model.ops.device
     peaks: list[int] = []
@@ -105,7 +105,7 @@ def _pass(model: Model, tokens: int, chunk: int) -> list[int]:
     ids = torch.arange(tokens, dtype=torch.int64) % model.config.vocab_size
     try:
         with torch.enable_grad(), LiveBytes() as meter:
-            hidden = transformer.hidden(ids, Layout.packed([tokens]), use="learner")
+            hidden = transformer.hidden(ids, Layout.packed([tokens]), use="learner", recompute=recompute)
             peaks.append(meter.take())
             hidden.register_hook(lambda _: peaks.append(meter.take()))
             logprobs = transformer.head_logprobs(hidden, ids.to(device), chunk=chunk)[0]
@@ -194,12 +194,8 @@ def _alternatives(parts: "Parts", learning: Learning, process: int) -> list[tupl
     now = plan(parts, learning, process, tokens)
     found = [(f"optimizer.micro_batch_tokens={longest}", plan(parts, learning, process, longest).total)]
     if not config.optimizer.activation_checkpointing:
-        model.transformer.recompute = True
-        try:
-            again = measure_parts(parts)
-            found.append(("optimizer.activation_checkpointing=true", plan(parts, again, process, tokens).total))
-        finally:
-            model.transformer.recompute = False
+        again = measure_parts(parts, recompute=True)
+        found.append(("optimizer.activation_checkpointing=true", plan(parts, again, process, tokens).total))
     if config.optimizer.state == "fp32":
         saved = sum(8 * p.numel() - 2 * (p.numel() + p.numel() // 64) for p in model.parameters() if quantizable(p))
         found.append(("optimizer.state=8bit", now.total - saved))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops
+from isobit.kernels import Operand, Ops, Watching
 from isobit.model import Model
 from isobit.model.names import layer_and_role
 from isobit.precision import QTensor, QuantSpec, QuantTotals
@@ -35,13 +35,8 @@ class LearnerTotals:
         if not due:
             yield
             return
-        operators = self._model.transformer.ops
-        inner = operators["learner"]
-        operators["learner"] = _Watching(inner, self)  # type: ignore[assignment]
-        try:
+        with self._model.transformer.watched(lambda ops, layer: _Quantizing(ops, self)):
             yield
-        finally:
-            operators["learner"] = inner
 
     @torch.no_grad()
     def see(self, name: str, x: Tensor, quantized: QTensor, products: str = "") -> None:
@@ -75,14 +70,12 @@ class LearnerTotals:
         return listed_by_tensor(self._parts, self._model.config.num_layers)
 
 
-class _Watching:
-    """Operators that tell what they quantize, and otherwise are those that they wrap."""
+class _Quantizing(Watching):
+    """Tells the totals what is quantized."""
 
     def __init__(self, ops: Ops, totals: LearnerTotals) -> None:
-        self._ops, self._totals = ops, totals
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._ops, name)
+        super().__init__(ops)
+        self._totals = totals
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         quantized = self._ops.quantize(x, spec, name)

@@ -307,7 +307,7 @@ class Session:
             self.display.phase("evaluate")
             with self._broken_weights_end_the_run():
                 found, line = held_out.evaluate()
-            self.model.transformer.weights_version = version  # the next sync is of the same weights
+            self.model.transformer.count_from(version)  # the next sync is of the same weights
             values |= found
             self.display.note(f"step {step}: {line}")
             self.best.consider(step, found)

@@ -153,12 +153,12 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
         raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
     settings = optimizer_settings(config.optimizer, config.steps)
     optimizer = Optimizer(model.named_parameters(), settings)
-    model.transformer.recompute = config.optimizer.activation_checkpointing
+    recompute = config.optimizer.activation_checkpointing
     batches, bad_steps = _batches(model, config, task), 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
         for step in range(config.steps):
             rate = learning_rate(step, settings)
-            metrics = supervised_update(model, optimizer, next(batches), rate, tokens)
+            metrics = supervised_update(model, optimizer, next(batches), rate, tokens, recompute)
             bad_steps = bad_steps + 1 if metrics["steps/skipped"] else 0
             if bad_steps >= config.optimizer.max_bad_steps:
                 raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")

@@ -1,0 +1,117 @@
+"""One forward of the model over rows: its layers, and `Pass`, which is all that they share.
+
+Left out: the operators with their gradients (`autograd.py`), experts (`moe.py`), and what is kept from one forward to
+the next (`transformer.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from isobit.kernels import KVStore, Layout, Ops
+from isobit.model import autograd
+from isobit.model.config import ModelConfig
+from isobit.model.kv_scales import KVScales, scales_of
+from isobit.model.moe import RouteTape, mixture
+from isobit.model.recompute import recomputed
+from isobit.model.working import Layer, Mixture, Working
+
+Watch = Callable[[Ops, int | None], Any]
+"""(operators, index of the layer that computes with them, or None outside the layers) to those that it computes with
+instead: they return the same, and may look at it (`isobit.kernels.Watching`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What the layers of one forward share.
+
+    `masters` receive gradients. `stores` hold keys and values, one per layer; without them each layer has a temporary
+    one. `scales` are those of a calibrated cache. `tape` follows the routers of a mixture of experts, `watch` the
+    operators. With `recompute` the backward computes each layer's activations again, and the forward keeps none
+    (`recompute.py`). While `calibrating`, queries with calibrated scales stay in the compute format.
+    """
+
+    config: ModelConfig
+    ops: Ops
+    layout: Layout
+    tables: tuple[Tensor, Tensor]
+    masters: Mapping[str, Tensor]
+    stores: Sequence[KVStore] | None = None
+    scales: KVScales | None = None
+    tape: RouteTape | None = None
+    watch: Watch | None = None
+    recompute: bool = False
+    calibrating: bool = False
+
+    def ops_of(self, layer: int | None) -> Ops:
+        """The operators of a layer, or outside the layers."""
+        return self.ops if self.watch is None else self.watch(self.ops, layer)
+
+    def store_of(self, index: int, layer: Layer) -> KVStore:
+        """Where a layer's keys and values are."""
+        if self.stores is not None:
+            return self.stores[index]
+        config, flow = self.config, layer.flow
+        shape = (self.layout.num_slots, config.num_kv_heads, config.head_dim)
+        scales = scales_of(self.scales)[index, :2] if flow.calibrated else None
+        return KVStore.allocate(*shape, flow.kv, flow.compute, scales, self.layout.positions.device)
+
+
+def forward(tokens: Tensor, working: Working, one: Pass) -> Tensor:
+    """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators' device."""
+    ops, outside = one.ops_of(None), working.outside
+    x, residual = autograd.embedding(tokens, outside.embed, ops), None
+    compute = _recomputed_layer if one.recompute else _layer
+    for index, layer in enumerate(working.layers):
+        x, residual = compute(x, residual, index, layer, one)
+    return autograd.rms_norm(x, residual, outside.final_norm, one.config.rms_eps, ops)[0]
+
+
+def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
+    """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
+    eps, ops = one.config.rms_eps, one.ops_of(index)
+    qkv, residual = autograd.norm_linear(x, residual, layer.input_norm, eps, layer.qkv, ops)
+    x = _attend(qkv, index, layer, one, ops)
+    if isinstance(layer.mlp, Mixture):
+        normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
+        return mixture(normed, layer.mlp, ops, one.tape), residual
+    gate_up, residual = autograd.norm_linear(x, residual, layer.post_norm, eps, layer.mlp.gate_up, ops)
+    return autograd.gated_linear(gate_up, layer.mlp.down, ops), residual
+
+
+def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tensor:
+    """Attention and its output projection: qkv [T, (H + 2 KV) · D] to [T, hidden]."""
+    dim, flow, store = one.config.head_dim, layer.flow, one.store_of(index, layer)
+    qkv = qkv.view(qkv.shape[0], qkv.shape[1] // dim, dim)
+    q, k, v = autograd.attention_inputs(qkv, layer.head_norms, one.config.rms_eps, one.tables, store, one.layout, ops)
+    if flow.query is not None and not (one.calibrating and flow.calibrated_queries):
+        scale = scales_of(one.scales)[index, 2:] if flow.calibrated_queries else None
+        q = autograd.rounded(q, flow.query, ops, scale)
+    out = autograd.attention(q, k, v, store, one.layout, dim**-0.5, ops)
+    return autograd.linear(out.flatten(1), layer.o, ops)
+
+
+def _recomputed_layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
+    """`_layer`, of which the backward makes its own. The second forward tells the tape nothing; a router's
+    probabilities have a gradient, and so are one of the results."""
+    tape = one.tape if isinstance(layer.mlp, Mixture) else None
+    given = tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
+    chosen: list[Tensor] = []
+
+    def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+        own = None if tape is None else RouteTape(None if given is None else given.unsqueeze(1))
+        x, residual = _layer(x, residual, index, layer, replace(one, tape=own))
+        if own is None:
+            return x, residual, None
+        chosen[:] = own.chosen
+        return x, residual, own.probabilities[0]
+
+    prefix = f"layers.{index}."
+    masters = [master for name, master in one.masters.items() if name.startswith(prefix)]
+    x, residual, probabilities = recomputed(run, x, residual, masters)
+    if tape is not None:
+        tape.chosen += chosen
+        tape.probabilities.append(probabilities)
+    return x, residual
