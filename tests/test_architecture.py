@@ -30,6 +30,7 @@ LAYERS = [
     {"tasks"},
     {"rewards"},
     {"data"},
+    {"options"},
     {"errors"},
 ]
 """From the top down: a room imports only what stands below it. The members of a layer do not import each other."""

@@ -1,5 +1,6 @@
 """Strict configuration: what is accepted, and the one line for what is not."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_overrides_are_yaml_and_the_dump_reads_back_equal(config_file: Path) -> 
 
 def test_configs_are_frozen(config_file: Path) -> None:
     config = load_config(config_file)
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3  # type: ignore[misc]
 
 
@@ -83,9 +84,9 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("backend=cuda", "backend: expected auto, triton, native or reference, got 'cuda'"),
         ("steps", "expected key.sub=value"),
         ("steps.x=1", "steps: expected a whole number"),
-        ("steps=true", "steps: expected a whole number, got 'true'"),
+        ("steps=true", "steps: expected a whole number, got true"),
         ("optimizer.betas=0.9", "optimizer.betas: expected a list, such as [a, b], got 0.9"),
-        ("optimizer.betas=[0.9]", "optimizer.betas: expected more than 1 of them"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: expected a list of 2, got [0.9]"),
         ("sampling=5", "sampling: expected a section of keys, such as {group_size: ..., max_new_tokens: ...}, got 5"),
         ("sampling.stop=5", "sampling.stop.0: expected text, got 5"),
         ("task.columns=[q]", "task.columns: expected a mapping, such as {name: value}"),

@@ -1,5 +1,6 @@
 """Presets side by side: what is run, what is repeated, and that a run that had to stop is a result."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_what_is_finished_is_not_repeated_and_what_was_interrupted_goes_on(
     (tmp_path / "cut").mkdir()
     compare(settings(tmp_path / "whole", base_model, ("fp8",)))
     config = settings(tmp_path / "cut", base_model, ("fp8",))
-    compare(config.model_copy(update={"seeds": 1}))
+    compare(dataclasses.replace(config, seeds=1))
     run = tmp_path / "cut/out/fp8/seed-0"
     newest = (run / "metrics.jsonl").stat().st_mtime_ns
     (tmp_path / "cut/out/comparison.html").unlink()

@@ -1,5 +1,6 @@
 """Static scales of the KV cache: where they come from, that both sides use them, and that stale ones are noticed."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,7 +109,7 @@ def test_a_run_recalibrates_every_step_and_resumes_bit_for_bit(
     if preset == "fp8":
         assert all(row["mismatch/differing_tokens"] == 0 for row in whole.metrics if row["step"] > 0)
     config = load_config(write_config(tmp_path / "cut", base_model, **settings))
-    train(config.model_copy(update={"steps": 2}))
+    train(dataclasses.replace(config, steps=2))
     resume(tmp_path / "cut" / "run", ["steps=4"])
     assert fingerprint(tmp_path / "cut" / "run") == fingerprint(whole.run_dir)
     assert all("time/calibrate" in row for row in read_jsonl(whole.run_dir / "metrics.jsonl") if row["step"] > 0)

@@ -7,6 +7,8 @@ import pytest
 
 from isobit.config import AlgorithmConfig, CorrectionConfig
 from isobit.config.algorithm import AdvantageName, CorrectionName, LossName
+from isobit.options import choices as named
+from isobit.options import options_of
 from isobit.precision import PRESETS
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
@@ -41,9 +43,9 @@ def test_presets_are_the_papers() -> None:
 
 def test_the_config_names_every_part() -> None:
     def choices(name: str) -> set[str]:
-        return {choice for part in get_args(AlgorithmConfig.model_fields[name].annotation) for choice in get_args(part)}
+        return set(named(options_of(AlgorithmConfig)[name].kind))
 
-    assert set(get_args(AlgorithmConfig.model_fields["preset"].annotation)) == set(OBJECTIVES)
+    assert choices("preset") == set(OBJECTIVES)
     assert set(get_args(AdvantageName)) == set(ADVANTAGE_KINDS) == set(ADVANTAGES)
     assert choices("ratio") == set(RATIOS)
     assert set(get_args(LossName)) == set(LOSS_KINDS) == set(LOSSES)
@@ -52,7 +54,7 @@ def test_the_config_names_every_part() -> None:
 
 
 def test_the_config_has_the_same_fields_and_defaults() -> None:
-    given = AlgorithmConfig().model_dump()
+    given = vars(AlgorithmConfig())
     shared = {key: value for key, value in given.items() if key in Objective.__dataclass_fields__ and value is not None}
     assert {"kl_coefficient", "kl_in_reward", "updates_per_batch", "epochs"} <= shared.keys()
     defaults = {key: getattr(Objective(), key) for key in shared if key != "correction"}

@@ -1,5 +1,6 @@
 """AdamW with moments in 8 bits: what it saves, how near it stays, and that it repeats."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_a_run_logs_what_it_saves_and_resumes_bit_for_bit(tmp_path: Path) -> Non
     whole = train(load_config(write_config(tmp_path / "whole", base_model, **settings)))
     plain = train(load_config(write_config(tmp_path / "plain", base_model, steps=1)))
     assert whole.metrics[0]["memory/optimizer_mib"] < 0.35 * plain.metrics[0]["memory/optimizer_mib"]
-    train(load_config(write_config(tmp_path / "cut", base_model, **settings)).model_copy(update={"steps": 2}))
+    train(dataclasses.replace(load_config(write_config(tmp_path / "cut", base_model, **settings)), steps=2))
     resume(tmp_path / "cut/run", ["steps=4"])
     assert fingerprint(tmp_path / "cut/run") == fingerprint(whole.run_dir)
 

@@ -1,5 +1,6 @@
 """The BF16 shadow: noise by the sign of the advantage, and bounds that allow for it."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_calibrated_bounds_are_used_and_resumed(tmp_path: Path, base_model: Path
     whole = train(load_config(write_config(tmp_path / "whole", base_model, **settings)))
     assert whole.metrics[0]["shadow/clip_low"] > 0.01
     config = load_config(write_config(tmp_path / "cut", base_model, **settings))
-    train(config.model_copy(update={"steps": 2}))
+    train(dataclasses.replace(config, steps=2))
     resume(tmp_path / "cut/run", ["steps=4"])
     assert fingerprint(tmp_path / "cut/run") == fingerprint(whole.run_dir)
 

@@ -1,5 +1,6 @@
 """FP8 activations and output gradients of the learner: what is logged is what was quantized, and no bit changes."""
 
+import dataclasses
 import hashlib
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_the_report_shows_gradients_and_a_resumed_run_logs_the_same(tmp_path: Pa
     config = load_config(
         write_config(tmp_path, base_model), ["run.quantization_every=2", f"run.dir={tmp_path / 'cut'}"]
     )
-    train(config.model_copy(update={"steps": 2}))
+    train(dataclasses.replace(config, steps=2))
     resume(tmp_path / "cut", ["steps=4"])
     assert fingerprint(tmp_path / "cut") == fingerprint(whole.run_dir)
     page = write_report([whole.run_dir], tmp_path / "report.html").read_text()

@@ -8,6 +8,7 @@ import typer
 from isobit import __version__
 from isobit.cli import completion
 from isobit.errors import IsobitError
+from isobit.options.precisions import PRECISIONS
 
 app = typer.Typer(
     name="isobit",
@@ -26,7 +27,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display")]
 Precision = Annotated[
     str,
     typer.Option(
-        help=f"preset: {', '.join(completion.PRESETS)}; or one changed: fp8[wgrad=bf16]",
+        help=f"preset: {', '.join(PRECISIONS)}; or one changed: fp8[wgrad=bf16]",
         autocompletion=completion.presets,
     ),
 ]

@@ -53,6 +53,7 @@ def track(
     isobit track runs/quickstart tracking.trackers=[wandb] tracking.wandb.entity=mine
     """
     from isobit.config import load_config
+    from isobit.options import plain
     from isobit.run.directory import CONFIG, require_run
     from isobit.trackers.process import send_run
 
@@ -63,4 +64,4 @@ def track(
     config = load_config(run / CONFIG, changes)
     if not config.tracking.trackers:
         raise IsobitError("no tracker to send it to: give tracking.trackers, such as tracking.trackers=[tensorboard]")
-    raise typer.Exit(send_run(run, config.tracking.model_dump(), config.model_dump(mode="json")))
+    raise typer.Exit(send_run(run, plain(config.tracking), plain(config)))

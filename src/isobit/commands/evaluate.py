@@ -20,6 +20,7 @@ from isobit.evaluation.progress import Progress
 from isobit.evaluation.result import Question, Result, read_result
 from isobit.evaluation.shown import is_saved, show
 from isobit.model import Model
+from isobit.options import plain
 from isobit.rewards.pool import RewardPool
 from isobit.run import directory as runs
 from isobit.tasks import Task, load_task
@@ -59,7 +60,7 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
     A task that is named replaces the run's whole, a file its files, a number of samples its k. Raises IsobitError for
     values that cannot be.
     """
-    values: dict[str, Any] = load_config(run / runs.CONFIG).model_dump(mode="json") if run is not None else dict(_EMPTY)
+    values: dict[str, Any] = plain(load_config(run / runs.CONFIG)) if run is not None else dict(_EMPTY)
     for section, found in given.items():
         replaced = not isinstance(found, Mapping) or (section == "task" and "name" in found)
         values[section] = found if replaced else {**values.get(section, {}), **found}
@@ -142,7 +143,7 @@ def _result(model: str, config: Config, questions: tuple[Question, ...], pool: R
     plan = evaluation_plan(config)
     names = [spec.label for spec in pool.specs] or [reward.name for reward in config.rewards.models]
     settings = {
-        "task": config.task.model_dump(mode="json"),
+        "task": plain(config.task),
         "precision": config.precision,
         "consistency": config.consistency,
         "seed": config.seed,

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from isobit.config.messages import describe
 from isobit.config.reading import Source, read_source
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.config.sections import RewardsConfig, TaskConfig
 from isobit.errors import IsobitError
-from isobit.rewards.named import OptionError
+from isobit.options import OptionError, plain, read
+from isobit.rewards.named import OptionError as RewardOptionError
 from isobit.rewards.spec import RewardSpec
 from isobit.tasks.task import TaskSettings
 
@@ -59,7 +59,7 @@ def load_compare_config(
 def task_settings(task: TaskConfig, seed: int) -> TaskSettings:
     """The task section, as the tasks take it."""
     known = {field.name for field in fields(TaskSettings)}
-    return TaskSettings(**task.model_dump(include=known), seed=seed)
+    return TaskSettings(**{name: value for name, value in vars(task).items() if name in known}, seed=seed)
 
 
 def reward_specs(rewards: RewardsConfig) -> list[RewardSpec]:
@@ -67,16 +67,16 @@ def reward_specs(rewards: RewardsConfig) -> list[RewardSpec]:
     return [RewardSpec(r.function, r.weight, r.name, r.options, r.deadline_s) for r in rewards.functions]
 
 
-def dump_config(config: BaseModel) -> str:
+def dump_config(config: Config | SftConfig | CompareConfig) -> str:
     """The resolved config as YAML; reading it again gives an equal value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
 
 
 def parse_config(schema: type[_Schema], values: Mapping[str, Any], where: str) -> _Schema:
     """Validate plain values; `where` names their origin in messages."""
     try:
-        config = schema.model_validate(values)
-    except ValidationError as error:
+        config = read(schema, values)
+    except OptionError as error:
         raise IsobitError(f"{where}: {describe(error, schema)}") from None
     _check_precision(config, where)
     if isinstance(config, Config):
@@ -117,5 +117,5 @@ def _check_rewards(rewards: RewardsConfig, where: str) -> None:
     for i, spec in enumerate(reward_specs(rewards)):
         try:
             spec.build(rewards.deadline_s)
-        except OptionError as error:
+        except RewardOptionError as error:
             raise IsobitError(f"{where}: rewards.functions.{i}.{error}") from None

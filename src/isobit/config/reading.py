@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
+from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
 from isobit.errors import IsobitError
+from isobit.options import plain
 
-Source = str | Path | Mapping[str, Any] | BaseModel
+Source = str | Path | Mapping[str, Any] | Config | SftConfig
 """Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded before."""
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
@@ -23,8 +24,8 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
     """(the values, what to call their origin in messages). Raises IsobitError for what is neither file nor mapping."""
     if isinstance(source, (str, Path)):
         values, where = _read_yaml(Path(source)), str(source)
-    elif isinstance(source, BaseModel):
-        values, where = source.model_dump(mode="json"), "config"
+    elif isinstance(source, (Config, SftConfig)):
+        values, where = plain(source), "config"
     elif isinstance(source, Mapping):
         values, where = _settings(source), "settings"
     else:

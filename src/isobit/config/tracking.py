@@ -1,14 +1,14 @@
 """The `tracking` section: which experiment trackers get a copy of a run's metrics, and how."""
 
 import re
-from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from isobit.errors import IsobitError
+from isobit.options import OneOf, OptionError, above, at_least
+from isobit.trackers.table import TRACKERS
 
-from isobit.config.sections import Section
-
-TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 _CREDENTIALS = {
     "wandb": "set WANDB_API_KEY, or run `wandb login`",
     "trackio": "set HF_TOKEN, or run `hf auth login`",
@@ -16,71 +16,61 @@ _CREDENTIALS = {
 }
 
 
-class WandbConfig(Section):
+@dataclass(frozen=True)
+class WandbConfig:
     """Weights & Biases. Credentials come from WANDB_API_KEY or `wandb login`."""
 
-    entity: str | None = Field(None, description="user or team; default: the account's own")
-    mode: Literal["online", "offline"] | None = Field(None, description="default: $WANDB_MODE, else online")
+    entity: Annotated[str | None, "user or team; default: the account's own"] = None
+    mode: Annotated[Literal["online", "offline"] | None, "default: $WANDB_MODE, else online"] = None
     tags: tuple[str, ...] = ()
 
 
-class TrackioConfig(Section):
+@dataclass(frozen=True)
+class TrackioConfig:
     """trackio. Without dir, its own variable TRACKIO_DIR counts."""
 
-    dir: str | None = Field(None, description="directory of its database; default: in the run directory")
-    space_id: str | None = Field(None, description="a Hugging Face Space, user/name, to log to instead")
+    dir: Annotated[str | None, "directory of its database; default: in the run directory"] = None
+    space_id: Annotated[str | None, "a Hugging Face Space, user/name, to log to instead"] = None
 
 
-class MlflowConfig(Section):
+@dataclass(frozen=True)
+class MlflowConfig:
     """MLflow. Without uri, its own variable MLFLOW_TRACKING_URI counts."""
 
-    uri: str | None = Field(
-        None, description="a server, a database (needs `mlflow`), or file:PATH; default: in the run directory"
+    uri: Annotated[str | None, "a server, a database (needs `mlflow`), or file:PATH; default: in the run directory"] = (
+        None
     )
 
-    @field_validator("uri")
-    @classmethod
-    def _no_password(cls, uri: str | None) -> str | None:
-        if uri is not None and re.search(r"://[^/@]*:[^/@]*@", uri):
-            raise ValueError("a password does not belong into a config, which is kept; set MLFLOW_TRACKING_URI instead")
-        return uri
+    def __post_init__(self) -> None:
+        if self.uri is not None and re.search(r"://[^/@]*:[^/@]*@", self.uri):
+            text = "a password does not belong into a config, which is kept; set MLFLOW_TRACKING_URI instead"
+            raise OptionError(("uri",), text)
 
 
-class TrackingConfig(Section):
+@dataclass(frozen=True)
+class TrackingConfig:
     """Experiment trackers (`pip install "isobit[track]"`). `metrics.jsonl` is written with or without them."""
 
-    trackers: tuple[TrackerName, ...] = Field((), description="tensorboard, wandb, trackio, mlflow")
-    project: str = Field("isobit", description="project or experiment")
-    name: str | None = Field(None, description="name of the run; default: that of the run directory")
-    group: str | None = Field(None, description="group of the run, such as one comparison")
-    completions: int = Field(0, ge=0, description="completions sent per step, as a table; 0: none")
-    close_s: float = Field(15.0, gt=0, description="seconds to wait at the end of a run for unsent steps")
+    trackers: Annotated[tuple[Annotated[str, OneOf(TRACKERS)], ...], "tensorboard, wandb, trackio, mlflow"] = ()
+    project: Annotated[str, "project or experiment"] = "isobit"
+    name: Annotated[str | None, "name of the run; default: that of the run directory"] = None
+    group: Annotated[str | None, "group of the run, such as one comparison"] = None
+    completions: Annotated[int, at_least(0), "completions sent per step, as a table; 0: none"] = 0
+    close_s: Annotated[float, above(0), "seconds to wait at the end of a run for unsent steps"] = 15.0
     wandb: WandbConfig = WandbConfig()
     trackio: TrackioConfig = TrackioConfig()
     mlflow: MlflowConfig = MlflowConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_credentials(cls, values: Any) -> Any:
-        """Credentials would land in the run's config.yaml."""
-        for name, where in _CREDENTIALS.items():
-            section = values.get(name) if isinstance(values, dict) else None
-            for key in section if isinstance(section, dict) else ():
-                if re.search("key|token|password|secret", str(key)):
-                    raise ValueError(f"{name}.{key}: credentials do not belong into a config, which is kept; {where}")
-        return values
+    def __post_init__(self) -> None:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise OptionError(("trackers",), "a tracker is named twice")
 
-    @field_validator("trackers", mode="before")
-    @classmethod
-    def _known(cls, names: Any) -> Any:
-        known = get_args(TrackerName)
-        if not isinstance(names, (list, tuple)):
-            raise ValueError(f"expected a list of {', '.join(known)}, such as [wandb], got {names!r}")
-        for name in names:
-            if name not in known:
-                close = get_close_matches(str(name), known, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-                raise ValueError(f"unknown tracker {name!r}; {hint}")
-        if len(set(names)) < len(names):
-            raise ValueError("a tracker is named twice")
-        return names
+
+def without_credentials(values: Any) -> Any:
+    """What is given for `tracking`, as it is. Raises IsobitError for credentials, which would land in config.yaml."""
+    for name, where in _CREDENTIALS.items():
+        section = values.get(name) if isinstance(values, Mapping) else None
+        for key in section if isinstance(section, Mapping) else ():
+            if re.search("key|token|password|secret", str(key)):
+                raise IsobitError(f"{name}.{key}: credentials do not belong into a config, which is kept; {where}")
+    return values

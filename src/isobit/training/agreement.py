@@ -7,6 +7,7 @@ from pathlib import Path
 from isobit.config import Config, load_config
 from isobit.errors import NonFiniteError, RunFailed
 from isobit.inspection.locate import locate
+from isobit.options import options_of
 from isobit.rl.agreement import Disagreement
 from isobit.rl.learner import Learner
 from isobit.rl.packing import micro_batches
@@ -68,7 +69,7 @@ def unlike(recorded: Path, config: Config, machine: Mapping[str, object]) -> lis
     free = {"run", "tracking", "evaluation", "rewards", "engine", "backend", "on_mismatch"}
     if config.optimizer.schedule == "constant":
         free.add("steps")
-    sections = [n for n in Config.model_fields if n not in free and getattr(before, n) != getattr(config, n)]
+    sections = [n for n in options_of(Config) if n not in free and getattr(before, n) != getattr(config, n)]
     path = recorded / runs.MACHINE
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return sections + [name for name, value in machine.items() if name != "why" and facts.get(name, value) != value]

@@ -8,12 +8,13 @@ change nothing that is recorded, and leave no name. Left out: how functions are 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isobit.config import Config, parse_config
 from isobit.data.arrow_rows import plain
 from isobit.errors import IsobitError
+from isobit.options import plain as plain_values
 from isobit.rewards.spec import OBJECT
 
 RewardFunction = Callable[..., Any]
@@ -66,7 +67,7 @@ class Given:
         callback, and for what the config names already."""
         functions: dict[str, RewardFunction] = {}
         rows: dict[str, Sequence[dict[str, Any]]] = {}
-        values = config.model_dump(mode="json")
+        values = plain_values(config)
         if rewards := _listed(self.rewards):
             if config.rewards.functions:
                 raise IsobitError("rewards: the settings have rewards.functions already; give all rewards in one place")
@@ -83,9 +84,10 @@ class Given:
         """The objects for the names in the config of a run that goes on. Raises IsobitError for others than it began
         with."""
         run, began = config.run.dir, config.rewards.functions
-        rewards = config.rewards.model_copy(update={"functions": ()} if _listed(self.rewards) else {})
-        task = config.task.model_copy(update={key: None for key, _, _ in self._tables()})
-        found, objects = self.into(config.model_copy(update={"rewards": rewards, "task": task}))
+        rewards = replace(config.rewards, functions=()) if _listed(self.rewards) else config.rewards
+        nothing: dict[str, Any] = dict.fromkeys(key for key, _, _ in self._tables())
+        task = replace(config.task, **nothing)
+        found, objects = self.into(replace(config, rewards=rewards, task=task))
         for key, what, _ in self._tables():
             if getattr(found.task, key) != getattr(config.task, key):
                 raise IsobitError(f"{what}: these are not the rows that run {run} began with")

@@ -24,6 +24,7 @@ from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model, RewardModel
 from isobit.model.checkpoint import save_tensors
+from isobit.options import plain
 from isobit.rewards.pool import RewardPool
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.correction_rule import CorrectionRule, Rejection
@@ -107,7 +108,7 @@ class Parts:
 def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
     """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit."""
     objects.require(config)
-    check_trackers(config.tracking.model_dump())
+    check_trackers(plain(config.tracking))
     task = load_task(replace(task_settings(config.task, config.seed), rows=objects.rows))
     if config.evaluation.every and not len(task.held_out):
         raise IsobitError("evaluation.every: the held-out split is empty; set task.held_out_size or task.held_out_path")
@@ -177,7 +178,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         scorer,
         engine,
         Calibrator(model, tokens),
-        ReplayBuffer(ReplaySettings(**config.replay.model_dump()), config.seed),
+        ReplayBuffer(ReplaySettings(**vars(config.replay)), config.seed),
         sampling,
         objective,
         optimizer,
@@ -190,8 +191,8 @@ def _with_fitting_tokens(parts: Parts) -> Parts:
     """`micro_batch_tokens: auto` as a number, in the config too: how a batch is split decides how gradients are
     rounded, so a run that goes on repeats the number, wherever it does."""
     tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting_tokens(parts)
-    optimizer = parts.config.optimizer.model_copy(update={"micro_batch_tokens": tokens})
-    return replace(parts, config=parts.config.model_copy(update={"optimizer": optimizer}))
+    optimizer = replace(parts.config.optimizer, micro_batch_tokens=tokens)
+    return replace(parts, config=replace(parts.config, optimizer=optimizer))
 
 
 def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldOut:
@@ -236,7 +237,7 @@ def reward_models(config: Config) -> list[WeightedModel]:
 def objective_of(config: Config, model: Model) -> Objective:
     """The config's algorithm: the preset's parts, what is given over them, and `auto` resolved."""
     algorithm = config.algorithm
-    given = {key: value for key, value in algorithm.model_dump().items() if value is not None}
+    given = {key: value for key, value in vars(algorithm).items() if value is not None}
     known = {key: given[key] for key in given if key in Objective.__dataclass_fields__ and key != "correction"}
     if algorithm.kl_in_reward:
         known.setdefault("kl_estimator", "k1")
@@ -259,10 +260,10 @@ def objective_of(config: Config, model: Model) -> Objective:
 def _correction(given: str | CorrectionConfig) -> str | CorrectionRule:
     if isinstance(given, str):
         return given
-    values = {key: value for key, value in given.model_dump(exclude={"rejection"}).items() if value is not None}
+    values = {key: value for key, value in vars(given).items() if value is not None and key != "rejection"}
     if given.rejection is None:
         return CorrectionRule(**values)
-    bounds = {key: value for key, value in given.rejection.model_dump().items() if value is not None}
+    bounds = {key: value for key, value in vars(given.rejection).items() if value is not None}
     return CorrectionRule(**values, rejection=Rejection(**bounds))
 
 

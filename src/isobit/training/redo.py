@@ -5,6 +5,7 @@ what to do. What was deleted by mistake cannot be computed again from what is le
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from isobit.config import Config, load_config
@@ -40,8 +41,8 @@ def _as_kept(config: Config, kept: Config) -> Config:
     """What `auto` became in the run that is there counts as the same configuration."""
     if config.optimizer.micro_batch_tokens != "auto":
         return config
-    resolved = {"micro_batch_tokens": kept.optimizer.micro_batch_tokens}
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=resolved)})
+    tokens = kept.optimizer.micro_batch_tokens
+    return replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=tokens))
 
 
 def _metrics(directory: Path) -> list[dict[str, float]]:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from isobit.engine import Completion
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
+from isobit.options import plain
 from isobit.report import write_report
 from isobit.rl import Group, Sample
 from isobit.rl.advantages import Advantage
@@ -64,8 +65,8 @@ class Session:
         details = f"{self.model.precision.name}, {self.config.consistency}"
         self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
         self.trackers = Trackers(
-            self.config.tracking.model_dump(),
-            self.config.model_dump(mode="json"),
+            plain(self.config.tracking),
+            plain(self.config),
             run.directory,
             exit_code=lambda: self.interruption.exit_code,
             say=self.display.note,

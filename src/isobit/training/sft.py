@@ -84,14 +84,14 @@ def cached_model(path: str, *, quiet: bool = False) -> Path:
     if not (place / "config.json").is_file():
         if not quiet:
             print(f"making the base model of {path}, once", file=sys.stderr)
-        supervised_run(config.model_copy(update={"out": str(place)}), quiet=quiet)
+        supervised_run(replace(config, out=str(place)), quiet=quiet)
     return place
 
 
 def _identity(config: SftConfig, task: Task) -> str:
     """A hash of all that the model is made from: the config, the examples, the weights it starts from, isobit's
     version."""
-    digest = hashlib.sha256(f"{__version__}\n{dump_config(config.model_copy(update={'out': ''}))}".encode())
+    digest = hashlib.sha256(f"{__version__}\n{dump_config(replace(config, out=''))}".encode())
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
     files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))
@@ -110,7 +110,7 @@ def cache_directory() -> Path:
 def optimizer_settings(config: OptimizerConfig, total_steps: int) -> OptimizerSettings:
     """The optimizer section, as the optimizer takes it."""
     known = OptimizerSettings.__dataclass_fields__
-    return OptimizerSettings(**{k: v for k, v in config.model_dump().items() if k in known}, total_steps=total_steps)
+    return OptimizerSettings(**{k: v for k, v in vars(config).items() if k in known}, total_steps=total_steps)
 
 
 def _initial_model(config: SftConfig, task: Task) -> Model:
