@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobit.model import Model, ModelConfig, Tokenizer
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -69,7 +70,18 @@ def first_word(command: str) -> str:
 
 
 def run(command: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """One command in a shell in which `isobit` and `python` are those under test."""
+    """One command in a shell in which `isobit` and `python` are those under test; in a fork of a warm interpreter where
+    it needs no shell (`warm.py`)."""
+    forked = warm.plain(command)
+    return (
+        warm.start(forked[0], folder, **forked[1], **environment).wait()
+        if forked
+        else shell(command, folder, **environment)
+    )
+
+
+def shell(command: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """One command in a shell of its own, from nothing."""
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     threads = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
     variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "PYTHON": sys.executable, **environment}
@@ -88,8 +100,16 @@ def run(command: str, folder: Path, **environment: str) -> "subprocess.Completed
 
 def succeed(command: str, folder: Path, **environment: str) -> str:
     """Run a command that must end with status 0; what it printed."""
-    done = run(command, folder, **environment)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return _printed(run(command, folder, **environment))
+
+
+def succeed_in_shell(command: str, folder: Path) -> str:
+    """The same from nothing, as a reader runs it."""
+    return _printed(shell(command, folder))
+
+
+def _printed(done: "subprocess.CompletedProcess[str]") -> str:
+    assert done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 

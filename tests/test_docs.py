@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from isobit.config import Config, SftConfig, load_compare_config, load_config, load_sft_config
+from isobit.kernels.native import build
 from isobit.report.intervals import mean_interval
 from tests.documents import (
     CHECKED,
@@ -26,6 +27,7 @@ from tests.documents import (
     follow,
     reader_folder,
     succeed,
+    succeed_in_shell,
 )
 
 MEASURED = ROOT / "docs" / "measured.md"
@@ -125,7 +127,7 @@ def test_the_readme_commands_run_in_order(workplace: Path) -> None:
     own = [command for command in commands(README) if first_word(command) == "isobit"]
     assert [shlex.split(line)[1] for line in own] == ["train"]
     for command in own:
-        succeed(command, workplace)
+        succeed_in_shell(command, workplace)
     rows = [json.loads(line) for line in (workplace / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 60
     assert all(row["mismatch/differing_tokens"] == 0 for row in rows)
@@ -153,8 +155,10 @@ def test_no_other_command_is_left_without_a_test() -> None:
 
 @pytest.mark.slow
 def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Path) -> None:
-    """The first 90 steps of `make quickstart`, which takes minutes: against what README and picture say of it."""
-    command = f"isobit train configs/quickstart.yaml steps=90 --out {tmp_path / 'run'} --quiet"
+    """The first 60 steps of `make quickstart`, from a base that is trained here: against what README and picture say of
+    it. Sixty, because after 30 the accuracy has risen by no more than its standard error."""
+    shutil.copytree(build.cache_directory(), tmp_path / "cache" / "native")  # compiled once is enough
+    command = f"isobit train configs/quickstart.yaml steps=60 --out {tmp_path / 'run'} --quiet"
     succeed(command, ROOT, ISOBIT_CACHE=str(tmp_path / "cache"))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     accuracies = [row["accuracy/held_out"] for row in rows if "accuracy/held_out" in row]
@@ -168,8 +172,8 @@ def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Pat
     assert accuracies[0] + 0.25 * (last - first) <= accuracies[-1] <= last + 0.03  # on its way
     whole = load_config(ROOT / "configs/quickstart.yaml").steps
     assert whole == 300
-    assert sum(row["mismatch/compared_tokens"] for row in rows[1:]) * whole / 90 == pytest.approx(compared, rel=0.05)
-    assert len(rows) == 1 + 90
+    assert sum(row["mismatch/compared_tokens"] for row in rows[1:]) * whole / 60 == pytest.approx(compared, rel=0.05)
+    assert len(rows) == 1 + 60
     assert "0 differing tokens" in (tmp_path / "run/report.html").read_text()
     picture = tmp_path / "picture.png"
     succeed(f"python docs/plot_run.py {tmp_path / 'run'} {picture}", ROOT)

@@ -4,8 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from isobit.training.loop import resume, train, training_step
 from isobit.training.objects import Given
 from isobit.training.opening import open_resumed
 from isobit.view.watch import Watched
+from tests import warm
 from tests.runs import fingerprint, write_config
 
 STEPS = 8
@@ -43,11 +42,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> dict
     return fingerprint(train(load_config(write_config(folder, base_model, **HARD))).run_dir)
 
 
-def start(config: Path) -> "subprocess.Popen[str]":
-    source = Path(__file__).parents[1] / "src"
-    command = [sys.executable, "-m", "isobit", "train", str(config), "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "2"}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+def start(config: Path) -> warm.Process:
+    return warm.start(["isobit", "train", str(config), "--quiet"], config.parent)
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -167,10 +163,10 @@ def test_signals_finish_the_step_and_save(
 ) -> None:
     process = start(write_config(tmp_path, base_model, **HARD))
     wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert "finishing this step" in errors
+    process.kill(number)
+    done = process.wait()
+    assert done.returncode == code
+    assert "finishing this step" in done.stderr
     state = json.loads((checkpoints.newest(tmp_path / "run" / "checkpoints")[0] / "trainer" / "state.json").read_text())
     assert 2 <= state["step"] < STEPS
     assert fingerprint(resume(tmp_path / "run").run_dir) == unbroken

@@ -1,15 +1,12 @@
 """On a real pretrained model: RL with a reward function of the user's own, sampling, and evaluation of real data."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from isobit import cli
+from tests.warm import isobit
 
 PROMPTS = (
     "Once upon a time",
@@ -27,12 +24,6 @@ def story(prompts, completions, **columns):
     """Three words in the story, and a proper ending: a quarter each."""
     return [(sum(word in c for word in WORDS) + c.rstrip().endswith((".", "!", '"'))) / 4 for c in completions]
 '''
-
-
-def isobit(folder: Path, *words: object) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-m", "isobit", *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
