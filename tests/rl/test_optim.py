@@ -151,7 +151,7 @@ def test_a_gradient_that_is_not_finite_has_an_infinite_norm(bad: float) -> None:
 
 
 def rates(schedule: str, warmup: int = 0, total: int = 10, final: float = 0.0) -> list[float]:
-    settings = OptimizerSettings(2.0, schedule, warmup, final, total)
+    settings = OptimizerSettings(2.0, schedule, warmup, final, total_steps=total)
     return [learning_rate(step, settings) for step in range(total + 2)]
 
 

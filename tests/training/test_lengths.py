@@ -13,7 +13,7 @@ import yaml
 
 from isobit import cli
 from isobit.commands.dry_run import dry_run_report
-from isobit.config import TaskConfig, load_config
+from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
 from isobit.run.completions import COMPLETIONS, read
@@ -128,15 +128,15 @@ def test_the_limits_are_exact_and_hold_for_the_held_out_split(text_model: Path, 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": c * n}) + "\n" for c, n in [("a", 5), ("b", 6), ("c", 7), ("d", 8)]))
     task, model = load_task(TaskSettings(path=str(path), held_out_path=str(path))), Model.load(text_model, "float32")
-    limits = TaskConfig(max_prompt_tokens=7, min_prompt_tokens=6, too_long="drop")
+    limits = TaskSettings(max_prompt_tokens=7, min_prompt_tokens=6, too_long="drop")
     fitted = fit_prompts(task, model, limits, 8, quiet=True)
     assert [e.prompt[0] for e in fitted.task.train.examples] == ["b", "c"]
     assert [e.prompt[0] for e in fitted.task.held_out.examples] == ["b", "c"]
     assert fitted.longest.prompt == "c" * 7
-    whole = fit_prompts(task, model, TaskConfig(), 56, quiet=True)
+    whole = fit_prompts(task, model, TaskSettings(), 56, quiet=True)
     assert whole.task.train is task.train
     with pytest.raises(IsobitError, match=r"rows\.jsonl:4: the prompt has 8 tokens: .* leaves 7"):
-        fit_prompts(task, model, TaskConfig(), 57, quiet=True)
+        fit_prompts(task, model, TaskSettings(), 57, quiet=True)
 
 
 CHAT = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}]]

@@ -7,11 +7,11 @@ saved results (`evaluation/shown.py`).
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isobit.config import Config, load_config, parse_config, reward_specs, task_settings
+from isobit.config import Config, load_config, parse_config
 from isobit.data.dataset import Example
 from isobit.errors import IsobitError
 from isobit.evaluation.comparison import check_same_prompts
@@ -82,7 +82,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     config = evaluation_config(run, request.given)
     models = {path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)}
     saved = {path: read_result(path) for path in sides if is_saved(path)}
-    task, plan = load_task(task_settings(config.task, config.seed)), evaluation_plan(config)
+    task, plan = load_task(replace(config.task, seed=config.seed)), evaluation_plan(config)
     if run is not None and config.task.too_long == "drop":  # what training left out is left out here
         model = Model.load(models[run], "float32")
         task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
@@ -127,7 +127,7 @@ def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None
 
 
 def _pool(config: Config, task: Task) -> RewardPool:
-    specs = reward_specs(config.rewards) or task.rewards
+    specs = config.rewards.functions or task.rewards
     if not specs and not config.rewards.models:
         raise IsobitError("no reward function: give --reward FILE.py:FUNCTION, or use a task that has one of its own")
     return RewardPool(

@@ -7,12 +7,10 @@ from isobit.config.load import (
     load_config,
     load_sft_config,
     parse_config,
-    reward_specs,
-    task_settings,
 )
 from isobit.config.resuming import RESUMABLE, check_resumed
 from isobit.config.schema import ArchitectureConfig, CompareConfig, Config, SftConfig
-from isobit.config.sections import OptimizerConfig, SamplingConfig, TaskConfig
+from isobit.config.sections import SamplingConfig
 
 __all__ = [
     "RESUMABLE",
@@ -21,16 +19,12 @@ __all__ = [
     "CompareConfig",
     "Config",
     "CorrectionConfig",
-    "OptimizerConfig",
     "SamplingConfig",
     "SftConfig",
-    "TaskConfig",
     "check_resumed",
     "dump_config",
     "load_compare_config",
     "load_config",
     "load_sft_config",
     "parse_config",
-    "reward_specs",
-    "task_settings",
 ]

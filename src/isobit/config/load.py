@@ -6,7 +6,6 @@ what is written to the run directory. An unknown key, a wrong type, a value out 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +14,10 @@ import yaml
 from isobit.config.messages import describe
 from isobit.config.reading import Source, read_source
 from isobit.config.schema import CompareConfig, Config, SftConfig
-from isobit.config.sections import RewardsConfig, TaskConfig
+from isobit.config.sections import RewardsConfig
 from isobit.errors import IsobitError
 from isobit.options import OptionError, plain, read
 from isobit.rewards.named import OptionError as RewardOptionError
-from isobit.rewards.spec import RewardSpec
-from isobit.tasks.task import TaskSettings
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
 
@@ -54,17 +51,6 @@ def load_compare_config(
     if changes:
         values["changes"] = [*values.get("changes", ()), *changes]
     return parse_config(CompareConfig, values, str(path))
-
-
-def task_settings(task: TaskConfig, seed: int) -> TaskSettings:
-    """The task section, as the tasks take it."""
-    known = {field.name for field in fields(TaskSettings)}
-    return TaskSettings(**{name: value for name, value in vars(task).items() if name in known}, seed=seed)
-
-
-def reward_specs(rewards: RewardsConfig) -> list[RewardSpec]:
-    """The reward functions that a config names; none means the task's own."""
-    return [RewardSpec(r.function, r.weight, r.name, r.options, r.deadline_s) for r in rewards.functions]
 
 
 def dump_config(config: Config | SftConfig | CompareConfig) -> str:
@@ -114,7 +100,7 @@ def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> 
 
 
 def _check_rewards(rewards: RewardsConfig, where: str) -> None:
-    for i, spec in enumerate(reward_specs(rewards)):
+    for i, spec in enumerate(rewards.functions):
         try:
             spec.build(rewards.deadline_s)
         except RewardOptionError as error:

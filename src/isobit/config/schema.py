@@ -17,20 +17,19 @@ from isobit.config.sections import (
     EngineConfig,
     EvaluationConfig,
     ModelConfig,
-    OptimizerConfig,
     Precision,
     ReferenceConfig,
-    ReplayConfig,
     RewardsConfig,
     RunConfig,
     SamplingConfig,
     SftEvaluationConfig,
-    TaskConfig,
 )
 from isobit.config.tracking import TrackingConfig, without_credentials
 from isobit.errors import IsobitError
 from isobit.options import Before, OptionError, above, at_least, at_most, below, text_as
-from isobit.tasks import TASKS
+from isobit.rl.replay import ReplaySettings
+from isobit.rl.schedule import OptimizerSettings
+from isobit.tasks import TASKS, TaskSettings
 
 
 def _name_or_path(text: str) -> str:
@@ -42,7 +41,7 @@ class Config:
     """One training run."""
 
     model: Annotated[ModelConfig, text_as("path")]
-    task: Annotated[TaskConfig, text_as(_name_or_path)] = TaskConfig()
+    task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     rewards: Annotated[RewardsConfig, text_as("functions")] = RewardsConfig()
     precision: Annotated[Precision, PRECISION] = "fp8"
     consistency: Annotated[Literal["bitwise", "fast"], CONSISTENCY] = "bitwise"
@@ -51,9 +50,9 @@ class Config:
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: Annotated[AlgorithmConfig, Before(renamed)] = AlgorithmConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerSettings = OptimizerSettings()
     reference: ReferenceConfig = ReferenceConfig()
-    replay: ReplayConfig = ReplayConfig()
+    replay: ReplaySettings = ReplaySettings()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Before(without_credentials)] = TrackingConfig()
@@ -160,11 +159,11 @@ class SftConfig:
     """One supervised run on prompt/completion data: columns `prompt` and `completion`, or `messages`."""
 
     model: Annotated[SftModelConfig, text_as("path")]
-    task: Annotated[TaskConfig, text_as(_name_or_path)] = TaskConfig()
+    task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     precision: Annotated[Precision, PRECISION] = "fp8"
     consistency: Annotated[Literal["bitwise", "fast"], CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=0.001)
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
     evaluation: SftEvaluationConfig = SftEvaluationConfig()

@@ -3,12 +3,13 @@
 Left out: the objective (`algorithm.py`), and what contradicts across sections (`schema.py`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.options import Such, Suggested, above, at_least, at_most, below, text_as
+from isobit.options import Such, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
+from isobit.rewards.spec import RewardSpec
 
 Precision = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
 PRECISION = f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also written fp8[wgrad=bf16]"
@@ -35,60 +36,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TaskConfig:
-    """The prompts: a built-in task, or your own data. Prompts outside the length limits stop the run before it starts,
-    or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is `task.path`."""
-
-    name: Annotated[str, "arithmetic, countdown, gsm8k, or file (any data)"] = "file"
-    path: Annotated[
-        str | None,
-        "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of `datasets`; every column "
-        "reaches the reward",
-    ] = None
-    held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
-    held_out_size: Annotated[int | None, at_least(0), "examples kept out of training for evaluation"] = None
-    format: Annotated[Literal["auto", "jsonl", "csv", "parquet", "dataset"], "auto: by name and content"] = "auto"
-    split: Annotated[str | None, "split of a directory with several; default: train"] = None
-    held_out_split: Annotated[str | None, "split of held_out_path, or of path without it"] = None
-    columns: Annotated[dict[str, str], "role or new name: column of the data, such as {prompt: question}"] = field(
-        default_factory=dict
-    )
-    prompt_template: Annotated[
-        str | None, "text with {prompt} in it, put around every text prompt; gsm8k has its own default"
-    ] = None
-    chat: Annotated[bool, "a text prompt becomes a user's message in the model's chat template"] = False
-    system: Annotated[str | None, "system message, put before every chat"] = None
-    max_prompt_tokens: Annotated[int | None, at_least(1), "upper limit, besides the context minus max_new_tokens"] = (
-        None
-    )
-    min_prompt_tokens: Annotated[int, at_least(0), "lower limit"] = 0
-    too_long: Annotated[Literal["stop", "drop"], "what to do with a prompt outside the length limits"] = "stop"
-    shuffle: Annotated[bool, "a new order in each epoch, by the seed; false: the order of the data"] = True
-    options: Annotated[
-        dict[str, Any], "options of a built-in task, such as digits of arithmetic or instruction of gsm8k"
-    ] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.max_prompt_tokens is not None and self.min_prompt_tokens > self.max_prompt_tokens:
-            raise IsobitError(f"min_prompt_tokens {self.min_prompt_tokens} exceeds max_prompt_tokens")
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """One reward function: a built-in one, or your own with TRL's signature."""
-
-    function: Annotated[
-        str,
-        "math, exact_match, fuzzy_match, format, length_penalty or code; or path/to/file.py:function or "
-        "package.module:function",
-    ]
-    options: Annotated[dict[str, Any], "of a built-in reward: see how-to/rewards.md"] = field(default_factory=dict)
-    weight: float = 1.0
-    name: Annotated[str | None, "name in the metrics; default: the function's"] = None
-    deadline_s: Annotated[float | None, above(0), "seconds for one call; default: rewards.deadline_s"] = None
-
-
-@dataclass(frozen=True)
 class RewardModelConfig:
     """A sequence-classification checkpoint with one label, whose logit is a reward."""
 
@@ -103,9 +50,7 @@ class RewardsConfig:
     """How rewards are computed: functions in worker processes, with a deadline for each call, and reward models.
     `rewards: FUNCTION` is `rewards.functions`."""
 
-    functions: Annotated[
-        tuple[Annotated[RewardConfig, text_as("function")], ...], "default: the task's own reward"
-    ] = ()
+    functions: Annotated[tuple[Annotated[RewardSpec, text_as("function")], ...], "default: the task's own reward"] = ()
     models: Annotated[
         tuple[Annotated[RewardModelConfig, text_as("path")], ...], "reward models, added to the functions by weight"
     ] = ()
@@ -144,56 +89,11 @@ class EngineConfig:
     ] = "auto"
 
 
-Beta = Annotated[float, at_least(0), below(1)]
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW on FP32 masters."""
-
-    learning_rate: Annotated[float, above(0)] = 1e-06
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, at_least(0)] = 0
-    final_fraction: Annotated[
-        float, at_least(0), at_most(1), "fraction of the peak rate left at the last step of a schedule"
-    ] = 0.0
-    weight_decay: Annotated[float, at_least(0)] = 0.0
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Annotated[float, above(0)] = 1e-08
-    max_grad_norm: Annotated[float, above(0)] = 1.0
-    state: Annotated[Literal["fp32", "8bit"], "AdamW's moments; 8bit needs torchao (isobit[optim])"] = "fp32"
-    micro_batch_tokens: Annotated[
-        Annotated[int, at_least(1)] | Literal["auto"],
-        "tokens of one forward and backward; auto: the most that fit into the memory, a number that the run's "
-        "`config.yaml` keeps",
-    ] = 16384
-    activation_checkpointing: Annotated[
-        bool, "keep only each layer's inputs for the backward, which recomputes the rest"
-    ] = False
-    max_bad_steps: Annotated[int, at_least(1), "skipped (non-finite) steps in a row after which the run ends"] = 3
-
-
 @dataclass(frozen=True)
 class ReferenceConfig:
     """The frozen model of the KL penalty: the initial weights, with their own precision."""
 
     precision: Annotated[Precision | None, "default: the policy's"] = None
-
-
-@dataclass(frozen=True)
-class ReplayConfig:
-    """Training again on past groups, drawn by age and by the spread of their rewards."""
-
-    capacity: Annotated[int, at_least(0), "groups kept; 0: no replay"] = 0
-    groups_per_step: Annotated[int, at_least(0), "past groups in each step, besides prompts_per_step fresh ones"] = 0
-    max_staleness: Annotated[int, at_least(0), "age limit in steps; older groups are dropped"] = 8
-    half_life: Annotated[float, above(0), "steps after which a group's chance to be drawn halves"] = 2.0
-
-    def __post_init__(self) -> None:
-        if self.groups_per_step and not self.max_staleness:
-            raise IsobitError("max_staleness: 0 forgets every past group; give at least 1, or groups_per_step: 0")
-        if self.groups_per_step > self.capacity:
-            raise IsobitError(f"groups_per_step {self.groups_per_step} exceeds capacity {self.capacity}")
 
 
 @dataclass(frozen=True)

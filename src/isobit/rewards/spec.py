@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from isobit.options import above
 from isobit.rewards import named
 
 OBJECT = "<python>:"
@@ -12,15 +13,17 @@ OBJECT = "<python>:"
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward function: `path/to/file.py:function`, `package.module:function`, `<python>:function` for an object of
-    this process, or a name of `isobit.rewards.named` with its options; its weight, its name, and the seconds of one
-    call (None: the pool's)."""
+    """One reward function: a built-in one, or your own with TRL's signature."""
 
-    function: str
+    function: Annotated[
+        str,
+        "math, exact_match, fuzzy_match, format, length_penalty or code; or path/to/file.py:function or "
+        "package.module:function",
+    ]
     weight: float = 1.0
-    name: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    deadline_s: float | None = None
+    name: Annotated[str | None, "name in the metrics; default: the function's"] = None
+    options: Annotated[Mapping[str, Any], "of a built-in reward: see how-to/rewards.md"] = field(default_factory=dict)
+    deadline_s: Annotated[float | None, above(0), "seconds for one call; default: rewards.deadline_s"] = None
 
     @property
     def label(self) -> str:

@@ -10,21 +10,28 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import pstdev
+from typing import Annotated
 
-import numpy as np
-
+from isobit.errors import IsobitError
+from isobit.options import above, at_least
 from isobit.rl.advantages import has_spread
 from isobit.rl.samples import Group
 
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """`capacity` groups are kept, `groups_per_step` are drawn, none older than `max_staleness` steps."""
+    """Training again on past groups, drawn by age and by the spread of their rewards."""
 
-    capacity: int = 0
-    groups_per_step: int = 0
-    max_staleness: int = 8
-    half_life: float = 2.0
+    capacity: Annotated[int, at_least(0), "groups kept; 0: no replay"] = 0
+    groups_per_step: Annotated[int, at_least(0), "past groups in each step, besides prompts_per_step fresh ones"] = 0
+    max_staleness: Annotated[int, at_least(0), "age limit in steps; older groups are dropped"] = 8
+    half_life: Annotated[float, above(0), "steps after which a group's chance to be drawn halves"] = 2.0
+
+    def __post_init__(self) -> None:
+        if self.groups_per_step and not self.max_staleness:
+            raise IsobitError("max_staleness: 0 forgets every past group; give at least 1, or groups_per_step: 0")
+        if self.groups_per_step > self.capacity:
+            raise IsobitError(f"groups_per_step {self.groups_per_step} exceeds capacity {self.capacity}")
 
 
 class ReplayBuffer:
@@ -46,6 +53,8 @@ class ReplayBuffer:
         self.groups = [g for g in self.groups if step - g[0].rollout_step <= settings.max_staleness]
         if not settings.groups_per_step or not self.groups:
             return []
+        import numpy as np  # here, so that the settings import none
+
         key = np.random.SeedSequence([self.seed, step, 0x5EED]).generate_state(2, np.uint64)
         uniform = (np.random.Philox(key=key).random_raw(len(self.groups)) >> np.uint64(11)) * 2.0**-53
         times = [-math.log1p(-u) / self._weight(g, step) for u, g in zip(uniform.tolist(), self.groups)]

@@ -2,28 +2,39 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from isobit.options import Internal, above, at_least, at_most, below
+
+Beta = Annotated[float, at_least(0), below(1)]
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its learning rate. The ranges are those that the configuration accepts.
+    """AdamW on FP32 masters."""
 
-    `learning_rate` > 0: the peak. `schedule`: constant, linear or cosine decay. `warmup_steps` >= 0: linear warmup.
-    `final_fraction` in [0, 1]: of the peak, left after `total_steps`. `weight_decay` >= 0: of matrices. `betas`, each
-    in [0, 1), and `eps` > 0: AdamW's. `max_grad_norm` > 0: larger gradients are scaled down to it. `state`: fp32 or
-    8bit, how the moments are stored. `total_steps` counts calls of `learning_rate`.
-    """
-
-    learning_rate: float = 1e-6
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    final_fraction: float = 0.0
-    total_steps: int = 1
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    state: str = "fp32"
+    learning_rate: Annotated[float, above(0)] = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, at_least(0)] = 0
+    final_fraction: Annotated[
+        float, at_least(0), at_most(1), "fraction of the peak rate left at the last step of a schedule"
+    ] = 0.0
+    weight_decay: Annotated[float, at_least(0)] = 0.0
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Annotated[float, above(0)] = 1e-8
+    max_grad_norm: Annotated[float, above(0)] = 1.0
+    state: Annotated[Literal["fp32", "8bit"], "AdamW's moments; 8bit needs torchao (isobit[optim])"] = "fp32"
+    micro_batch_tokens: Annotated[
+        Annotated[int, at_least(1)] | Literal["auto"],
+        "tokens of one forward and backward; auto: the most that fit into the memory, a number that the run's "
+        "`config.yaml` keeps",
+    ] = 16384
+    activation_checkpointing: Annotated[
+        bool, "keep only each layer's inputs for the backward, which recomputes the rest"
+    ] = False
+    max_bad_steps: Annotated[int, at_least(1), "skipped (non-finite) steps in a row after which the run ends"] = 3
+    total_steps: Internal[int] = 1
+    """Calls of `learning_rate`."""
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:

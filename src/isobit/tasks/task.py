@@ -5,39 +5,56 @@ A task's options are a frozen dataclass, whose fields are the only options.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from isobit.data.dataset import Dataset
 from isobit.errors import IsobitError, did_you_mean
+from isobit.options import Internal, at_least
 from isobit.rewards.spec import RewardSpec
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """The `task` section of a config; None means the task's own default.
+    """The prompts: a built-in task, or your own data. Prompts outside the length limits stop the run before it starts,
+    or are dropped and counted. `task: NAME` is `task.name`, `task: FILE` is `task.path`."""
 
-    `format`, `split`, `held_out_split`: how paths are read (`readers.Source`). `columns`: role or new name to column.
-    `chat` makes a text prompt the message of a user; `system` is said before a chat. `seed` (the run's) decides the
-    order of training examples, nothing else; `shuffle: false` keeps that of the file. Which examples there are and
-    which are held out depends on the option `seed` of the task (default 0), so that runs of different seeds, and a
-    supervised run before them, share one held-out split. `rows` are given as objects, by the path that stands for them.
-    """
+    name: Annotated[str, "arithmetic, countdown, gsm8k, or file (any data)"] = "file"
+    path: Annotated[
+        str | None,
+        "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of `datasets`; every column "
+        "reaches the reward",
+    ] = None
+    held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
+    held_out_size: Annotated[int | None, at_least(0), "examples kept out of training for evaluation"] = None
+    format: Annotated[Literal["auto", "jsonl", "csv", "parquet", "dataset"], "auto: by name and content"] = "auto"
+    split: Annotated[str | None, "split of a directory with several; default: train"] = None
+    held_out_split: Annotated[str | None, "split of held_out_path, or of path without it"] = None
+    columns: Annotated[Mapping[str, str], "role or new name: column of the data, such as {prompt: question}"] = field(
+        default_factory=dict
+    )
+    prompt_template: Annotated[
+        str | None, "text with {prompt} in it, put around every text prompt; gsm8k has its own default"
+    ] = None
+    chat: Annotated[bool, "a text prompt becomes a user's message in the model's chat template"] = False
+    system: Annotated[str | None, "system message, put before every chat"] = None
+    max_prompt_tokens: Annotated[int | None, at_least(1), "upper limit, besides the context minus max_new_tokens"] = (
+        None
+    )
+    min_prompt_tokens: Annotated[int, at_least(0), "lower limit"] = 0
+    too_long: Annotated[Literal["stop", "drop"], "what to do with a prompt outside the length limits"] = "stop"
+    shuffle: Annotated[bool, "a new order in each epoch, by the seed; false: the order of the data"] = True
+    options: Annotated[
+        Mapping[str, Any], "options of a built-in task, such as digits of arithmetic or instruction of gsm8k"
+    ] = field(default_factory=dict)
+    seed: Internal[int] = 0
+    """The run's, which decides the order of training examples and nothing else. Which examples there are, and which
+    are held out, depends on the option `seed` of the task, so that runs of different seeds share one held-out split."""
+    rows: Internal[Mapping[str, Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
+    """Rows given as objects, by the path that stands for them."""
 
-    name: str = "file"
-    path: str | None = None
-    held_out_path: str | None = None
-    held_out_size: int | None = None
-    format: str = "auto"
-    split: str | None = None
-    held_out_split: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    prompt_template: str | None = None
-    chat: bool = False
-    system: str | None = None
-    shuffle: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    rows: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    def __post_init__(self) -> None:
+        if self.max_prompt_tokens is not None and self.min_prompt_tokens > self.max_prompt_tokens:
+            raise IsobitError(f"min_prompt_tokens {self.min_prompt_tokens} exceeds max_prompt_tokens")
 
 
 @dataclass(frozen=True)

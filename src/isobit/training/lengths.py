@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from isobit.config import SamplingConfig, TaskConfig
+from isobit.config import SamplingConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.engine.prompts import encode
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.tasks import Task
+from isobit.tasks import Task, TaskSettings
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Fitted:
     longest: Example
 
 
-def fit_prompts(task: Task, model: Model, limits: TaskConfig, max_new_tokens: int, *, quiet: bool) -> Fitted:
+def fit_prompts(task: Task, model: Model, limits: TaskSettings, max_new_tokens: int, *, quiet: bool) -> Fitted:
     """Encode every prompt of the task, and keep those within the limits and the model's context less
     `max_new_tokens`. Raises IsobitError for the first that is outside, unless such are dropped; for what cannot be
     encoded; and where nothing is left to train on."""
@@ -80,7 +80,7 @@ def first_prompt(data: Dataset, model: Model) -> str:
     return text
 
 
-def outside(tokens: int, limits: TaskConfig) -> str | None:
+def outside(tokens: int, limits: TaskSettings) -> str | None:
     """Which limit of the config a prompt of so many tokens breaks, or None."""
     if limits.max_prompt_tokens is not None and tokens > limits.max_prompt_tokens:
         return f"the prompt has {tokens} tokens: task.max_prompt_tokens is {limits.max_prompt_tokens}"
@@ -90,7 +90,7 @@ def outside(tokens: int, limits: TaskConfig) -> str | None:
 
 
 def keep(
-    data: Dataset, problem: Callable[[Example], str | None], limits: TaskConfig, name: str, quiet: bool
+    data: Dataset, problem: Callable[[Example], str | None], limits: TaskSettings, name: str, quiet: bool
 ) -> Dataset:
     """The examples without a problem. Raises IsobitError for the first that has one, unless such are dropped, which is
     said on stderr."""

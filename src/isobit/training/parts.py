@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from isobit.config import Config, CorrectionConfig, reward_specs, task_settings
+from isobit.config import Config, CorrectionConfig
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
@@ -31,7 +31,7 @@ from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.rl.functions import check_functions, digests
 from isobit.rl.learner import Learner, LearnerState
 from isobit.rl.optim import Optimizer
-from isobit.rl.replay import ReplayBuffer, ReplaySettings
+from isobit.rl.replay import ReplayBuffer
 from isobit.run import checkpoints
 from isobit.tasks import Task, load_task
 from isobit.trackers.process import check_trackers
@@ -39,7 +39,7 @@ from isobit.training.lengths import fit_prompts
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.plan import fitting_tokens
 from isobit.training.scoring import Scorer, WeightedModel
-from isobit.training.sft import cached_model, optimizer_settings
+from isobit.training.sft import cached_model
 
 _MIB = 1024 * 1024
 _TRAINER = "trainer"
@@ -109,11 +109,11 @@ def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None, o
     """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit."""
     objects.require(config)
     check_trackers(plain(config.tracking))
-    task = load_task(replace(task_settings(config.task, config.seed), rows=objects.rows))
+    task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
     if config.evaluation.every and not len(task.held_out):
         raise IsobitError("evaluation.every: the held-out split is empty; set task.held_out_size or task.held_out_path")
     rewards = RewardPool(
-        reward_specs(config.rewards) or task.rewards,
+        config.rewards.functions or task.rewards,
         deadline_s=config.rewards.deadline_s,
         num_workers=config.rewards.num_workers,
         on_error=config.rewards.on_error,
@@ -152,7 +152,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         reference.tokenizer = model.tokenizer  # with its chat template
         Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
         reference.transformer.freeze()
-    optimizer = Optimizer(model.named_parameters(), optimizer_settings(config.optimizer, config.steps))
+    optimizer = Optimizer(model.named_parameters(), replace(config.optimizer, total_steps=config.steps))
     given = config.optimizer.micro_batch_tokens
     tokens = 1 if given == "auto" else given  # until it is known what fits
     learner = Learner(
@@ -178,7 +178,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         scorer,
         engine,
         Calibrator(model, tokens),
-        ReplayBuffer(ReplaySettings(**vars(config.replay)), config.seed),
+        ReplayBuffer(config.replay, config.seed),
         sampling,
         objective,
         optimizer,

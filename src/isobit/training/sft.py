@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from isobit import __version__
-from isobit.config import ArchitectureConfig, OptimizerConfig, SftConfig, dump_config, load_sft_config, task_settings
+from isobit.config import ArchitectureConfig, SftConfig, dump_config, load_sft_config
 from isobit.data.dataset import Example
 from isobit.engine import Engine
 from isobit.errors import IsobitError, RunFailed
@@ -24,7 +24,7 @@ from isobit.evaluation.measure import Plan, measure
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.report.intervals import Estimate, proportion
 from isobit.rewards.pool import RewardPool
-from isobit.rl import OptimizerSettings, learning_rate
+from isobit.rl import learning_rate
 from isobit.rl.optim import Optimizer
 from isobit.rl.supervised import supervised_update
 from isobit.run.directory import occupied
@@ -49,7 +49,7 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
         raise IsobitError(
             f"{out} exists and {what}; sft begins anew and goes on with none: choose another (--out, or out=...)"
         )
-    task = load_task(task_settings(config.task, config.seed))
+    task = load_task(replace(config.task, seed=config.seed))
     model = _initial_model(config, task)
     if config.model.chat_template is not None:
         model.tokenizer.use_template(config.model.chat_template)
@@ -79,7 +79,7 @@ def _save(model: Model, out: Path) -> None:
 def cached_model(path: str, *, quiet: bool = False) -> Path:
     """The model of a config of `isobit sft`: from the cache if it was made before, else made now."""
     config = load_sft_config(path)
-    task = load_task(task_settings(config.task, config.seed))
+    task = load_task(replace(config.task, seed=config.seed))
     place = cache_directory() / "sft" / _identity(config, task)
     if not (place / "config.json").is_file():
         if not quiet:
@@ -105,12 +105,6 @@ def _identity(config: SftConfig, task: Task) -> str:
 def cache_directory() -> Path:
     """$ISOBIT_CACHE, or ~/.cache/isobit."""
     return Path(os.environ.get("ISOBIT_CACHE") or Path.home() / ".cache" / "isobit")
-
-
-def optimizer_settings(config: OptimizerConfig, total_steps: int) -> OptimizerSettings:
-    """The optimizer section, as the optimizer takes it."""
-    known = OptimizerSettings.__dataclass_fields__
-    return OptimizerSettings(**{k: v for k, v in vars(config).items() if k in known}, total_steps=total_steps)
 
 
 def _initial_model(config: SftConfig, task: Task) -> Model:
@@ -151,7 +145,7 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
     tokens = config.optimizer.micro_batch_tokens
     if tokens == "auto":
         raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
-    settings = optimizer_settings(config.optimizer, config.steps)
+    settings = replace(config.optimizer, total_steps=config.steps)
     optimizer = Optimizer(model.named_parameters(), settings)
     recompute = config.optimizer.activation_checkpointing
     batches, bad_steps = _batches(model, config, task), 0
