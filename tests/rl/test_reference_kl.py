@@ -76,10 +76,10 @@ def count_passes(learner: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     passes: list[int] = []
     plain = learner._logprobs  # type: ignore[attr-defined]
 
-    def counted(model: Model, samples: list[Sample], routing: object = None) -> object:
+    def counted(model: Model, samples: list[Sample], policy: object = None) -> object:
         if model is learner.model:  # type: ignore[attr-defined]
             passes.append(len(samples))
-        return plain(model, samples, routing)
+        return plain(model, samples, policy)
 
     monkeypatch.setattr(learner, "_logprobs", counted)
     return passes

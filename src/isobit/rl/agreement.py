@@ -14,13 +14,14 @@ from torch import Tensor
 
 from isobit.model import Model
 from isobit.rl.correction_rule import CORRECTIONS
+from isobit.rl.mismatch import differing_places
 from isobit.rl.objective import Objective
 from isobit.rl.samples import Sample
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first differing token: the one at `position` of the sample's completion, and its two log-probabilities."""
+    """The first differing token, at `position` in the sample's completion, and its two log-probabilities."""
 
     sample: Sample
     position: int
@@ -49,7 +50,7 @@ def require_agreement(compared: Sequence[tuple[Sample, Tensor]], batch: Sequence
     differing, first = 0, None
     for sample, learner in compared:
         rollout = torch.tensor([sample.rollout_logprobs[i] for i in sample.trained], dtype=torch.float32)
-        places = (learner.contiguous().view(torch.int32) != rollout.view(torch.int32)).nonzero().flatten()
+        places = differing_places(learner, rollout).nonzero().flatten()
         differing += len(places)
         if first is None and len(places):
             place = int(places[0])
@@ -59,7 +60,7 @@ def require_agreement(compared: Sequence[tuple[Sample, Tensor]], batch: Sequence
 
 
 def corrected(objective: Objective) -> Objective:
-    """The objective for a batch that disagrees: old log-probabilities computed anew, and weighed by what was asked for,
-    else by token TIS, as two-engine flows are."""
+    """The objective for a batch that disagrees: old log-probabilities are recomputed, and tokens weighed by the given
+    correction, or by token TIS, which is the default of flows with two engines."""
     rule = objective.correction if objective.correction.active else CORRECTIONS["token_tis"]
     return replace(objective, recompute_old=True, correction=rule)

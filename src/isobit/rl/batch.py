@@ -1,4 +1,4 @@
-"""A rollout batch as the learner takes it: the fixed tensors that its loss compares with; how far its two sides are."""
+"""A rollout batch as the learner takes it: the tensors that its loss compares with, and the distance to the rollout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +85,7 @@ class TrainingBatch:
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[SampleKey, list[float]]:
         """The learner's log-probabilities of fresh samples: one for each completion token, 0.0 for given ones."""
-        return {key(self.samples[i]): _spread(self.samples[i], row) for i, row in found.items() if self.fresh[i]}
+        return {sample_key(self.samples[i]): _spread(self.samples[i], row) for i, row in found.items() if self.fresh[i]}
 
     def mismatch(self, found: Mapping[int, Tensor]) -> dict[str, float]:
         """Metrics of the learner's log-probabilities of fresh samples, by index, against the rollout's."""
@@ -127,7 +127,7 @@ def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
     return [torch.tensor([s.rollout_logprobs[i] for i in s.trained], dtype=torch.float32) for s in samples]
 
 
-def key(sample: Sample) -> SampleKey:
+def sample_key(sample: Sample) -> SampleKey:
     """(prompt_index, sample_index), which names a sample within a step."""
     return sample.prompt_index, sample.sample_index
 

@@ -62,11 +62,10 @@ class StepBatch:
 
 
 def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[Sample], list[Advantage]]:
-    """The samples that can be learned from, with their advantages, one a sample or one a token, as the estimator has
-    them; unscored samples are left out.
+    """The samples that can be learned from and their advantages, each one number or one for each trained token;
+    unscored samples are left out.
 
-    The overlong penalty and the KL in the reward shape what the advantage is computed from, not the reward that is
-    logged.
+    The overlong penalty and the KL in the reward change the advantage, and not the reward that is logged.
     """
     samples: list[Sample] = []
     advantages: list[Advantage] = []

@@ -1,8 +1,8 @@
 """Importance weights and rejection where the policy that sampled differs from the learner's.
 
 Weights and rejections of a rule (`correction_rule.py`) multiply the loss of each token and carry no gradient. Rejected
-tokens stay in the denominator of the loss, unless the rule says otherwise. Under a unified precision lr is 0 and there
-is nothing to correct. Left out: the metrics of the mismatch (`mismatch.py`).
+tokens stay in the denominator of the loss, unless the rule says otherwise. Under a unified precision the two
+policies are one and there is nothing to correct. Left out: the metrics of the mismatch (`mismatch.py`).
 """
 
 import math
@@ -72,9 +72,10 @@ def step_metrics(
     before: Sequence[float],
     after: Sequence[float],
 ) -> dict[str, float]:
-    """What a correction leaves: the fraction of completions with a token that it kept; and of the step Σ w·s·|A| / Σ
-    s'·|A| over the tokens, w the correction's weights, A the `advantages` [tokens], s' and s the weights in the loss of
-    each sequence's tokens, `before` and `after` the correction. Nothing where no advantage differs from 0."""
+    """How much of a step a correction leaves: the fraction of completions with a token that it kept; and, summed over
+    the tokens, Σ w·s·|A| / Σ s'·|A|, where w are the correction's weights, A the `advantages` [tokens], and s' and s
+    the weights in the loss of each sequence's tokens, `before` and `after` the correction. Empty if every advantage is
+    0."""
     sizes = advantages.double().abs()
     if not bool(sizes.any()):
         return {}
@@ -124,7 +125,7 @@ def _kept(rule: CorrectionRule, old: Tensor, rollout: Tensor, counts: Tensor, se
 
 
 def _measured(rejection: Rejection, lr: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
-    """The rejection's value for every token, of what is a function of lr."""
+    """The value of every token, for a measure that is a function of lr."""
     measure, level = rejection.measure, rejection.level
     if measure in ("ratio", "inverse_ratio"):
         signed = lr if measure == "ratio" else -lr

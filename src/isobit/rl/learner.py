@@ -27,14 +27,14 @@ from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.rl.advantages import Advantage
 from isobit.rl.agreement import Disagreement, corrected, promises_bits
-from isobit.rl.batch import SampleKey, TrainingBatch, key, rollout_logprobs, training_batch
+from isobit.rl.batch import SampleKey, TrainingBatch, rollout_logprobs, sample_key, training_batch
 from isobit.rl.forward import forward
 from isobit.rl.functions import loss_function, weighted_sum
 from isobit.rl.loss import kl_penalty
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer
 from isobit.rl.packing import micro_batches, minibatches, pack
-from isobit.rl.routing import BatchLoad, RoutingTotals, batch_load, load_of, routed_forward, summed
+from isobit.rl.routing import BatchLoad, PolicyForward, RoutingTotals, batch_load, load_of, summed
 from isobit.rl.samples import Sample
 from isobit.rl.schedule import learning_rate
 from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
@@ -128,10 +128,9 @@ class Learner:
         another flow's: a reference that is the policy costs exactly nothing (tests/rl/test_reference_kl.py).
         """
         assert self.reference is not None
-        reference = self._logprobs(self.reference, samples)
-        old = (
-            self._old_logprobs(samples, RoutingTotals()) if self.objective.recompute_old else rollout_logprobs(samples)
-        )
+        reference, old = self._logprobs(self.reference, samples), rollout_logprobs(samples)
+        if self.objective.recompute_old:
+            old = self._old_logprobs(samples, PolicyForward(self.model, self.objective, RoutingTotals()))
         return [
             tuple(kl_penalty(mine.double(), other.double(), self.objective.kl_estimator).tolist())
             for mine, other in zip(old, reference)
@@ -144,7 +143,7 @@ class Learner:
         rate = learning_rate(step, self.optimizer.settings)
         totals, routing, seen = Totals(), RoutingTotals(), dict[int, Tensor]()
         try:
-            batch, metrics = self._prepare(samples, advantages, objective, routing)
+            batch, metrics = self._prepare(samples, advantages, PolicyForward(self.model, objective, routing))
         except NonFiniteError:
             self._skip(totals)
             return Learned(totals.metrics(rate))
@@ -163,7 +162,8 @@ class Learner:
             moved = bool(totals.norms)
             if moved:
                 self.model.sync(rollout=False)
-            gradient = self._gradient(batch, part, routing, compare=not moved)
+            policy = PolicyForward(self.model, objective, routing, sampled=not moved, recompute=self.recompute)
+            gradient = self._gradient(batch, part, policy)
             if not moved and not objective.recompute_old:
                 seen |= gradient.logprobs
             if gradient.finite:
@@ -181,14 +181,11 @@ class Learner:
         return Learned(metrics | totals.metrics(rate) | routing.metrics(), batch.compared(seen))
 
     def _prepare(
-        self,
-        samples: Sequence[Sample],
-        advantages: Sequence[Advantage],
-        objective: Objective,
-        routing: RoutingTotals,
+        self, samples: Sequence[Sample], advantages: Sequence[Advantage], policy: PolicyForward
     ) -> tuple[TrainingBatch, dict[str, float]]:
         """The batch with its old and reference log-probabilities and its correction, and the correction's metrics."""
-        old = self._old_logprobs(samples, routing) if objective.recompute_old else None
+        objective = policy.objective
+        old = self._old_logprobs(samples, policy) if objective.recompute_old else None
         penalized = self.reference is not None and not objective.kl_in_reward
         reference = self._logprobs(self.reference, samples) if penalized and self.reference is not None else None
         return training_batch(objective, samples, advantages, self.model.weights_version, old, reference)
@@ -197,9 +194,8 @@ class Learner:
         for epoch in range(self.objective.epochs):
             yield from minibatches(count, self.objective.updates_per_batch, self.seed, step, epoch)
 
-    def _gradient(self, batch: TrainingBatch, part: list[int], routing: RoutingTotals, compare: bool) -> Gradient:
-        """Of the loss of an optimizer batch: a forward and a backward for each of its micro-batches. `compare`: the
-        weights are those that sampled."""
+    def _gradient(self, batch: TrainingBatch, part: list[int], policy: PolicyForward) -> Gradient:
+        """Of the loss of the optimizer batch `part`: a forward and a backward for each of its micro-batches."""
         objective, weights = batch.objective, dict(zip(part, batch.weights_of(part)))
         part = [i for i in part if batch.samples[i].num_trained]  # what has no token has no gradient
         spans = micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens)
@@ -212,7 +208,7 @@ class Learner:
                 load = batch_load(self.model, parts, objective.router_replay)
             for indices in chosen:
                 own = [weights[i] for i in indices]
-                found = self._backward(batch, indices, own, load, totals, routing, compare)
+                found = self._backward(batch, indices, own, load, totals, policy)
                 logprobs |= zip(indices, found.split([batch.samples[i].num_trained for i in indices]))
             norm = self.optimizer.gradient_norm()
             self.model.ops.raise_faults()  # of the backwards
@@ -227,16 +223,13 @@ class Learner:
         weights: list[float],
         load: BatchLoad | None,
         totals: Totals,
-        routing: RoutingTotals,
-        compare: bool,
+        policy: PolicyForward,
     ) -> Tensor:
-        """Forward and backward of one micro-batch: its part of the loss of the optimizer batch. Returns the policy's
-        log-probabilities."""
+        """Forward and backward of one micro-batch: its part of the loss of the optimizer batch. `weights`: of each
+        sample's tokens. Returns the policy's log-probabilities."""
         objective, samples = batch.objective, [batch.samples[i] for i in chosen]
         packed = pack(samples)
-        replay, temperature = objective.router_replay, objective.temperature
-        options = temperature, replay, routing, compare, self.recompute
-        logprobs, entropy, tape = routed_forward(self.model, packed, samples, *options)
+        logprobs, entropy, tape = policy(packed, samples)
         inputs = batch.loss_inputs(chosen, weights, logprobs, entropy, packed.sequence, self.state.clip_bounds)
         outputs = self.loss(inputs)
         loss = total = weighted_sum(outputs, inputs)
@@ -256,28 +249,24 @@ class Learner:
         totals.skipped += 1
         self.state.bad_steps_in_a_row += 1
 
-    def _old_logprobs(self, samples: Sequence[Sample], routing: RoutingTotals) -> list[Tensor]:
+    def _old_logprobs(self, samples: Sequence[Sample], policy: PolicyForward) -> list[Tensor]:
         """Of the working weights; computed once for as long as they last."""
         if self._old_version != self.model.weights_version:
             self._old, self._old_version = {}, self.model.weights_version
-        missing = [sample for sample in samples if key(sample) not in self._old]
-        self._old |= zip(map(key, missing), self._logprobs(self.model, missing, routing))
-        return [self._old[key(sample)] for sample in samples]
+        missing = [sample for sample in samples if sample_key(sample) not in self._old]
+        self._old |= zip(map(sample_key, missing), self._logprobs(self.model, missing, policy))
+        return [self._old[sample_key(sample)] for sample in samples]
 
     @torch.no_grad()
-    def _logprobs(self, model: Model, samples: Sequence[Sample], routing: RoutingTotals | None = None) -> list[Tensor]:
-        """Of each sample, [trained tokens]. `routing`: the model is the policy, whose routers may follow the
+    def _logprobs(self, model: Model, samples: Sequence[Sample], policy: PolicyForward | None = None) -> list[Tensor]:
+        """Of each sample, [trained tokens]. `policy`: the model is the policy, whose routers may follow the
         rollout's."""
         results: list[Tensor] = []
-        replay, temperature = self.objective.router_replay, self.objective.temperature
         for span in micro_batches(samples, self.micro_batch_tokens):
             chosen = [samples[i] for i in span]
             packed = pack(chosen)
-            if routing is None:
-                logprobs = forward(model, packed, temperature)[0]
-            else:
-                logprobs = routed_forward(model, packed, chosen, temperature, replay, routing, compare=True)[0]
-            results += logprobs.split([s.num_trained for s in chosen])
+            found = forward(model, packed, self.objective.temperature) if policy is None else policy(packed, chosen)
+            results += found[0].split([s.num_trained for s in chosen])
         return results
 
     def _shadow(self, batch: TrainingBatch) -> list[Tensor] | None:

@@ -1,6 +1,6 @@
 """The distance between rollout and learner for the same weights and tokens, as the field measures it.
 
-lr = log π_learner - log π_rollout of the sampled token; means are over all completion tokens, or over sequences.
+lr = log π_learner - log π_rollout of the sampled token; means are over all trained tokens, or over sequences.
 Formulas: NeMo RL's and veRL's, see docs/metrics.md.
 """
 
@@ -54,7 +54,12 @@ def sequence_metrics(policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequen
 
 def differing(left: Tensor, right: Tensor) -> int:
     """How many of two float32 tensors' elements differ in any bit."""
-    return int((left.contiguous().view(torch.int32) != right.contiguous().view(torch.int32)).sum())
+    return int(differing_places(left, right).sum())
+
+
+def differing_places(left: Tensor, right: Tensor) -> Tensor:
+    """Where two float32 tensors of one shape differ in any bit."""
+    return left.contiguous().view(torch.int32) != right.contiguous().view(torch.int32)
 
 
 def _jensen_shannon(left: Tensor, right: Tensor) -> Tensor:

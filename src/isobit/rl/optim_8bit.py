@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: torchao's quantized state, under an update of our own.
+"""AdamW with moments in 8 bits: torchao's quantized state, with isobit's update.
 
 Blocks of 256 with an FP32 scale and a dynamic code book (Dettmers et al. 2022, arXiv 2110.02861), for parameters of
 4,096 elements and more in whole blocks; the masters stay FP32, and the update is computed in FP32 from the moments as
@@ -71,7 +71,7 @@ class EightBitState:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take what is this one's; returns the rest. Raises IsobitError for tensors that do not fit."""
+        """Load the tensors of these parameters; returns the others. Raises IsobitError for tensors that do not fit."""
         rest = dict(tensors)
         self._moments, self._steps = {}, {}
         for name, parameter in self.parameters.items():

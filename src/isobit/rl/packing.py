@@ -1,8 +1,8 @@
 """Samples to packed rows, without padding: what the learner's forward takes.
 
 A sequence is prompt and completion without its last token, since nothing is predicted from that. Row i of `targets` is
-predicted from row `rows[i]`; given tokens are context and no targets. Deterministic, and in
-the order of the samples.
+predicted from row `rows[i]`; given tokens are context and no targets. Deterministic, in the order
+of the samples.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,5 @@
-"""What the routers of a mixture of experts do in a learner's step: the load-balancing loss of an optimizer batch, their
-load, and choices unlike the rollout's.
+"""The routers of a mixture of experts in a learner's step: forwards that follow them, the load-balancing loss of an
+optimizer batch, their load, and choices that differ from the rollout's.
 
 The loss is E · Σ_e f_e · P_e (Fedus et al. 2022, arXiv 2101.03961, eq. 4, with k choices a token), f_e the choices of
 expert e per row and P_e its mean probability, both over all layers and all rows of the batch: transformers'
@@ -16,6 +16,7 @@ from torch import Tensor
 from isobit.model import Model
 from isobit.model.moe import RouteTape, decode_routes
 from isobit.rl.forward import forward
+from isobit.rl.objective import Objective
 from isobit.rl.packing import PackedBatch, pack
 from isobit.rl.samples import Sample
 
@@ -31,14 +32,14 @@ class BatchLoad:
         return BatchLoad(self.choices + other.choices, self.rows + other.rows)
 
     def loss(self, probabilities: Tensor) -> Tensor:
-        """The part of the load-balancing loss that a forward has whose `probabilities` [E] are sums over its rows and
+        """The part in the load-balancing loss of a forward whose `probabilities` [E] are sums over its rows and
         layers; on the CPU."""
         fractions = self.choices.float() / max(self.rows, 1)
         return len(fractions) * (fractions * probabilities.cpu()).sum() / max(self.rows, 1)
 
 
 def load_of(tape: RouteTape, num_experts: int) -> BatchLoad:
-    """Of one forward: what its routers would choose themselves."""
+    """Of one forward: the choices that its routers would make themselves."""
     chosen = tape.routes().cpu()
     return BatchLoad(torch.bincount(chosen.flatten(), minlength=num_experts), chosen.shape[0] * chosen.shape[1])
 
@@ -84,26 +85,28 @@ class RoutingTotals:
         return found
 
 
-def routed_forward(
-    model: Model,
-    packed: PackedBatch,
-    samples: Sequence[Sample],
-    temperature: float,
-    replay: bool,
-    totals: RoutingTotals,
-    compare: bool,
-    recompute: bool = False,
-) -> tuple[Tensor, Tensor, RouteTape | None]:
-    """`forward` of the policy over samples, with the tape of its routers, which `totals` takes into account; None for a
-    dense model. `replay`: the routers repeat the rollout's choices. `compare`: the weights are those of the rollout."""
-    experts = model.config.experts
-    if experts is None:
-        return *forward(model, packed, temperature, recompute=recompute), None
-    tape, recorded = _tape(model, samples, replay)
-    compare &= all(s.weights_version == model.weights_version for s in samples)
-    found = forward(model, packed, temperature, tape, recompute)
-    totals.see(tape, experts.count, recorded if compare else None)
-    return *found, tape
+@dataclass(frozen=True, eq=False)
+class PolicyForward:
+    """Forwards of the policy over samples. `totals` takes into account what its routers do, which repeat the rollout's
+    choices under the objective's `router_replay`. `sampled`: the weights are those that sampled, so that the routers'
+    own choices are compared with the rollout's. `recompute`: keep only each layer's inputs for a backward."""
+
+    model: Model
+    objective: Objective
+    totals: RoutingTotals
+    sampled: bool = True
+    recompute: bool = False
+
+    def __call__(self, packed: PackedBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, RouteTape | None]:
+        """(log-probability [C], entropy [C], the routers' tape: None for a dense model) of a packed batch."""
+        model, experts = self.model, self.model.config.experts
+        if experts is None:
+            return *forward(model, packed, self.objective.temperature, recompute=self.recompute), None
+        tape, recorded = _tape(model, samples, self.objective.router_replay)
+        compared = self.sampled and all(s.weights_version == model.weights_version for s in samples)
+        found = forward(model, packed, self.objective.temperature, tape, self.recompute)
+        self.totals.see(tape, experts.count, recorded if compared else None)
+        return *found, tape
 
 
 @torch.no_grad()
@@ -123,7 +126,7 @@ def batch_load(model: Model, micro_batches: Sequence[Sequence[Sample]], replay: 
 
 
 def _tape(model: Model, samples: Sequence[Sample], replay: bool) -> tuple[RouteTape, Tensor | None]:
-    """For a forward over the samples, and what the rollout recorded for all of its rows, if it did."""
+    """(a tape for a forward over the samples, the choices that the rollout recorded for all of its rows or None)."""
     config, recorded = model.config, None
     assert config.experts is not None
     if all(s.routes is not None for s in samples):
