@@ -8,6 +8,7 @@ from torch import Tensor
 
 from isobit.kernels import KVStore, Layout
 from isobit.model import Model
+from isobit.model.working import tensors_of
 from isobit.precision import QTensor
 
 from .helpers import config, random_model, tokens
@@ -220,6 +221,48 @@ def test_control_a_pack_from_before_a_sync_is_noticed(
     model.sync()
     learned = _packed(model, _SEQUENCES), _packed(model.under(preset), _SEQUENCES)
     assert _differing(*learned) == sum(_LENGTHS)
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize(
+    ("preset", "family", "name"),
+    [
+        ("fp8", "llama-tied", "embed"),
+        ("fp8", "qwen2", "layers.1.qkv_bias"),
+        ("bf16", "qwen3_moe", "layers.0.experts.2.down"),
+        ("fp8-rollout", "llama-biases", "layers.1.gate_up"),
+    ],
+)
+def test_a_master_is_replaced_by_its_name_alone(preset: str, family: str, name: str, backend: str) -> None:
+    """Its working weights are those of a model made so; the control: those of every other name keep their bits, which
+    a whole sync after other masters have changed does not leave them."""
+    model = random_model(preset, backend, family)
+    other_name = "layers.1.o"
+    before, version = _working_bits(model), model.weights_version
+    other = model.named_parameters()[other_name].detach()
+    kept = other.clone()
+    other.mul_(1.5)  # and not synced
+    model.transformer.replace_master(name, 1.3 * model.named_parameters()[name].detach())
+    after = _working_bits(model)
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {
+        (use, name) for use in ("rollout", "learner")
+    }
+    assert model.weights_version == version + 1
+    other.copy_(kept)
+    assert _differing(_packed(model, _SEQUENCES), _packed(model.under(preset), _SEQUENCES)) == 0
+    other.mul_(1.5)
+    model.sync()
+    changed = {key for key, bits in _working_bits(model).items() if not torch.equal(before[key], bits)}
+    assert changed == {(use, each) for use in ("rollout", "learner") for each in (name, other_name)}
+
+
+def _working_bits(model: Model) -> dict[tuple[str, str], torch.Tensor]:
+    found = {}
+    for use, working in model.transformer._working.items():
+        for name, operand, _ in working.tensors():
+            parts = [t.detach().contiguous().view(torch.uint8).flatten().clone() for t in tensors_of(operand)]
+            found[use, name] = torch.cat(parts)
+    return found
 
 
 def test_packs_are_counted_once() -> None:

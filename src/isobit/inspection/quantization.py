@@ -93,9 +93,10 @@ class _Quantizing(Watching):
 def weight_health(model: Model) -> list[Health]:
     """Of every quantized weight of the rollout, by layer; the experts of a layer together."""
     sums: dict[tuple[int, str], _Sums] = {}
+    masters = model.named_parameters()
     for weight in model.transformer.rollout_weights():
         if isinstance(weight.working, QTensor):
-            sums.setdefault(layer_and_role(weight.name), _Sums()).add(weight.master, weight.working)
+            sums.setdefault(layer_and_role(weight.name), _Sums()).add(masters[weight.name], weight.working)
     return [found.health(*key) for key, found in sorted(sums.items())]
 
 

@@ -8,7 +8,7 @@ decoding, chunked prefill and the learner's packed sequences are the same code.
 Query, key and value projections are one matrix, and so are gate and up. Left out: where weights come from (`model.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -35,7 +35,8 @@ _HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 class Transformer:
     """Masters, working weights and the forward.
 
-    `parameters` maps names such as `layers.0.qkv` to FP32 masters, in a fixed order.
+    `parameters` maps names to FP32 masters, in a fixed order: that of `parameter_shapes`, which defines the names.
+    Whoever changes a master calls `sync`, with its name if it is the only one.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, ops: Ops, masters: dict[str, Tensor]) -> None:
@@ -51,22 +52,23 @@ class Transformer:
         self._tables = _on(config.rope.tables(0, config.head_dim), ops.device)
         self._receiver = None if precision.shared else Receiver()
         self._working = self._make()
-        self._send()
+        self._send(self.parameters)
         ops.raise_faults()
 
     @torch.no_grad()
-    def sync(self, rollout: bool = True) -> None:
-        """Make working weights of the masters, where those of the last sync were; both uses change at once, and the
-        version with them.
+    def sync(self, rollout: bool = True, names: Collection[str] | None = None) -> None:
+        """Make working weights of the masters of these names, by default of all, where those of the last sync were;
+        both uses change at once, and the version with them.
 
         With separate engines the rollout is sent its own copy, unless `rollout` is False. Raises RunFailed, naming the
         tensor, if one arrives broken.
         """
         assert self.parameters, "a frozen model has no masters to sync from"
-        ops = self.ops["learner"]
-        remake(self._working.values() if self._receiver is None else [self._working["learner"]], ops)
+        ops, names = self.ops["learner"], self.parameters if names is None else names
+        assert all(name in self.parameters for name in names), f"masters are {', '.join(self.parameters)}"
+        remake(self._working.values() if self._receiver is None else [self._working["learner"]], ops, names)
         if rollout:
-            self._send()
+            self._send(names)
         ops.raise_faults()
         self._version += 1
 
@@ -74,6 +76,13 @@ class Transformer:
     def weights_version(self) -> int:
         """Counts syncs: every change of the working weights."""
         return self._version
+
+    @torch.no_grad()
+    def replace_master(self, name: str, values: Tensor) -> None:
+        """Give one master other values, and make its working weights of them, as `sync` does."""
+        assert values.shape == self.parameters[name].shape
+        self.parameters[name].copy_(values)
+        self.sync(names=(name,))
 
     def count_from(self, version: int) -> None:
         """Number the present working weights: a resumed run goes on counting, and an evaluation is not counted."""
@@ -86,9 +95,9 @@ class Transformer:
         return {use: make_working(*given, use, made if self.precision.shared else {}, self.ops[use]) for use in USES}
 
     @torch.no_grad()
-    def _send(self) -> None:
+    def _send(self, names: Collection[str]) -> None:
         if self._receiver is not None:
-            self._receiver.receive(self._working["rollout"], self.ops["learner"])
+            self._receiver.receive(self._working["rollout"], self.ops["learner"], names)
 
     def freeze(self) -> None:
         """Keep the learner's working weights only: no masters, no gradient, no rollout, no further sync."""
@@ -239,7 +248,13 @@ def _on(tables: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Te
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name to shape of every master, in order."""
+    """Name to shape of every master, in order.
+
+    `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D, C], `q_norm` and
+    `k_norm` [D], `o` [C, H · D], `post_norm`, then `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C] and
+    `experts.e.gate_up` and `experts.e.down` of each expert e; `final_norm`; `head` [V, C], unless it is the embedding.
+    A bias has the name of its weight and `_bias`.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden)}
     for index in range(config.num_layers):

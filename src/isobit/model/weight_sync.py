@@ -5,6 +5,8 @@ tensor is compared with its master. Silent corruption at this point (experts nev
 buffers) is the worst class of bug in two-engine systems. Left out: the transport, which here is a copy in memory.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -24,10 +26,10 @@ class Receiver:
     def __init__(self) -> None:
         self.bytes = 0
 
-    def receive(self, working: Working, ops: Ops) -> None:
-        """Overwrite the copy with what the learner's side makes of the masters by its `ops` and sends, one tensor after
-        the other. Raises RunFailed, naming the tensor, if one did not arrive whole."""
-        tensors = list(working.tensors())
+    def receive(self, working: Working, ops: Ops, names: Collection[str]) -> None:
+        """Overwrite the copy with what the learner's side makes of these masters by its `ops` and sends, one tensor
+        after the other. Raises RunFailed, naming the tensor, if one did not arrive whole."""
+        tensors = [found for found in working.tensors() if found[0] in names]
         for _, buffer, _ in tensors:
             poison(buffer)
         self.bytes = 0

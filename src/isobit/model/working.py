@@ -5,7 +5,7 @@ where it is (`remake`), and what the backend packed of it, so that addresses sta
 them. Left out: when they are made (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -143,17 +143,17 @@ def make_working(
     return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
 
 
-def remake(uses: Iterable[Working], ops: Ops) -> None:
-    """Write working weights of the masters again, where they are, and then their packs; what uses share, once."""
-    written: set[int] = set()
+def remake(uses: Iterable[Working], ops: Ops, names: Collection[str]) -> None:
+    """Write the working weights of these masters again, where they are, and then their packs; what uses share, once."""
+    written, packed_again = set[int](), set[int]()
     for working in uses:
         for name, target, master in working.tensors():
-            if id(target) not in written:
+            if name in names and id(target) not in written:
                 written.add(id(target))
                 write(target, made_like(target, master, ops, name))
         for key, packed in working.packs().items():
-            if key not in written:
-                written.add(key)
+            if id(packed.weight) in written and key not in packed_again:
+                packed_again.add(key)
                 ops.prepare(packed.weight, packed)
 
 

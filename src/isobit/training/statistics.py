@@ -59,10 +59,11 @@ class WeightTotals:
     def __init__(self, model: Model) -> None:
         self._whole, self._layers = QuantTotals(), model.config.num_layers
         self._parts: dict[tuple[int, str], QuantTotals] = {}
+        masters = model.named_parameters()
         for weight in model.transformer.rollout_weights():
             if isinstance(weight.working, QTensor):
                 own = QuantTotals()
-                own.add(weight.master, weight.working)
+                own.add(masters[weight.name], weight.working)
                 self._whole.merge(own)
                 self._parts.setdefault(layer_and_role(weight.name), QuantTotals()).merge(own)
 
