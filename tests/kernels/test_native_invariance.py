@@ -278,7 +278,7 @@ def test_processes_may_build_at_once_and_portable_code_agrees(tmp_path: Path, ra
     source = str(Path(__file__).parents[2] / "src")
     running = []
     for index in range(3):
-        flags = "-O1 -DISOBIT_PORTABLE" if index % 2 else "-O1"
+        flags = "-O1 -Werror -DISOBIT_PORTABLE" if index % 2 else "-O1 -Werror"
         environment = os.environ | {"ISOBIT_CACHE": str(tmp_path), "ISOBIT_CXXFLAGS": flags, "PYTHONPATH": source}
         command = [sys.executable, "-c", script, str(tmp_path / f"{index}.pt")]
         running.append(subprocess.Popen(command, env=environment))

@@ -21,7 +21,8 @@ import torch
 _HERE = Path(__file__).parent
 _SOURCES = ("product.cpp", "quantize.cpp", "pointwise.cpp", "attention.cpp", "attention_backward.cpp", "sampling.cpp")
 _HEADERS = ("native.h", "tile.h", "quantize.h", "attention.h", "attention_rows.h")
-_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
+_WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized")  # the last is wrong about GCC's own AVX-512 headers
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 300
 
@@ -63,7 +64,7 @@ def library() -> ctypes.CDLL:
 def build(program: str, directory: Path) -> ctypes.CDLL:
     """Compile with `program` into `directory`, unless that was done before, and load."""
     extra = os.environ.get("ISOBIT_CXXFLAGS", "").split()
-    flags = [*_FLAGS, *_processor_flags(), *_openmp_flags(program), *extra]
+    flags = [*_FLAGS, *_WARNINGS, *_processor_flags(), *_openmp_flags(program), *extra]
     path = directory / f"isobit-{_fingerprint(program, flags)}.so"
     if not path.exists():
         _compile(program, flags, path)

@@ -13,7 +13,6 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-E4M3_MAX = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 NAN_CODE = tl.constexpr(0x7F)
 
