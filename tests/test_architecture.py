@@ -164,8 +164,8 @@ def test_native_sources_are_small() -> None:
 
 
 def test_the_loop_fits_on_a_page() -> None:
-    lines = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions(SOURCE / "training" / "loop.py")}
-    assert lines["training_loop"] + lines["training_step"] <= MOST_FUNCTION_LINES
+    text = (SOURCE / "training" / "loop.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_FUNCTION_LINES
 
 
 FORBIDDEN = re.compile(

@@ -8,7 +8,7 @@ import yaml
 
 from isobit.config import load_config
 from isobit.run.directory import read_jsonl
-from isobit.training.loop import train
+from isobit.training.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -15,9 +15,10 @@ from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.rl.learner import Learner
 from isobit.run import checkpoints
-from isobit.training.loop import resume, train, training_step
+from isobit.training.loop import training_step
 from isobit.training.objects import Given
 from isobit.training.opening import open_resumed
+from isobit.training.train import resume, train
 from isobit.view.watch import Watched
 from tests import warm
 from tests.runs import fingerprint, write_config

@@ -18,8 +18,8 @@ REVEALED = {
     "Precision": "isobit.precision.flow.Precision",
     "Sampling": "isobit.engine.types.Sampling",
     "load_config": "isobit.config.schema.Config",
-    "resume": "isobit.training.loop.TrainResult",
-    "train": "isobit.training.loop.TrainResult",
+    "resume": "isobit.training.train.TrainResult",
+    "train": "isobit.training.train.TrainResult",
 }
 """What the type of each public name must speak of: the class itself, or what the function returns."""
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from isobit.errors import IsobitError as IsobitError
     from isobit.model import Model as Model
     from isobit.precision import Precision as Precision
-    from isobit.training.loop import resume as resume
-    from isobit.training.loop import train as train
+    from isobit.training.train import resume as resume
+    from isobit.training.train import train as train
 
 # GNU's OpenMP, PyTorch's pool of threads, reads this when it is loaded. Its threads wait for each other at the end of
 # every operator. By default they spin so long that beside other busy processes a step takes many times as long
@@ -33,8 +33,8 @@ _HOMES = {
     "Precision": "isobit.precision",
     "Sampling": "isobit.engine",
     "load_config": "isobit.config",
-    "resume": "isobit.training.loop",
-    "train": "isobit.training.loop",
+    "resume": "isobit.training.train",
+    "train": "isobit.training.train",
 }
 
 __all__ = [

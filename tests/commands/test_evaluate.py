@@ -11,7 +11,7 @@ import pytest
 from isobit import cli
 from isobit.commands.evaluate import evaluation_config
 from isobit.config import load_config
-from isobit.training.loop import train
+from isobit.training.train import train
 from tests.conftest import tiny_model
 from tests.runs import write_config
 

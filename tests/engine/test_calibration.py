@@ -16,7 +16,7 @@ from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from
 from isobit.precision import Calibration
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl
-from isobit.training.loop import resume, train
+from isobit.training.train import resume, train
 from tests.conftest import tiny_model
 from tests.engine.helpers import require
 from tests.runs import fingerprint, write_config

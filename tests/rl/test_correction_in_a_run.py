@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from isobit.config import load_config
-from isobit.training.loop import train
+from isobit.training.train import train
 from tests.runs import write_config
 
 

@@ -11,7 +11,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim import Optimizer
-from isobit.training.loop import resume, train
+from isobit.training.train import resume, train
 from tests.conftest import tiny_model
 from tests.runs import fingerprint, write_config
 

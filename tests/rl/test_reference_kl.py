@@ -11,7 +11,7 @@ from isobit.config import load_config
 from isobit.model import Model
 from isobit.rl import Objective, Sample, for_precision
 from isobit.run.completions import COMPLETIONS, read
-from isobit.training.loop import replay, train
+from isobit.training.train import replay, train
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config

@@ -10,7 +10,7 @@ import torch
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.rl.shadow import calibrated_bounds, shadow_metrics
-from isobit.training.loop import resume, train
+from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 
 

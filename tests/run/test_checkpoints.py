@@ -17,7 +17,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import checkpoints
 from isobit.run.checkpoints import all_checkpoints, damage, newest, save
-from isobit.training.loop import resume, train
+from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 
 

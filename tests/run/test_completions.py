@@ -16,8 +16,8 @@ from isobit.report import write_report
 from isobit.report.rollouts import read_rollouts
 from isobit.run.completions import COMPLETIONS, SAME, CompletionTail, Member, lines, members, pack, parse, read
 from isobit.run.directory import read_jsonl
-from isobit.training.loop import replay, resume, train
 from isobit.training.recording import LONGEST_COLUMN, SAMPLED, _compact, _shortened
+from isobit.training.train import replay, resume, train
 from isobit.view.watch import Watched
 from tests.runs import fingerprint, write_config
 

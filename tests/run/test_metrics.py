@@ -6,7 +6,7 @@ import pytest
 
 from isobit.config import load_config
 from isobit.run import metrics
-from isobit.training.loop import train
+from isobit.training.train import train
 from tests.runs import write_config
 
 ROOT = Path(__file__).resolve().parents[2]

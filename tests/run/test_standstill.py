@@ -10,7 +10,7 @@ from isobit.config import load_config
 from isobit.report import write_report
 from isobit.run.directory import read_jsonl
 from isobit.run.standstill import PATIENCE, Standstill
-from isobit.training.loop import resume, train
+from isobit.training.train import resume, train
 from isobit.view.screen import screen
 from isobit.view.watch import Watched
 from tests.runs import write_config

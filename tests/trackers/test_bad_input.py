@@ -8,7 +8,7 @@ import pytest
 
 from isobit import cli
 from isobit.config import load_config
-from isobit.training.loop import train
+from isobit.training.train import train
 from tests.runs import write_config
 
 Refused = Callable[..., str]

@@ -15,7 +15,7 @@ from isobit.config import load_config
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl
 from isobit.run.metrics import is_timing
-from isobit.training.loop import resume, train
+from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 from tests.test_resume import start, wait_for_lines
 from tests.trackers.readers import READERS, wandb_records

@@ -11,7 +11,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.run.directory import read_jsonl
 from isobit.trackers.process import Trackers, check_trackers
-from isobit.training.loop import train
+from isobit.training.train import train
 from tests.runs import fingerprint, write_config
 
 OFF = {"trackers": ["wandb"], "project": "p", "name": None, "group": None, "completions": 0, "close_s": 3.0}

@@ -18,7 +18,7 @@ from isobit.rl.correction_rule import CORRECTIONS
 from isobit.run import checkpoints
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl
-from isobit.training.loop import TrainResult, replay, train
+from isobit.training.train import TrainResult, replay, train
 from tests.conftest import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config

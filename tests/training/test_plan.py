@@ -13,8 +13,8 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.training import host, plan
 from isobit.training.live_bytes import LiveBytes
-from isobit.training.loop import resume, train
 from isobit.training.parts import Parts, open_parts
+from isobit.training.train import resume, train
 from tests.runs import write_config
 
 _AUTO = "optimizer.micro_batch_tokens=auto"

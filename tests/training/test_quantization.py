@@ -13,8 +13,8 @@ from isobit.model import Model
 from isobit.precision import QuantSpec, QuantTotals, along_rows, quantize
 from isobit.report import write_report
 from isobit.run.directory import read_jsonl
-from isobit.training.loop import resume, train
 from isobit.training.quantization import LearnerTotals
+from isobit.training.train import resume, train
 from tests.conftest import tiny_model
 from tests.model.helpers import require
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot

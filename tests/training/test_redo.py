@@ -9,8 +9,8 @@ from isobit.cli import app
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.run.directory import Run
-from isobit.training.loop import resume, train
 from isobit.training.redo import clear_finished
+from isobit.training.train import resume, train
 from tests.runs import write_config
 
 

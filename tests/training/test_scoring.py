@@ -12,8 +12,8 @@ from isobit.model import RewardModel
 from isobit.model.checkpoint import read_json, read_weights, write_json, write_weights
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
-from isobit.training.loop import replay, train
 from isobit.training.scoring import Scorer, WeightedModel
+from isobit.training.train import replay, train
 from tests.conftest import tiny_model
 from tests.runs import digit_reward_file, fingerprint, write_config
 

@@ -75,7 +75,7 @@ def _train(
 ) -> int:
     from isobit.commands.dry_run import dry_run_report
     from isobit.config import load_config
-    from isobit.training import loop
+    from isobit.training import train as trainer
     from isobit.training.redo import clear_finished
 
     if redo and (config is None or dry_run):
@@ -85,11 +85,11 @@ def _train(
             raise IsobitError(
                 "--resume continues a run in its own directory; leave out --from-rollouts, --out and --dry-run"
             )
-        return loop.resume(resume, overrides, quiet=quiet).exit_code
+        return trainer.resume(resume, overrides, quiet=quiet).exit_code
     if from_rollouts is not None:
         if out is None or dry_run:
             raise IsobitError("--from-rollouts makes a new run: say where with --out DIR, without --dry-run")
-        return loop.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
+        return trainer.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
     assert config is not None
     resolved = load_config(config, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
     if dry_run:
@@ -97,7 +97,7 @@ def _train(
         return 0
     if redo:
         clear_finished(resolved)
-    return loop.train(resolved, quiet=quiet).exit_code
+    return trainer.train(resolved, quiet=quiet).exit_code
 
 
 @app.command()

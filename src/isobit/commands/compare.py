@@ -13,7 +13,7 @@ from isobit.config import CompareConfig, Config, load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.report.comparison import OUTCOME, write_comparison
 from isobit.run import directory as runs
-from isobit.training.loop import resume, train
+from isobit.training.train import resume, train
 
 
 def compare(config: CompareConfig, *, quiet: bool = True) -> int:

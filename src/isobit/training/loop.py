@@ -1,112 +1,55 @@
-"""Reinforcement learning: the whole algorithm, one loop. Open this first.
+"""Reinforcement learning: the whole algorithm. Open this first.
 
-    sync            requantize the working weights from the FP32 masters
+    sync            make the FP8 working weights from the FP32 masters
     roll out        sample a group of completions for each prompt, and record their log-probabilities
     score           run the reward functions
     assign credit   turn the rewards of a group into advantages
-    learn           optimizer steps on the clipped surrogate
-    record          metrics, completions, checkpoint
+    learn           take optimizer steps on the clipped surrogate
+    record          write metrics, completions, and a checkpoint when one is due
 
-Under a unified precision the learner computes the rollout's log-probabilities bit for bit
-(tests/training/test_loop.py), so they are the old log-probabilities of the surrogate; unless rollouts run ahead or past
-groups are replayed, which a correction then weighs. Left out: how each verb is done (`session.py`, `engine/`, `rl/`).
+With a unified precision the learner computes the rollout's log-probabilities bit for bit
+(tests/training/test_loop.py), so they are the old log-probabilities of the surrogate. Where rollouts run ahead of the
+learner or past groups are replayed they are of older weights, and a correction weighs them. Left out: how a run is
+opened (`opening.py`), and each verb itself (`policy.py`, `rollouts.py`, `learning.py`, `recorder.py`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from isobit.config import Config, load_config
-from isobit.rl.collect import assign_credit
-from isobit.run.directory import read_jsonl
-from isobit.training.objects import Given, OnStep, Rewards, Rows
-from isobit.training.opening import open_replay, open_resumed, open_session
-from isobit.training.session import Session
+from isobit.rl.collect import StepBatch, assign_credit
+from isobit.rl.samples import Group
+
+if TYPE_CHECKING:
+    from isobit.training.session import Session
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """Where the run is, its metrics, one mapping per step, and the exit code: 0, or 130/143 if it was interrupted."""
-
-    run_dir: Path
-    metrics: Sequence[dict[str, float]]
-    exit_code: int
-
-
-def train(
-    config: Config | str | Path | Mapping[str, Any],
-    overrides: Sequence[str] = (),
-    *,
-    rewards: Rewards = (),
-    data: Rows | None = None,
-    held_out: Rows | None = None,
-    callbacks: Sequence[OnStep] = (),
-    quiet: bool = True,
-) -> TrainResult:
-    """Train in a new run directory, as a config says: one that was loaded, a YAML file, or a mapping of settings.
-
-    `rewards`, `data` and `held_out` may be objects instead of files: functions, alone or in pairs with a weight, and
-    rows, each a mapping of columns or a prompt. Functions that are objects are called in this process, without a
-    deadline. Each of the `callbacks` is called as `on_step(step, metrics)` after every step.
-
-    Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run that had to stop.
-    """
-    loaded, objects = Given(rewards, data, held_out, callbacks).into(load_config(config, overrides))
-    with open_session(loaded, objects, quiet=quiet) as session:
-        return _run(session)
-
-
-def resume(
-    run_dir: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    rewards: Rewards = (),
-    data: Rows | None = None,
-    held_out: Rows | None = None,
-    callbacks: Sequence[OnStep] = (),
-    quiet: bool = True,
-) -> TrainResult:
-    """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
-    for bit (tests/test_resume.py).
-
-    The objects that the run began with must be given again. `overrides` may change steps, on_mismatch, run.* and
-    tracking.* (except run.dir).
-    """
-    given = Given(rewards, data, held_out, callbacks)
-    with open_resumed(Path(run_dir), overrides, given, quiet=quiet) as session:
-        return _run(session)
-
-
-def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
-    """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit for bit."""
-    with open_replay(recorded, out, overrides, quiet=quiet) as session:
-        return _run(session)
-
-
-def training_loop(session: Session) -> None:
+def training_loop(run: "Session") -> None:
     """Until all steps are done, or someone interrupts."""
-    while session.unfinished:
-        training_step(session)
+    while run.unfinished:
+        training_step(run)
 
 
-def training_step(session: Session) -> None:
-    """One step of the algorithm: the six verbs."""
-    session.sync()
-    while session.wants_batch:  # once; with rollouts ahead of the learner, at first once more for each step ahead
-        batch = session.begin_batch()
-        while batch.missing:
-            groups = session.roll_out(batch.missing)
-            batch.add(session.score(groups))
-        session.enqueue(batch)
-    batch = session.dequeue()
-    samples, advantages = assign_credit([*batch.groups, *batch.replayed], session.objective)
-    learned = session.learn(samples, advantages)
-    session.record(batch, learned)
+def training_step(run: "Session") -> None:
+    """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was recorded."""
+    run.policy.sync()
+    batch = run.rollouts.next()
+    samples, advantages = assign_credit([*batch.groups, *batch.replayed], run.objective)
+    learned = run.learning.learn(samples, advantages)
+    run.recorder.record(batch, learned)
 
 
-def _run(session: Session) -> TrainResult:
-    training_loop(session)
-    session.finish()
-    metrics = list(read_jsonl(session.run.directory / "metrics.jsonl"))
-    return TrainResult(session.run.directory, metrics, session.interruption.exit_code)
+class Prompts(Protocol):
+    """The prompts of a run, and the engine and the reward functions that answer and score them."""
+
+    def sample(self, count: int) -> Sequence[Group]:
+        """A group of completions for each of the next `count` prompts."""
+
+    def score(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The same groups with rewards."""
+
+
+def roll_out(batch: StepBatch, prompts: Prompts) -> None:
+    """Fill a batch: once, or under dynamic sampling until enough groups have rewards that differ."""
+    while batch.missing:
+        groups = prompts.sample(batch.missing)
+        batch.add(prompts.score(groups))

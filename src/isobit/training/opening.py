@@ -52,7 +52,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     run = Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config))
     session = Session(parts, run, state, quiet=quiet, callbacks=objects.callbacks)
-    session.saved_step = state.step
+    session.saver.saved_step = state.step
     session.best.restore(counted.get("best"))
     return session
 

@@ -20,13 +20,15 @@ from isobit.training.parts import Parts
 class State:
     """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
     `queue`: batches that wait to be learned from, where rollouts run ahead; `unrecorded`: metrics of the newest step,
-    if its evaluation failed and they are not in their file."""
+    if its evaluation failed and they are not in their file; `synced`: whether the working weights are those of the
+    masters now, which no checkpoint holds."""
 
     step: int = 0
     cursor: int = 0
     pending: list[Group] = field(default_factory=list)
     queue: list[StepBatch] = field(default_factory=list)
     unrecorded: dict[str, float] | None = None
+    synced: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Snapshot:
         rest = {
             "bad_steps_in_a_row": parts.learner.state.bad_steps_in_a_row,
             "clip_bounds": parts.learner.state.clip_bounds,
-            "weights_version": parts.model.weights_version,
+            # of the weights learned with last: a resumed run makes the next ones, and counts them
+            "weights_version": parts.model.weights_version - state.synced,
             "offsets": dict(offsets),
             "best": best,
         }

@@ -1,0 +1,22 @@
+"""What the verbs of a run share."""
+
+from dataclasses import dataclass
+
+from isobit.run.directory import Run
+from isobit.training.meter import Meter
+from isobit.training.parts import Parts
+from isobit.training.saving import Saver
+from isobit.training.snapshot import State
+from isobit.view import Display
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """The parts of a run, its directory, what is counted over steps and within one, the screen, and who saves."""
+
+    parts: Parts
+    run: Run
+    state: State
+    meter: Meter
+    display: Display
+    saver: Saver

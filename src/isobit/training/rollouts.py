@@ -1,0 +1,140 @@
+"""Where the groups of a step come from: sampled now, or recorded by another run; ahead of the learner; past ones again.
+
+Each source has `next()`, which returns the batch of the next step, and sources wrap one another. What they keep between
+steps is in the run's `State`, which a checkpoint holds. Left out: how completions are sampled (`engine/`) and scored
+(`scoring.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from isobit.engine import Completion
+from isobit.rl import Group, Sample
+from isobit.rl.collect import StepBatch
+from isobit.rl.replay import ReplayBuffer
+from isobit.training.context import Context
+from isobit.training.loop import roll_out
+from isobit.training.scoring import RolloutScoring
+from isobit.training.snapshot import State
+
+
+class Rollouts(Protocol):
+    """A source of batches."""
+
+    def next(self) -> StepBatch:
+        """The batch of the next step, its groups scored."""
+
+
+class Sampled:
+    """Batches of completions of the next prompts, sampled by the weights of now. Groups that one step has left over
+    begin the next one's batch."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._scoring: RolloutScoring
+
+    def next(self) -> StepBatch:
+        config, objective, state = self._context.parts.config, self._context.parts.objective, self._context.state
+        rounds = config.algorithm.max_resamples if objective.dynamic_sampling else 1
+        batch = StepBatch(config.prompts_per_step, objective.dynamic_sampling, rounds, objective)
+        batch.carry_over(state.pending)
+        roll_out(batch, self)
+        state.pending = batch.surplus
+        return batch
+
+    def sample(self, count: int) -> list[Group]:
+        """A group of completions for each of the next `count` prompts; reward functions begin on those that are
+        finished while others are still sampled."""
+        parts, meter, state = self._context.parts, self._context.meter, self._context.state
+        first = state.cursor
+        ids = list(range(first, first + count))
+        examples = [parts.task.train.at(cursor) for cursor in ids]
+        self._scoring = parts.scorer.begin(examples, parts.sampling.n)
+        with meter.timed("rollout"), meter.peaks.of("rollout"), self._context.saver.broken_weights_end_the_run():
+            prompts = [example.prompt for example in examples]
+            groups = parts.engine.generate(prompts, parts.sampling, ids, on_group=self._scoring.add)
+        meter.count("rollout/preemptions", parts.engine.stats.preemptions)
+        meter.metrics |= parts.engine.cache_metrics()
+        meter.count("rollout/tokens", sum(len(c.token_ids) for group in groups for c in group))
+        state.cursor += count
+        return [[_sample(completion, state.step) for completion in group] for group in groups]
+
+    def score(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups that were sampled last, with rewards, and where the reward pays for it their distance to the
+        reference."""
+        samples = [sample for group in groups for sample in group]
+        parts, meter = self._context.parts, self._context.meter
+        with meter.timed("score"):
+            rewards = self._scoring.collect()
+        meter.count("time/score_overlapped", self._scoring.overlapped_s)
+        for reward in rewards:
+            if reward.error is not None:
+                self._context.display.note(f"unscored: {reward.error}")
+        distances: Sequence[tuple[float, ...] | None] = [None] * len(samples)
+        if parts.objective.kl_in_reward:
+            with meter.timed("score"), self._context.saver.broken_weights_end_the_run():
+                distances = parts.learner.reference_kl(samples)
+        scored = iter(
+            replace(s, reward=r.total, rewards=r.by_function, reference_kl=kl)
+            for s, r, kl in zip(samples, rewards, distances)
+        )
+        return [[next(scored) for _ in group] for group in groups]
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """The batches that another run learned from, in its order."""
+
+    groups: Iterator[list[Group]]
+
+    def next(self) -> StepBatch:
+        groups = next(self.groups, [])
+        return StepBatch(len(groups), groups=groups, scored=groups, rounds_left=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """Batches of a source, each sampled `steps` steps before it is learned from.
+
+    At the end of a run too, where nothing will learn from the last ones yet: a run that is extended is then the run
+    that was planned longer.
+    """
+
+    source: Rollouts
+    state: State
+    steps: int
+
+    def next(self) -> StepBatch:
+        while len(self.state.queue) <= self.steps:
+            self.state.queue.append(self.source.next())
+        return self.state.queue.pop(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """Batches of a source, and with each of them past groups to learn from again."""
+
+    source: Rollouts
+    state: State
+    buffer: ReplayBuffer
+
+    def next(self) -> StepBatch:
+        batch = self.source.next()
+        batch.replayed = self.buffer.draw(self.state.step)
+        return batch
+
+
+def _sample(completion: Completion, step: int) -> Sample:
+    return Sample(
+        prompt_index=completion.prompt_id,
+        sample_index=completion.sample_index,
+        prompt_ids=tuple(completion.prompt_token_ids),
+        completion_ids=tuple(completion.token_ids),
+        rollout_logprobs=tuple(completion.logprobs),
+        completion=completion.text,
+        truncated=completion.finish_reason == "length",
+        weights_version=completion.weights_version,
+        routes=completion.routes,
+        rollout_step=step,
+    )

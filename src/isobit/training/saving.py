@@ -1,0 +1,80 @@
+"""When a run is saved: at its end, every n steps, and when an error ends it.
+
+After an error the newest whole step is saved, whose weights are still there as long as the next step has not begun to
+learn (`snapshot.py`). Weights that are not finite are never saved. Left out: what a checkpoint holds (`parts.py`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from isobit.errors import IsobitError, NonFiniteError, RunFailed
+from isobit.evaluation.best import Best
+from isobit.run import checkpoints
+from isobit.run.directory import Run
+from isobit.training.meter import Meter
+from isobit.training.parts import Parts, save_checkpoint
+from isobit.training.snapshot import Snapshot, State
+
+
+class Saver:
+    """Saves a run. `saved_step` is the step of its newest checkpoint, None before the first."""
+
+    def __init__(self, parts: Parts, run: Run, state: State, best: Best, meter: Meter) -> None:
+        self.parts, self.run, self.state, self.best, self._meter = parts, run, state, best, meter
+        self.saved_step: int | None = None
+        self._whole: Snapshot | None = None  # what the weights belong to, until a step learns
+
+    def keep(self) -> None:
+        """A step is whole: until the next one learns, an error saves it as it is now."""
+        self._whole = self._now()
+
+    @contextmanager
+    def learning(self, unchanged: type[Exception]) -> Iterator[None]:
+        """While the weights change, what was kept does not belong to them; after an `unchanged` error it still does."""
+        whole, self._whole = self._whole, None
+        try:
+            yield
+        except unchanged:
+            self._whole = whole
+            raise
+
+    def save(self, whole: Snapshot | None = None) -> None:
+        """Write a checkpoint, of now unless a snapshot is given."""
+        self._meter.phase("save")
+        whole = whole or self._now()
+        keep_last = self.parts.config.run.keep_last
+        save_checkpoint(self.run.checkpoints, self.parts, whole.to_json(), whole.scales, keep_last)
+        self.best.settle()
+        self.saved_step = whole.state.step
+
+    def _now(self) -> Snapshot:
+        return Snapshot.take(self.state, self.parts, self.run.offsets(), self.best.to_json())
+
+    def after(self, error: BaseException | None) -> None:
+        """What ends the run is known: where that is an error, save the newest whole step, and raise RunFailed that
+        says how to go on."""
+        if self._whole is None or not isinstance(error, IsobitError) or isinstance(error, NonFiniteError):
+            return
+        if self._whole.state.step != self.saved_step:
+            with suppress(RunFailed):  # what ends the run is the first error, of a full disk also this one
+                self.save(self._whole)
+        if self.saved_step is None or "--resume" in str(error):
+            return
+        kept = f"step {self.saved_step} is saved; go on with: isobit train --resume {self.run.directory}"
+        raise RunFailed(f"{error}; {kept}") from None
+
+    @contextmanager
+    def broken_weights_end_the_run(self) -> Iterator[None]:
+        """The learner skips a step that is not finite; weights that a finite step broke are the end."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self.fail(f"the run diverged: {error}")
+
+    def fail(self, reason: str) -> NoReturn:
+        """End the run without saving its weights."""
+        self._whole = None
+        saved = checkpoints.all_checkpoints(self.run.checkpoints)
+        last = saved[-1] if saved else "missing"
+        raise RunFailed(f"step {self.state.step}: {reason}; the last good checkpoint is {last}") from None

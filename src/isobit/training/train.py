@@ -1,0 +1,80 @@
+"""`train`, `resume` and `replay`: the public functions that open a run and train it. Left out: the algorithm
+(`loop.py`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobit.config import Config, load_config
+from isobit.run.directory import METRICS, read_jsonl
+from isobit.training.loop import training_loop
+from isobit.training.objects import Given, OnStep, Rewards, Rows
+from isobit.training.opening import open_replay, open_resumed, open_session
+from isobit.training.session import Session
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where the run is, its metrics, one mapping per step, and the exit code: 0, or 130/143 if it was interrupted."""
+
+    run_dir: Path
+    metrics: Sequence[dict[str, float]]
+    exit_code: int
+
+
+def train(
+    config: Config | str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Rewards = (),
+    data: Rows | None = None,
+    held_out: Rows | None = None,
+    callbacks: Sequence[OnStep] = (),
+    quiet: bool = True,
+) -> TrainResult:
+    """Train in a new run directory, as a config says: one that was loaded, a YAML file, or a mapping of settings.
+
+    `rewards`, `data` and `held_out` may be objects instead of files: functions, alone or in pairs with a weight, and
+    rows, each a mapping of columns or a prompt. Functions that are objects are called in this process, without a
+    deadline. Each of the `callbacks` is called as `on_step(step, metrics)` after every step.
+
+    Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run that had to stop.
+    """
+    loaded, objects = Given(rewards, data, held_out, callbacks).into(load_config(config, overrides))
+    with open_session(loaded, objects, quiet=quiet) as session:
+        return _run(session)
+
+
+def resume(
+    run_dir: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Rewards = (),
+    data: Rows | None = None,
+    held_out: Rows | None = None,
+    callbacks: Sequence[OnStep] = (),
+    quiet: bool = True,
+) -> TrainResult:
+    """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
+    for bit (tests/test_resume.py).
+
+    The objects that the run began with must be given again. `overrides` may change steps, on_mismatch, run.* and
+    tracking.* (except run.dir).
+    """
+    given = Given(rewards, data, held_out, callbacks)
+    with open_resumed(Path(run_dir), overrides, given, quiet=quiet) as session:
+        return _run(session)
+
+
+def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
+    """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit for bit."""
+    with open_replay(recorded, out, overrides, quiet=quiet) as session:
+        return _run(session)
+
+
+def _run(session: Session) -> TrainResult:
+    training_loop(session)
+    session.finish()
+    metrics = list(read_jsonl(session.run.directory / METRICS))
+    return TrainResult(session.run.directory, metrics, session.interruption.exit_code)
