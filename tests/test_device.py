@@ -20,7 +20,8 @@ from isobit.rl import Objective, OptimizerSettings, Sample
 from isobit.rl.learner import Learner
 from isobit.rl.optim import Optimizer, _sums_of_squares
 from isobit.rl.supervised import supervised_update
-from isobit.training.statistics import PeakMemory, WeightTotals
+from isobit.training.meter import PeakMemory
+from isobit.training.statistics import WeightTotals
 
 from .conftest import tiny_model
 from .pretend_device import DEVICE, Elsewhere, Mixed, PretendDevice

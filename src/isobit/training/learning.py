@@ -31,7 +31,7 @@ class Learning:
         parts.sleep()
         self.totals = LearnerTotals(parts.model)
         due = recorded(step, parts.config.run.quantization_every)
-        with meter.timed("learn"), meter.peaks.of("learn"), self.totals.watching(due):
+        with meter.timed("learn", peak=True), self.totals.watching(due):
             try:
                 with saver.learning(unchanged=Disagreement):
                     learned = parts.learner.learn(samples, advantages, state.step)

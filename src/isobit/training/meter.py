@@ -1,12 +1,35 @@
-"""The times and counts of one step, which gather while it goes on and become part of its metrics."""
+"""Times, counts and peak memory of one step, which gather while it goes on and become part of its metrics."""
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from isobit.training.statistics import PeakMemory
+
+class PeakMemory:
+    """The most memory of a GPU that was allocated during each of a step's phases. On a CPU there is nothing to ask:
+    `memory/peak_rss_mib` is the process's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._peaks = device, dict[str, float]()
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Measure a phase; of one that comes several times the largest counts."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        peak = torch.cuda.max_memory_allocated(self._device) / 2**20
+        self._peaks[phase] = max(peak, self._peaks.get(phase, 0.0))
+
+    def metrics(self) -> dict[str, float]:
+        """`memory/peak_PHASE_mib` of the phases since the last call."""
+        found = {f"memory/peak_{phase}_mib": peak for phase, peak in self._peaks.items()}
+        self._peaks.clear()
+        return found
 
 
 class Meter:
@@ -30,9 +53,10 @@ class Meter:
         self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds of what follows to `time/NAME`."""
+    def timed(self, name: str, peak: bool = False) -> Iterator[None]:
+        """Add the seconds of what follows to `time/NAME`; with `peak`, measure the most memory that it takes too."""
         began = time.perf_counter()
         self.phase(name)
-        yield
+        with self.peaks.of(name) if peak else nullcontext():
+            yield
         self.count(f"time/{name}", time.perf_counter() - began)

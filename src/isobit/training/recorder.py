@@ -46,7 +46,7 @@ class Recorder:
             saver.save()
         for callback in self._callbacks:
             callback(state.step, dict(values))
-        bad = parts.learner.bad_steps_in_a_row
+        bad = parts.learner.state.bad_steps_in_a_row
         if bad >= parts.config.optimizer.max_bad_steps:
             saver.fail(f"{bad} optimizer steps in a row had a loss or gradient that is not finite")
 

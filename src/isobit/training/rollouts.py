@@ -51,7 +51,7 @@ class Sampled:
         ids = list(range(first, first + count))
         examples = [parts.task.train.at(cursor) for cursor in ids]
         self._scoring = parts.scorer.begin(examples, parts.sampling.n)
-        with meter.timed("rollout"), meter.peaks.of("rollout"), self._context.saver.broken_weights_end_the_run():
+        with meter.timed("rollout", peak=True), self._context.saver.broken_weights_end_the_run():
             prompts = [example.prompt for example in examples]
             groups = parts.engine.generate(prompts, parts.sampling, ids, on_group=self._scoring.add)
         meter.count("rollout/preemptions", parts.engine.stats.preemptions)

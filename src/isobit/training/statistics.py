@@ -1,8 +1,7 @@
 """Metrics that describe a step: rewards, lengths and groups, the quantization of the weights, and peak memory."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -115,28 +114,3 @@ def _deviation(values: Sequence[float]) -> float:
         return 0.0
     mean = _mean(values)
     return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-
-
-class PeakMemory:
-    """The most memory of a GPU that was allocated during each of a step's phases. On a CPU there is nothing to ask:
-    `memory/peak_rss_mib` is the process's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._peaks = device, dict[str, float]()
-
-    @contextmanager
-    def of(self, phase: str) -> Iterator[None]:
-        """Measure a phase; of one that comes several times the largest counts."""
-        if self._device.type != "cuda":
-            yield
-            return
-        torch.cuda.reset_peak_memory_stats(self._device)
-        yield
-        peak = torch.cuda.max_memory_allocated(self._device) / 2**20
-        self._peaks[phase] = max(peak, self._peaks.get(phase, 0.0))
-
-    def metrics(self) -> dict[str, float]:
-        """`memory/peak_PHASE_mib` of the phases since the last call."""
-        found = {f"memory/peak_{phase}_mib": peak for phase, peak in self._peaks.items()}
-        self._peaks.clear()
-        return found
