@@ -255,6 +255,36 @@ def test_logprobs_and_samples(native: Ops, reference: Ops, random: torch.Generat
         ):
             assert_close(ours, theirs)
         assert same(native.sample(logits, keys, temperature), reference.sample(logits, keys, temperature))
+    each = torch.tensor([0.3, 1.0, 2.5] * 8)
+    assert same(native.sample(logits, keys, each), reference.sample(logits, keys, each))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_temperature_for_each_row(backend: str, request: pytest.FixtureRequest, random: torch.Generator) -> None:
+    """The bits of every row alone, with its temperature as one number; the next row's would be noticed."""
+    ops: Ops = request.getfixturevalue(backend)
+    logits, hidden = draw(random, 24, 997, dtype=torch.float32) * 3, draw(random, 24, 32)
+    weight, tokens = draw(random, 997, 32), torch.randint(0, 997, (24,), generator=random)
+    keys = torch.randint(-(2**60), 2**60, (24, 4), generator=random)
+    each = torch.rand(24, generator=random) * 2 + 0.01
+
+    def found(temperatures: Tensor) -> list[Tensor]:
+        return [
+            ops.sample(logits, keys, temperatures),
+            *ops.token_logprobs(logits, tokens, temperatures),
+            *ops.head_sample(hidden, weight, keys, temperatures),
+        ]
+
+    wanted = [
+        (
+            ops.sample(logits[i : i + 1], keys[i : i + 1], float(each[i])),
+            *ops.token_logprobs(logits[i : i + 1], tokens[i : i + 1], float(each[i])),
+            *ops.head_sample(hidden[i : i + 1], weight, keys[i : i + 1], float(each[i])),
+        )
+        for i in range(24)
+    ]
+    assert all(same(ours, torch.cat(theirs)) for ours, theirs in zip(found(each), zip(*wanted), strict=True))
+    assert not any(same(ours, torch.cat(theirs)) for ours, theirs in zip(found(each.roll(1)), zip(*wanted)))
 
 
 def test_many_samples_are_the_reference(native: Ops, reference: Ops, random: torch.Generator) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.matrices import Operand, Prepared, Stacked, plain, values
-from isobit.kernels.types import KVStore, Layout, Ops
+from isobit.kernels.types import KVStore, Layout, Ops, Temperature
 from isobit.precision import Precision, QTensor, QuantSpec, along_rows
 
 Norms = tuple[Tensor, Tensor] | None
@@ -138,7 +138,7 @@ class Composed(Ops):
         return dhidden, self.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)
 
     def head_sample(
-        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: float, source: Tensor | None = None
+        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = self.product(hidden, weight, None, torch.float32)
         logits = logits if source is None else logits.index_select(0, source)

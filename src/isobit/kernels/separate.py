@@ -17,7 +17,8 @@ from isobit.kernels.codes import decode
 from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
-from isobit.kernels.types import KVStore, Layout, Ops
+from isobit.kernels.reference.sampling import scaled
+from isobit.kernels.types import KVStore, Layout, Ops, Temperature
 from isobit.precision import QTensor, QuantSpec, expand_scale
 
 
@@ -43,7 +44,7 @@ class SeparateOps(ReferenceOps):
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         self._alike.kv_write(store, k, v, layout)
 
-    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         return self._alike.sample(logits, keys, temperature)
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
@@ -75,8 +76,8 @@ class SeparateOps(ReferenceOps):
         wide = gate.float()
         return (wide / (1.0 + torch.exp(-wide))).to(gate_up.dtype) * up
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logprobs = torch.log_softmax(logits / temperature, -1)
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(scaled(logits, temperature), -1)
         entropy = -torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0).sum(-1)
         return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy
 

@@ -19,6 +19,10 @@ from isobit.kernels.matrices import Operand, Prepared, Stacked
 from isobit.precision import Format, Precision, QTensor, QuantSpec
 
 
+Temperature = float | Tensor
+"""One for all rows, or float32 for each [T]."""
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Where the rows of a batch stand: T rows of S sequences over P pages each.
@@ -282,11 +286,11 @@ class Ops(Protocol):
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C]; it repeats."""
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature); logits [T, V]
         float32."""
 
-    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt, sample, position."""
 
     def head_logprobs(
@@ -300,7 +304,7 @@ class Ops(Protocol):
         """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the log-probabilities [T]."""
 
     def head_sample(
-        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: float, source: Tensor | None = None
+        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(tokens [B] int64, their log-probabilities [B] float32, which are `head_logprobs`'): key b [B, 4] draws from
         row `source[b]` of hidden, by default row b. Tokens as by `sample`."""

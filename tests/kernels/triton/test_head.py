@@ -96,6 +96,19 @@ def test_draws_are_the_references_and_have_the_learners_bits(dtype: torch.dtype,
     assert not same(logprobs, other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_temperature_for_each_row(dtype: torch.dtype) -> None:
+    """The bits of every row with its temperature as one number; the next row's would be noticed."""
+    hidden, weight, _ = operands(dtype)
+    (rows, keys), weight = on_device(hidden[:6], keys_of(6)), head_on_device(weight)
+    each = torch.tensor([1.0, 0.7, 1.3, 1.0, 0.05, 4.0])
+    found = head.head_sample(rows, weight, keys, each.to(DEVICE))
+    alone = [head.head_sample(rows[i : i + 1], weight, keys[i : i + 1], float(each[i])) for i in range(6)]
+    assert all(same(ours, torch.cat(theirs)) for ours, theirs in zip(found, zip(*alone), strict=True))
+    rolled = head.head_sample(rows, weight, keys, each.roll(1).to(DEVICE))
+    assert not same(rolled[1], found[1])
+
+
 def test_rollout_and_learner_run_the_same_instructions() -> None:
     """One binary for both: the same kernels with the same constants, told by a runtime argument what to do."""
     weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")

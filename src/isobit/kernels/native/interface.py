@@ -38,8 +38,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_rotary": (None, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_silu_mul": (None, [_I, _P, _I, _I, _P, _I]),
     "isobit_silu_mul_backward": (None, [_I, _P, _P, _I, _I, _P, _I]),
-    "isobit_token_logprobs": (None, [_P, _P, _I, _I, _D, _P, _P, _I]),
-    "isobit_sample": (None, [_P, _P, _I, _I, _D, _P, _I]),
+    "isobit_token_logprobs": (None, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),
+    "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),
     "isobit_attention_backward": (None, [_P]),
 }

@@ -22,7 +22,7 @@ from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
 from isobit.kernels.native.build import BuildFailed, compiler, library
 from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
 from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.types import KVStore, Layout
+from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec, nonfinite_message
 
 _E4M3, _BF16, _FP32 = 0, 1, 2
@@ -279,32 +279,38 @@ class NativeOps(Composed):
         )
         return out
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         if logits.dtype != torch.float32:
             return self._reference.token_logprobs(logits, tokens, temperature)
         logits, tokens = logits.contiguous(), tokens.contiguous()
         assert not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < logits.shape[1])
-        logprobs, entropy = torch.empty(logits.shape[0]), torch.empty(logits.shape[0])
+        logprobs, entropy, each = torch.empty(logits.shape[0]), torch.empty(logits.shape[0]), _each(temperature)
         self._lib.isobit_token_logprobs(
-            logits.data_ptr(), tokens.data_ptr(), *logits.shape, temperature, logprobs.data_ptr(), entropy.data_ptr(),
-            torch.get_num_threads(),
+            logits.data_ptr(), tokens.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim), logprobs.data_ptr(),
+            entropy.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return logprobs, entropy
 
-    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         if logits.dtype != torch.float32:
             return self._reference.sample(logits, keys, temperature)
         logits, keys = logits.contiguous(), keys.contiguous()
-        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+        tokens, each = torch.empty(logits.shape[0], dtype=torch.int64), _each(temperature)
         self._lib.isobit_sample(
-            logits.data_ptr(), keys.data_ptr(), *logits.shape, temperature, tokens.data_ptr(), torch.get_num_threads()
-        )
+            logits.data_ptr(), keys.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim), tokens.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
         return tokens
 
 
 def _reordered(weight: Tensor) -> Tensor:
     """A BF16 matrix in oneDNN's layout for few rows."""
     return mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
+
+
+def _each(temperature: Temperature) -> Tensor:
+    """As C++ reads it, one step of `ndim` numbers a row: a lone number for all rows, or one number for each."""
+    return temperature.float().contiguous() if isinstance(temperature, Tensor) else torch.tensor(float(temperature))
 
 
 def _dequantizes_natively(x: QTensor) -> bool:

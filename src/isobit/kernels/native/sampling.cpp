@@ -1,4 +1,5 @@
-// Log-probabilities, entropy, and counter-based sampling: each a function of one row of logits [V].
+// Log-probabilities, entropy, and counter-based sampling: each a function of one row of logits [V] and its
+// temperature, temperature[r * step].
 #include "native.h"
 
 // z = logits / temperature in float32, then exp(z - max z) in float64, 16 at a time; tails are filled with -infinity.
@@ -49,10 +50,11 @@ static void logprob_row(const float* logits, int64_t count, int64_t token, float
 }
 
 EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, int64_t rows, int64_t count,
-                                  double temperature, float* logprobs, float* entropy, int64_t threads) {
+                                  const float* temperature, int64_t step, float* logprobs, float* entropy,
+                                  int64_t threads) {
 #pragma omp parallel for num_threads(useful_threads(threads, rows * count * 2)) schedule(static)
     for (int64_t r = 0; r < rows; r++)
-        logprob_row(logits + r * count, count, tokens[r], float(temperature), logprobs + r, entropy + r);
+        logprob_row(logits + r * count, count, tokens[r], temperature[r * step], logprobs + r, entropy + r);
 }
 
 // Philox4x32-10 (Salmon et al. 2011) for 8 counters (token0 .. token0+7, position, sample, prompt): 32 words, in the
@@ -118,9 +120,9 @@ static int64_t race(const float* logits, const int64_t* key, int64_t count, floa
     return winner;
 }
 
-EXPORT void isobit_sample(const float* logits, const int64_t* keys, int64_t rows, int64_t count, double temperature,
-                          int64_t* tokens, int64_t threads) {
+EXPORT void isobit_sample(const float* logits, const int64_t* keys, int64_t rows, int64_t count,
+                          const float* temperature, int64_t step, int64_t* tokens, int64_t threads) {
 #pragma omp parallel for num_threads(useful_threads(threads, rows * count * 2)) schedule(static)
     for (int64_t r = 0; r < rows; r++)
-        tokens[r] = race(logits + r * count, keys + r * 4, count, float(temperature));
+        tokens[r] = race(logits + r * count, keys + r * 4, count, temperature[r * step]);
 }

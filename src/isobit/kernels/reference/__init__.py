@@ -6,7 +6,7 @@ from torch import Tensor
 from isobit.kernels.composed import Composed
 from isobit.kernels.matrices import Operand, Prepared
 from isobit.kernels.reference import attention, pointwise, product, routing, sampling
-from isobit.kernels.types import KVStore, Layout
+from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import QTensor, QuantSpec, quantize
 
 
@@ -65,8 +65,8 @@ class ReferenceOps(Composed):
     def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
         return pointwise.silu_mul_backward(dh, gate_up)
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         return sampling.token_logprobs(logits, tokens, temperature)
 
-    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         return sampling.sample(logits, keys, temperature)

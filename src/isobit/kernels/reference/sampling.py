@@ -8,16 +8,23 @@ of work.
 import torch
 from torch import Tensor
 
+from isobit.kernels.types import Temperature
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _SUM_BLOCK = 1024  # PyTorch splits the sum of a single very long row over threads; sums of short rows it does not
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def scaled(logits: Tensor, temperature: Temperature) -> Tensor:
+    """logits [T, V] / temperature, rounded once."""
+    return logits / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at `tokens`, and the entropy, both [T] float32; float64 inside."""
-    scaled = (logits / temperature).contiguous()
-    shifted = scaled.double() - scaled.amax(-1, keepdim=True).double()
+    z = scaled(logits, temperature).contiguous()
+    shifted = z.double() - z.amax(-1, keepdim=True).double()
     weights = torch.exp(shifted)
     total = _row_sum(weights)
     log_total = torch.log(total)
@@ -26,10 +33,10 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[
     return (chosen - log_total).float(), (log_total - energy / total).float()
 
 
-def sample(logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+def sample(logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
     """One token per row; ties go to the lowest index, and a token of probability 0 never wins."""
-    scaled = logits / temperature
-    weights = torch.exp(scaled.double() - scaled.amax(-1, keepdim=True).double())
+    z = scaled(logits, temperature)
+    weights = torch.exp(z.double() - z.amax(-1, keepdim=True).double())
     return (weights / exponentials(keys, logits.shape[-1])).argmax(-1)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.sampling import CHUNK, KINDS, Parts, scaled, summarize, summarize_logits
+from isobit.kernels.types import Temperature
 
 PARTIALS_AT_ONCE = 2**26
 """Float32 numbers that stage one may leave at a time (256 MiB); rows beyond that wait for the next launch."""
@@ -39,15 +40,15 @@ GradientProduct = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 @triton.jit(
     do_not_specialize=["num_rows", "race"],
-    do_not_specialize_on_alignment=["source_ptr", "tokens_ptr", "keys_ptr", "race_ptr"],
+    do_not_specialize_on_alignment=["source_ptr", "tokens_ptr", "keys_ptr", "race_ptr", "temperature_ptr"],
 )
 def _head_tiles(
     hidden_ptr, weight_ptr, source_ptr, tokens_ptr, keys_ptr, partial_ptr, race_ptr,
-    num_rows, weight_stride, temperature, race,
+    temperature_ptr, num_rows, weight_stride, race,
     VOCABULARY: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: the temperature is 1."""
+    """Logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every temperature is 1."""
     part = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = rows < num_rows
@@ -63,7 +64,10 @@ def _head_tiles(
         at = step * BLOCK_K
         weight, hidden = numbers.load_step(weight_at + at, hidden_at + at, k, C - at, C % BLOCK_K == 0)
         logits = numbers.dot(weight, hidden, logits)
-    z = logits if UNIT else scaled(logits, temperature)
+    if UNIT:
+        z = logits
+    else:
+        z = scaled(logits, tl.load(temperature_ptr + rows, mask=inside, other=1.0)[None, :])
     z = tl.where(token[:, None] < VOCABULARY, z, -float("inf"))
     summarize(z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, BLOCK_V, STRIDE)
 
@@ -74,7 +78,7 @@ def _tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
 
 
 def _summarize_head(
-    hidden: Tensor, weight: Tensor, source: Tensor, given: Tensor, temperature: float, race: bool
+    hidden: Tensor, weight: Tensor, source: Tensor, given: Tensor, temperature: Temperature, race: bool
 ) -> Parts:
     """Stage one of the logits of hidden[source], source [R]; `given` are tokens [R] or, for a race, keys [R, 4]."""
     assert hidden.dtype == weight.dtype, f"{hidden.dtype} rows and a head of {weight.dtype}"
@@ -83,14 +87,17 @@ def _summarize_head(
     block_v, block_t, block_k, warps, stages = _tile(hidden.dtype)
     vocabulary, channels = weight.shape
     rows = source.shape[0]
+    unit = not isinstance(temperature, Tensor) and temperature == 1
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((rows,), float(temperature), device=hidden.device)
     parts = Parts(rows, vocabulary, block_v, race, hidden.device)
     launch(
         _head_tiles, (triton.cdiv(rows, block_t), parts.count),
         hidden, weight, source, given, given, parts.partial, parts.scores,
-        rows, weight.stride(0), float(temperature), int(race),
+        temperature, rows, weight.stride(0), int(race),
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
         VOCABULARY=vocabulary, C=channels, STEPS=triton.cdiv(channels, block_k), STRIDE=parts.stride,
-        UNIT=float(temperature) == 1.0, BLOCK_V=block_v, BLOCK_T=block_t, BLOCK_K=block_k,
+        UNIT=unit, BLOCK_V=block_v, BLOCK_T=block_t, BLOCK_K=block_k,
     )  # fmt: skip
     return parts
 
@@ -114,7 +121,7 @@ def head_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: f
 
 
 def head_sample(
-    hidden: Tensor, weight: Tensor, keys: Tensor, temperature: float, source: Tensor | None = None
+    hidden: Tensor, weight: Tensor, keys: Tensor, temperature: Temperature, source: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(tokens [B] int64, their log-probabilities [B] float32): key b of `keys` [B, 4] int64 (seed, prompt, sample,
     position) draws from row `source[b]` of hidden, by default row b. The log-probabilities have the bits of

@@ -32,7 +32,7 @@ from isobit.kernels.triton import (
 )
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults
-from isobit.kernels.types import KVStore, Layout, Ops
+from isobit.kernels.types import KVStore, Layout, Ops, Temperature
 from isobit.precision import E4M3, Precision, QTensor, QuantSpec
 
 _ALLOWED = {
@@ -174,10 +174,10 @@ class TritonOps(Ops):
         # on a GPU index_add_ adds in any order; index_put_ sorts first, and so repeats
         return gradient.index_put_((tokens,), dy.float(), accumulate=True)
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         return sampling.token_logprobs(logits, tokens, temperature)
 
-    def sample(self, logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         return sampling.sample(logits, keys, temperature)
 
     def head_logprobs(
@@ -192,6 +192,6 @@ class TritonOps(Ops):
         return head.head_backward(*given, self.product, self.gradient_product)
 
     def head_sample(
-        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: float, source: Tensor | None = None
+        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return head.head_sample(hidden, values(weight), keys, temperature, source)

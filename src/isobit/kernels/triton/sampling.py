@@ -21,6 +21,7 @@ from torch import Tensor
 from triton import knobs
 
 from isobit.kernels.triton.launch import launch
+from isobit.kernels.types import Temperature
 
 CHUNK = 4096
 """Logits of a row that one program reads where they are in memory."""
@@ -180,7 +181,7 @@ def _logit_chunks(
 
 @triton.jit
 def scaled(logits, temperature):
-    """logits / temperature, rounded once, as `logits / temperature` in PyTorch."""
+    """logits / temperature, rounded once, as `logits / temperature` in PyTorch; a temperature for all, or for each."""
     return tl.div_rn(logits, tl.zeros(logits.shape, tl.float32) + temperature)
 
 
@@ -208,8 +209,10 @@ class Parts:
         return logprob, entropy, norm
 
 
-def summarize_logits(logits: Tensor, given: Tensor, temperature: float, race: bool) -> Parts:
+def summarize_logits(logits: Tensor, given: Tensor, temperature: Temperature, race: bool) -> Parts:
     """Stage one of logits [T, V] float32; `given` are tokens [T] or, for a race, keys [T, 4], int64."""
+    if isinstance(temperature, Tensor):  # the same division as in the kernel, where dividing by 1 then rounds nothing
+        logits, temperature = logits / temperature.unsqueeze(1), 1.0
     logits = logits.contiguous()
     assert logits.dtype == torch.float32
     size = min(CHUNK, max(16, triton.next_power_of_2(logits.shape[1])))
@@ -223,7 +226,7 @@ def summarize_logits(logits: Tensor, given: Tensor, temperature: float, race: bo
     return parts
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
     """(log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(logits / temperature); logits [T, V]
     float32, of which some may be -inf.
 
@@ -234,7 +237,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[
     return logprob, entropy
 
 
-def sample(logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
+def sample(logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
     """Tokens [B] int64 from softmax(logits / temperature), logits [B, V] float32, keys [B, 4] int64."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     summarize_logits(logits, keys.contiguous(), temperature, True).merge(tokens)
