@@ -6,7 +6,7 @@ from isobit.engine.pages import PagePool
 
 
 def test_a_page_is_free_again_when_its_last_holder_lets_go() -> None:
-    pool = PagePool(4)
+    pool = PagePool(4, 16)
     first, second = pool.allocate(2), pool.allocate(1)
     pool.share(first)
     pool.integrity([first, first, second])
@@ -19,7 +19,7 @@ def test_a_page_is_free_again_when_its_last_holder_lets_go() -> None:
 
 
 def test_mistakes_are_caught() -> None:
-    pool = PagePool(2)
+    pool = PagePool(2, 16)
     pages = pool.allocate(2)
     with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
         pool.allocate(1)
@@ -35,7 +35,7 @@ def test_mistakes_are_caught() -> None:
     [([], "has 1 references, but 0 holders"), ([[0], [0]], "1 references, but 2"), ([[0, 0]], "holds a page twice")],
 )
 def test_integrity_sees_leaks_and_uncounted_holders(tables: list[list[int]], message: str) -> None:
-    pool = PagePool(3)
+    pool = PagePool(3, 16)
     assert pool.allocate(1) == [0]
     pool.integrity([[0]])
     with pytest.raises(AssertionError, match=message):
@@ -43,12 +43,12 @@ def test_integrity_sees_leaks_and_uncounted_holders(tables: list[list[int]], mes
 
 
 def test_integrity_sees_a_broken_free_list() -> None:
-    pool = PagePool(3)
+    pool = PagePool(3, 16)
     pages = pool.allocate(1)
     pool._free.append(pages[0])
     with pytest.raises(AssertionError, match="both free and used"):
         pool.integrity([pages])
-    pool = PagePool(3)
+    pool = PagePool(3, 16)
     pool._free.pop()
     with pytest.raises(AssertionError, match="neither free nor used"):
         pool.integrity([])
@@ -56,7 +56,7 @@ def test_integrity_sees_a_broken_free_list() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=60), st.integers(1, 12))
 def test_any_sequence_of_operations_keeps_the_counts_right(steps: list[tuple[int, int]], size: int) -> None:
-    pool = PagePool(size)
+    pool = PagePool(size, 16)
     tables: list[list[int]] = []
     for kind, number in steps:
         if kind == 0 and number <= pool.num_free:

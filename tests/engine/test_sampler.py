@@ -1,11 +1,12 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from isobit.engine import Sampling
-from isobit.engine.sampler import draw, truncate
+from isobit.engine.sampler import Draws, draw, kinds_of, truncate
 from isobit.kernels import Ops, get_ops
 from isobit.kernels.reference import ReferenceOps
 
@@ -18,9 +19,21 @@ def some_logits(rows: int, size: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def draws_of(keys: Tensor, *samplings: Sampling) -> Draws:
+    """Draws with these keys: all as one sampling, or each as its own."""
+    rows = [sampling.settings for sampling in samplings] * (len(keys) // len(samplings))
+    settings = np.array(rows, np.float64)
+    return Draws(keys, torch.from_numpy(settings), kinds_of(settings))
+
+
 def drawn(logits: Tensor, keys: Tensor, sampling: Sampling, ops: Ops = OPS) -> tuple[Tensor, Tensor]:
     """Tokens and log-probabilities from logits of ours: those of hidden states under a head that is the identity."""
-    return draw(logits, torch.eye(logits.shape[1]), keys, sampling, ops)
+    return draw(logits, torch.eye(logits.shape[1]), draws_of(keys, sampling), ops)
+
+
+def kept(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits, of which those that the sampling leaves out are -inf."""
+    return truncate(logits, draws_of(some_keys(len(logits)), sampling))
 
 
 def some_keys(rows: int) -> Tensor:
@@ -66,19 +79,19 @@ TRUNCATED = [
 @pytest.mark.parametrize("sampling", TRUNCATED, ids=name)
 def test_truncated_distributions_are_the_ones_defined(sampling: Sampling) -> None:
     logits = some_logits(40, 50)
-    kept = [kept_by_definition(row, sampling) for row in logits.double().tolist()]
-    masked = truncate(logits, sampling)
-    assert [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in masked] == [set(row) for row in kept]
+    wanted = [kept_by_definition(row, sampling) for row in logits.double().tolist()]
+    masked = kept(logits, sampling)
+    assert [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in masked] == [set(row) for row in wanted]
     tokens, logprobs = drawn(logits, some_keys(40), sampling)
-    for token, logprob, row in zip(tokens.tolist(), logprobs.tolist(), kept):
+    for token, logprob, row in zip(tokens.tolist(), logprobs.tolist(), wanted):
         assert logprob == pytest.approx(math.log(row[token]), abs=1e-5)
 
 
 def test_ties_at_the_edge_of_top_k_stay_in_and_of_top_p_go_by_index() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]])
-    assert torch.isfinite(truncate(logits, Sampling(top_k=2))).tolist() == [[True, True, True, True, False]]
+    assert torch.isfinite(kept(logits, Sampling(top_k=2))).tolist() == [[True, True, True, True, False]]
     # probabilities: .676, three times .092, .034: two are needed for .7
-    assert torch.isfinite(truncate(logits, Sampling(top_p=0.7))).tolist() == [[True, True, False, False, False]]
+    assert torch.isfinite(kept(logits, Sampling(top_p=0.7))).tolist() == [[True, True, False, False, False]]
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
@@ -101,11 +114,11 @@ def test_truncated_frequencies_follow_the_renormalized_distribution() -> None:
     sampling = Sampling(top_k=4, temperature=2.0)
     logits, rows = some_logits(1, 12, seed=1), 20_000
     tokens, _ = drawn(logits.expand(rows, -1), some_keys(rows), sampling)
-    kept = kept_by_definition(logits[0].double().tolist(), sampling)
-    assert set(tokens.unique().tolist()) == set(kept)
-    order = sorted(kept)
+    wanted = kept_by_definition(logits[0].double().tolist(), sampling)
+    assert set(tokens.unique().tolist()) == set(wanted)
+    order = sorted(wanted)
     places = torch.tensor([order.index(token) for token in tokens.tolist()])
-    assert chi_square(places, torch.tensor([kept[token] for token in order], dtype=torch.float64)) < 21  # 3 d.o.f.
+    assert chi_square(places, torch.tensor([wanted[token] for token in order], dtype=torch.float64)) < 21  # 3 d.o.f.
 
 
 def test_greedy_takes_the_largest_and_reports_the_models_own_logprob() -> None:
@@ -125,9 +138,9 @@ def test_a_row_alone_and_in_a_batch_gives_the_same_bits(sampling: Sampling, size
     require(backend)
     ops = get_ops(backend)
     hidden, weight, keys = some_logits(37, 24), some_logits(size, 24, seed=1) / 4, some_keys(37)
-    tokens, logprobs = draw(hidden, weight, keys, sampling, ops)
+    tokens, logprobs = draw(hidden, weight, draws_of(keys, sampling), ops)
     for start, stop in ((0, 1), (5, 6), (3, 11), (36, 37)):
-        part = draw(hidden[start:stop].clone(), weight, keys[start:stop].clone(), sampling, ops)
+        part = draw(hidden[start:stop].clone(), weight, draws_of(keys[start:stop].clone(), sampling), ops)
         assert torch.equal(part[0], tokens[start:stop])
         assert torch.equal(part[1], logprobs[start:stop])
 
@@ -137,10 +150,10 @@ def test_several_keys_may_draw_from_one_row(sampling: Sampling, monkeypatch: pyt
     """The samples of a prompt, at its first token; whether or not all logits are held at once."""
     hidden, weight, keys = some_logits(5, 24), some_logits(50, 24, seed=1) / 4, some_keys(12)
     source = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 3, 4])
-    expected = draw(hidden[source], weight, keys, sampling, OPS)
+    expected = draw(hidden[source], weight, draws_of(keys, sampling), OPS)
     for most in (2**26, 3 * 50):
         monkeypatch.setattr("isobit.engine.sampler.LOGITS_AT_ONCE", most)
-        found = draw(hidden, weight, keys, sampling, OPS, source)
+        found = draw(hidden, weight, draws_of(keys, sampling), OPS, source)
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
 
@@ -169,10 +182,29 @@ def test_operators_of_the_head_are_used_where_a_backend_has_its_own(monkeypatch:
     monkeypatch.setattr("isobit.engine.sampler.LOGITS_AT_ONCE", 2 * 50)
     for sampling, calls in ((Sampling(), ["head_sample"]), (Sampling(temperature=0), 3 * ["head_logprobs"])):
         ops = Fused()
-        found, expected = draw(hidden, weight, keys, sampling, ops), draw(hidden, weight, keys, sampling, OPS)
+        found, expected = (draw(hidden, weight, draws_of(keys, sampling), each) for each in (ops, OPS))
         assert ops.calls == calls
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("backend", ["reference", "native", "fused"])
+def test_rows_with_different_settings_are_drawn_together(backend: str) -> None:
+    """The bits of every row with nobody beside it; with the settings of the next row they are others."""
+    if backend != "fused":
+        require(backend)
+    ops = Fused() if backend == "fused" else get_ops(backend)
+    samplings = [Sampling(temperature=0.8), Sampling(), Sampling(temperature=0, top_k=3), *TRUNCATED]
+    rows = 4 * len(samplings)
+    hidden, weight, keys = some_logits(rows, 24), some_logits(600, 24, seed=1) / 4, some_keys(rows)
+    tokens, logprobs = draw(hidden, weight, draws_of(keys, *samplings), ops)
+    other = draw(hidden, weight, draws_of(keys, *samplings[1:], samplings[0]), ops)[1]
+    assert float((logprobs != other).double().mean()) > 0.8
+    for row in range(rows):
+        one = slice(row, row + 1)
+        alone = draw(hidden[one], weight, draws_of(keys[one], samplings[row % len(samplings)]), ops)
+        assert torch.equal(alone[0], tokens[one])
+        assert torch.equal(alone[1], logprobs[one])
 
 
 def test_every_part_of_the_key_matters() -> None:
@@ -193,9 +225,9 @@ def test_top_p_ends_where_the_probability_is_reached() -> None:
     """Four equal tokens have a quarter each, without rounding: two of them reach a half, and a third is not taken."""
     equal = torch.zeros(1, 4)
     for top_p, count in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)):
-        assert torch.isfinite(truncate(equal, Sampling(top_p=top_p))).sum() == count
+        assert torch.isfinite(kept(equal, Sampling(top_p=top_p))).sum() == count
 
 
 def test_min_p_keeps_what_has_exactly_the_fraction() -> None:
     equal = torch.zeros(1, 4)
-    assert torch.isfinite(truncate(equal, Sampling(min_p=1.0))).sum() == 4
+    assert torch.isfinite(kept(equal, Sampling(min_p=1.0))).sum() == 4

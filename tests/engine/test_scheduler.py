@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from isobit.engine.batch import build
 from isobit.engine.pages import PagePool, pages_needed
-from isobit.engine.scheduler import Running, Scheduler, Stats
+from isobit.engine.scheduler import Scheduler
+from isobit.engine.sequences import Sequence, Stats
+from isobit.engine.types import Sampling, Ticket
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Case:
     num_pages: int
     max_batch_tokens: int
     max_sequences: int
+    prefix_cache: bool = True
 
 
 class Shadow:
@@ -30,18 +33,12 @@ class Shadow:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.pool = PagePool(case.num_pages)
-        self.scheduler = Scheduler(
-            case.prompts,
-            self._most(),
-            list(range(len(case.prompts))),
-            self.pool,
-            n=case.n,
-            seed=5,
-            page_size=case.page_size,
-            max_batch_tokens=case.max_batch_tokens,
-            max_sequences=case.max_sequences,
-        )
+        self.pool = PagePool(case.num_pages, case.page_size)
+        sizes = {"max_batch_tokens": case.max_batch_tokens, "max_sequences": case.max_sequences}
+        self.scheduler = Scheduler(self.pool, **sizes, prefix_cache=case.prefix_cache)
+        sampling = Sampling(case.n, seed=5)
+        for group, limit in enumerate(self._most()):
+            self.scheduler.add(Ticket(self._prompt(group), sampling, group, 0), limit)
         self.slots = np.full((case.num_pages * case.page_size, 2), -1)
         self.known = [self._prompt(i // case.n) for i in range(len(case.prompts) * case.n)]
         self.tokens_per_step: list[int] = []
@@ -59,13 +56,15 @@ class Shadow:
         while not scheduler.finished:
             plan = scheduler.plan()
             scheduler.integrity()
-            batch = build(plan, scheduler, lambda i, a, b: np.array(self.known[i][a:b], np.int64))
+            batch = build(plan, scheduler)
             self._write(batch)
             self._check(plan, batch)
-            tokens = np.array([self._sample(i) for i in plan.sampled.tolist()], np.int64)
-            for index, token in zip(plan.sampled.tolist(), tokens.tolist()):
+            indices = self._sampled(plan)
+            tokens = np.array([self._sample(i) for i in indices], np.int64)
+            for index, token in zip(indices, tokens.tolist()):
                 self.known[index].append(token)
-            done = np.array([self._drawn(i) >= self.case.new_tokens[i] for i in plan.sampled.tolist()], np.bool_)
+            done = np.array([self._drawn(i) >= self.case.new_tokens[i] for i in indices], np.bool_)
+            scheduler.record.write(plan.sampled, tokens, np.zeros(tokens.size, np.float32))
             scheduler.commit(plan, tokens, done)
             copies = scheduler.take_copies()
             before, size = self.slots.copy(), self.case.page_size
@@ -75,6 +74,9 @@ class Shadow:
         assert [self._drawn(i) for i in range(len(self.known))] == self.case.new_tokens
         assert self.pool.num_free == self.case.num_pages
         return scheduler.stats
+
+    def _sampled(self, plan) -> list[int]:  # type: ignore[no-untyped-def]
+        return [self.scheduler.at[slot].number for slot in plan.sampled.tolist()]
 
     def _drawn(self, index: int) -> int:
         return len(self.known[index]) - self.case.prompts[index // self.case.n]
@@ -95,9 +97,9 @@ class Shadow:
         layout, n, size = batch.layout, self.case.n, self.case.page_size
         rows = batch.take.tolist() if batch.take is not None else list(range(plan.decode))
         source = batch.source.tolist() if batch.source is not None else list(range(len(rows)))
-        assert len(source) == plan.sampled.size == batch.keys.shape[0]
+        assert len(source) == plan.sampled.size == batch.draws.keys.shape[0]
         ends = layout.row_start[1:].tolist()
-        for index, place, key in zip(plan.sampled.tolist(), source, batch.keys.tolist()):
+        for index, place, key in zip(self._sampled(plan), source, batch.draws.keys.tolist()):
             known = self.known[index]
             assert key == [5, index // n, index % n, len(known)]
             position = int(layout.positions[rows[place]])
@@ -144,8 +146,8 @@ def test_the_youngest_gives_way_and_the_oldest_is_never_preempted() -> None:
     preempted: list[tuple[int, int]] = []
     preempt = shadow.scheduler._preempt
 
-    def watch(sequence: Running) -> None:
-        preempted.append((sequence.index, max(shadow.scheduler.running)))
+    def watch(sequence: Sequence) -> None:
+        preempted.append((sequence.number, max(shadow.scheduler.running)))
         preempt(sequence)
 
     shadow.scheduler._preempt = watch  # type: ignore[method-assign]
@@ -161,7 +163,7 @@ def test_one_sequence_that_just_fits_runs_alone() -> None:
     assert stats.peak_pages == 5
 
 
-def test_a_prefix_is_given_up_before_a_sequence() -> None:
+def test_a_prompt_that_nobody_computes_is_given_up_before_a_sequence() -> None:
     stats = Shadow(case(prompts=[12, 12, 12], n=3, new_tokens=[8] * 9, num_pages=8, max_sequences=2)).run()
     assert stats.peak_pages <= 8
 
@@ -180,22 +182,33 @@ def test_with_pages_for_all_nobody_waits() -> None:
     assert (stats.steps, stats.peak_pages, stats.preemptions) == (5, 80, 0)
 
 
-def test_release_gives_everything_back_in_any_state() -> None:
-    shadow = Shadow(case())
-    for _ in range(3):
-        plan = shadow.scheduler.plan()
-        tokens = np.zeros(plan.sampled.size, np.int64)
-        shadow.scheduler.commit(plan, tokens, tokens > 0)
-    assert shadow.pool.num_used > 0
-    shadow.scheduler.release()
-    shadow.pool.integrity([])
-    assert shadow.scheduler.finished
+def step(shadow: Shadow) -> None:
+    """All sample token 0, and go on."""
+    plan = shadow.scheduler.plan()
+    tokens = np.zeros(plan.sampled.size, np.int64)
+    shadow.scheduler.record.write(plan.sampled, tokens, np.zeros(tokens.size, np.float32))
+    shadow.scheduler.commit(plan, tokens, tokens > 0)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_batch_tokens": 6}, {"max_sequences": 2}, {"num_pages": 14}])
+def test_cancelling_gives_everything_back_in_any_state(sizes: dict[str, int]) -> None:
+    for steps in range(7):
+        shadow = Shadow(case(**sizes))
+        for _ in range(steps):
+            step(shadow)
+        assert (shadow.pool.num_used > 0) == (steps > 0)
+        for ticket in list(shadow.scheduler.groups):
+            shadow.scheduler.cancel(ticket)
+            shadow.scheduler.integrity()
+        shadow.pool.integrity([])
+        assert shadow.pool.num_free == shadow.pool.num_pages
+        assert shadow.scheduler.finished
+        assert not shadow.scheduler.waiting
 
 
 def test_integrity_sees_a_page_that_is_shared_and_written() -> None:
     shadow = Shadow(case(prompts=[5], n=2, new_tokens=[4, 4]))
-    plan = shadow.scheduler.plan()
-    shadow.scheduler.commit(plan, np.zeros(2, np.int64), np.zeros(2, np.bool_))
+    step(shadow)
     shadow.scheduler.integrity()
     first, second = shadow.scheduler.running[0], shadow.scheduler.running[1]
     shadow.pool.release(second.pages[-1:])
@@ -224,6 +237,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_pages=longest + draw(st.integers(0, 30)),
         max_batch_tokens=draw(st.sampled_from([1, 2, 3, 7, 16, 1000])),
         max_sequences=draw(st.integers(1, 20)),
+        prefix_cache=draw(st.booleans()),
     )
 
 

@@ -1,7 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,10 +27,10 @@ def spell(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[
         script = [*model.tokenizer.encode(text), *ending]
         prompt = model.tokenizer.encode("ask:".replace(":", "?"))
 
-        def draw(hidden, weight, keys, sampling, ops, source):  # type: ignore[no-untyped-def]
-            return torch.tensor([script[int(keys[0, 3]) - len(prompt)]]), torch.zeros(1)
+        def draw(hidden, weight, draws, ops, source):  # type: ignore[no-untyped-def]
+            return torch.tensor([script[int(draws.keys[0, 3]) - len(prompt)]]), torch.zeros(1)
 
-        monkeypatch.setattr("isobit.engine.generation.draw", draw)
+        monkeypatch.setattr("isobit.engine.runner.draw", draw)
         return make_engine(model).generate([prompt], Sampling(**sampling))[0][0]  # type: ignore[arg-type]
 
     return run
@@ -118,7 +117,7 @@ def first_by_definition(tokenizer: Tokenizer, prompt: list[int], ids: list[int],
 def first_found(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...]) -> int | None:
     strings = StopStrings(stop, tokenizer, tokenizer.vocab_size)
     for end in range(1, len(ids) + 1):
-        if strings.candidates(np.array(ids[end - 1 : end])).size and strings.found(prompt, ids[:end]):
+        if strings.may_end(ids[end - 1]) and strings.found(prompt, ids[:end]):
             return end
     return None
 

@@ -2,7 +2,7 @@
 
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
-from isobit.engine.scheduler import Stats
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.sequences import Stats
+from isobit.engine.types import Completion, Sampling, Ticket
 
-__all__ = ["Calibrator", "Completion", "Engine", "Sampling", "Stats"]
+__all__ = ["Calibrator", "Completion", "Engine", "Sampling", "Stats", "Ticket"]

@@ -5,7 +5,6 @@ prompts appends theirs. Batches are made on the host; `Batch.to` takes one to a 
 (`scheduler.py`), and the buffers of captured steps (`graphs.py`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,20 +12,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isobit.engine.scheduler import Plan, Scheduler
+from isobit.engine.sampler import Draws, kinds_of
+from isobit.engine.scheduler import Scheduler
+from isobit.engine.sequences import Plan
 from isobit.kernels import Layout
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """`tokens` [T] and `layout` go into the model. Of the hidden states, rows `take` (None: all) are sampled from, and
-    sampled row r is drawn from the `source[r]`-th of these (None: each from its own), with `keys` [R, 4]."""
+    draw r is from the `source[r]`-th of these (None: each from its own)."""
 
     tokens: Tensor
     layout: Layout
     take: Tensor | None
     source: Tensor | None
-    keys: Tensor
+    draws: Draws
 
     def to(self, device: torch.device) -> "Batch":
         """The same on `device`; itself on the host. What it was built from may change at once."""
@@ -41,8 +42,9 @@ class Batch:
             slots=stage(self.layout.slots, device),
         )
         take, source = (None if x is None else stage(x, device) for x in (self.take, self.source))
-        tokens, keys = stage(self.tokens, device), stage(self.keys, device)
-        return Batch(tokens, layout, take, source, keys)
+        keys, settings = stage(self.draws.keys, device), stage(self.draws.settings, device)
+        draws = Draws(keys, settings, self.draws.kinds)
+        return Batch(stage(self.tokens, device), layout, take, source, draws)
 
 
 def stage(tensor: Tensor, device: torch.device) -> Tensor:
@@ -50,15 +52,16 @@ def stage(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def build(plan: Plan, scheduler: Scheduler, tokens_of: Callable[[int, int, int], NDArray[np.int64]]) -> Batch:
-    """The step's tensors. `tokens_of(sequence, start, stop)`: those tokens of a prompt and what followed it."""
+def build(plan: Plan, scheduler: Scheduler) -> Batch:
+    """The step's tensors."""
     rows, count = scheduler.rows, plan.decode
     tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots()
     if not plan.chunks:
         layout = _layout(rows.row_start[: count + 1], position, rows.table[:count], rows.page_size, position, slots)
-        return Batch(torch.from_numpy(tokens), layout, None, None, torch.from_numpy(rows.key[:count]))
+        draws = Draws(torch.from_numpy(rows.key[:count]), torch.from_numpy(rows.settings[:count]), rows.kinds)
+        return Batch(torch.from_numpy(tokens), layout, None, None, draws)
     all_tokens, contexts, positions, all_slots = [tokens], [position], [position], [slots]
-    tables, keys = [rows.table[:count]], [rows.key[:count]]
+    tables, keys, settings = [rows.table[:count]], [rows.key[:count]], [rows.settings[:count]]
     lengths, take, repeats = [1] * count, list(range(count)), [1] * count
     total = count
     for chunk in plan.chunks:
@@ -66,7 +69,7 @@ def build(plan: Plan, scheduler: Scheduler, tokens_of: Callable[[int, int, int],
         table = np.zeros(rows.table.shape[1], np.int32)
         table[: len(sequence.pages)] = sequence.pages
         at = np.arange(chunk.start, chunk.stop, dtype=np.int64)
-        all_tokens.append(tokens_of(sequence.index, chunk.start, chunk.stop))
+        all_tokens.append(scheduler.tokens(sequence, chunk.start, chunk.stop))
         contexts.append(at[:1])
         positions.append(at)
         all_slots.append(table[at // rows.page_size] * np.int64(rows.page_size) + at % rows.page_size)
@@ -76,18 +79,20 @@ def build(plan: Plan, scheduler: Scheduler, tokens_of: Callable[[int, int, int],
         if chunk.samples:
             take.append(total - 1)
             repeats.append(len(chunk.samples))
-            samples = [(*scheduler.key(index), chunk.stop) for index in chunk.samples]
-            keys.append(np.array(samples, np.int64))
+            keys.append(np.array([(*scheduler.key(sample), chunk.stop) for sample in chunk.samples], np.int64))
+            settings.append(np.tile(np.array(sequence.group.ticket.sampling.settings), (len(chunk.samples), 1)))
     row_start = np.concatenate([[0], np.cumsum(lengths)])
     context, table = np.concatenate(contexts), np.concatenate(tables)
     layout = _layout(row_start, context, table, rows.page_size, np.concatenate(positions), np.concatenate(all_slots))
+    all_settings = np.concatenate(settings)
+    draws = Draws(torch.from_numpy(np.concatenate(keys)), torch.from_numpy(all_settings), kinds_of(all_settings))
     source = np.repeat(np.arange(len(take)), repeats) if max(repeats, default=1) > 1 else None
     return Batch(
         torch.from_numpy(np.concatenate(all_tokens)),
         layout,
         torch.tensor(take, dtype=torch.int64),
         None if source is None else torch.from_numpy(source),
-        torch.from_numpy(np.concatenate(keys)),
+        draws,
     )
 
 

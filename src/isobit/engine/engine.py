@@ -1,24 +1,31 @@
 """`Engine`: samples completions from a model, many at a time, over one paged cache of keys and values.
 
 It shares the model's working weights, and its results do not depend on the order of the work: not on the batch, the
-order of admission, chunks, preemption, shared pages or the page size. tests/engine/test_invariance.py compares the
-bits, and test_consistency.py compares them with the learner's. Between calls it can sleep, which gives the memory of
-its cache to whoever learns.
+order of arrival, chunks, preemption, shared pages or the page size. tests/engine/test_invariance.py compares the bits,
+and test_consistency.py compares them with the learner's. While no request is open it can sleep, which gives the memory
+of its cache to whoever learns.
 
-Left out: serving (requests that arrive while others run) and streaming.
+Requests arrive at any time with settings of their own (`submit`), are computed step by step (`step`), and may be
+cancelled. `generate` is a loop over these. A completion keeps nothing in the engine: `extend` goes on from its tokens,
+whose pages the prefix cache still has unless somebody needed them.
+
+Left out: streaming of single tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from isobit.engine.calibration import Calibrator
-from isobit.engine.generation import Generation
+from isobit.engine.endings import Endings
 from isobit.engine.graphs import DecodeGraphs, graph_kind
 from isobit.engine.pages import PagePool, pages_needed
-from isobit.engine.prompts import Prompt, check_context, check_ids, encode, new_token_limits
-from isobit.engine.scheduler import Stats
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.prompts import Prompt, check_context, check_ids, encode, encode_prompt, new_token_limit
+from isobit.engine.routes import RouteStore
+from isobit.engine.runner import Runner
+from isobit.engine.scheduler import Scheduler
+from isobit.engine.sequences import Stats
+from isobit.engine.types import Completion, Sampling, Ticket
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore
 from isobit.model import Model
@@ -34,7 +41,8 @@ class Engine:
     """A rollout engine over `kv_pages` pages of `page_size` tokens, on the device of the model's operators.
 
     A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a GPU, steps of decoding
-    sequences only are captured as `cuda_graphs`.
+    sequences only are captured as `cuda_graphs`. With `prefix_cache` requests share the full pages of equal beginnings,
+    also after those who computed them have ended, while the weights stay the same.
     """
 
     def __init__(
@@ -45,6 +53,7 @@ class Engine:
         max_batch_tokens: int = 2048,
         max_sequences: int = 512,
         cuda_graphs: bool = True,
+        prefix_cache: bool = True,
     ) -> None:
         if not isinstance(model, Model):
             raise IsobitError(f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)")
@@ -60,17 +69,21 @@ class Engine:
         self.page_size = page_size
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
-        self.pages = PagePool(kv_pages)
+        self.pages = PagePool(kv_pages, page_size)
+        self.scheduler = Scheduler(
+            self.pages, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, prefix_cache=prefix_cache
+        )
+        self.longest_prompt = 0  # tokens, of the prompts that it was sized for
+        self.record_routes = False  # of a mixture of experts, for router replay
         self._graph_kind = graph_kind(model, cuda_graphs)
-        self.graphs: DecodeGraphs | None = None  # made at the first call
+        self.graphs: DecodeGraphs | None = None  # made with the first request
         self.stores: list[KVStore] = []
+        self._routes: RouteStore | None = None
+        self._runner: Runner | None = None  # while a request is open
+        self._endings = Endings(model, self.scheduler)
         self.wake()
         self.kv_bytes = sum(store.nbytes for store in self.stores)
         """Bytes of keys and values, scales included, while it is awake."""
-        self.stats = Stats()
-        self.longest_prompt = 0  # tokens, of the prompts that it was sized for
-        self.record_routes = False  # of a mixture of experts, for router replay
-        self._generation: Generation | None = None
 
     def __repr__(self) -> str:
         size = f"{self.pages.num_pages} pages of {self.page_size} tokens, {self.kv_bytes / 2**20:.1f} MiB"
@@ -88,6 +101,7 @@ class Engine:
         max_batch_tokens: int = 2048,
         max_sequences: int = 512,
         cuda_graphs: bool = True,
+        prefix_cache: bool = True,
     ) -> "Engine":
         """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
         preemption, as far as `max_sequences` at a time and 2 GiB, or a quarter of a GPU's free memory, allow; or has
@@ -96,17 +110,19 @@ class Engine:
         Raises IsobitError for a prompt that leaves no room for an answer.
         """
         lengths = [len(ids) for ids in encode(prompts, model.tokenizer, model.config.vocab_size)]
-        longest = max(lengths, default=1)
-        check_context(lengths, model.config.max_positions)
-        limit = min(max_new_tokens, model.config.max_positions - longest)
+        longest, positions = max(lengths, default=1), model.config.max_positions
+        for index, length in enumerate(lengths):
+            check_context(f"prompt {index}", length, positions)
+        limit = min(max_new_tokens, positions - longest)
         each = pages_needed(longest, limit, page_size)
         if kv_pages is None:
             page_bytes = Engine(model, 1, page_size, cuda_graphs=False).kv_bytes
             limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device)
             # a prompt is held beside the sequences that share its pages
             kv_pages = max(each, min((min(sequences, max_sequences) + 1) * each, limit_bytes // page_bytes))
-        engine = Engine(model, kv_pages, page_size, max_batch_tokens, max_sequences, cuda_graphs)
-        new_token_limits(lengths, Sampling(1, max_new_tokens), model.config.max_positions, kv_pages, page_size)
+        engine = Engine(model, kv_pages, page_size, max_batch_tokens, max_sequences, cuda_graphs, prefix_cache)
+        for index, length in enumerate(lengths):
+            new_token_limit(f"prompt {index}", length, max_new_tokens, positions, engine.pages)
         engine.longest_prompt = longest
         return engine
 
@@ -120,18 +136,73 @@ class Engine:
         """Bytes of cache, scales included, for one token in all layers: what is allocated over what it holds."""
         return self.kv_bytes / (self._num_pages * self.page_size)
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have yet to be completed or cancelled."""
+        return len(self.scheduler.groups)
+
+    @property
+    def stats(self) -> Stats:
+        """What was done since the first request that found none open."""
+        return self.scheduler.stats
+
     def sleep(self) -> None:
-        """Free the memory of keys and values, and of captured steps, until the next call; between two calls they hold
-        nothing that is read again. Captured steps are then captured anew."""
-        assert self._generation is None, "an engine cannot sleep while it is at work"
+        """Free the memory of keys and values, and of captured steps, until the next request; nothing of them is read
+        again. Captured steps are then captured anew. Raises IsobitError while requests are open."""
+        if self.num_open:
+            raise IsobitError(f"Engine.sleep: {self.num_open} requests are open; finish or cancel them first")
         if self.graphs is not None:
             self.graphs.clear()
-        self.stores = []
+        self.pages.forget()
+        self.stores, self._routes = [], None
 
     def wake(self) -> None:
-        """Allocate what `sleep` has freed; `generate` does so by itself."""
+        """Allocate what `sleep` has freed; the next request does so by itself."""
         if not self.stores:
             self.stores = [self._allocate(layer) for layer in range(self.model.config.num_layers)]
+
+    def submit(
+        self, prompt: Prompt, sampling: Sampling = _DEFAULT, prompt_id: int = 0, sample_index: int = 0
+    ) -> Ticket:
+        """Ask for `sampling.n` completions of a prompt, while others run or not.
+
+        The same (prompt, sampling, prompt_id, sample_index) gives the same completions whatever else runs: token t of
+        the prompt and what follows it, in sample s, is drawn with the random numbers of (seed, prompt_id,
+        sample_index + s, t). Raises IsobitError for a prompt that can never be answered.
+        """
+        _check_sampling(sampling)
+        token_ids = encode_prompt("the prompt", prompt, self.model.tokenizer, self.model.config.vocab_size)
+        check_ids([prompt_id, sample_index], 2)
+        return self._submit(Ticket(token_ids, sampling, prompt_id, sample_index))
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Ticket, Completion]]:
+        """Compute one batch of what is open: the completions that ended with it, each with its request's ticket.
+
+        Raises IsobitError if the weights have changed since the oldest open request arrived.
+        """
+        if self._runner is None:
+            return []
+        if self._root() != self.scheduler.root:
+            raise IsobitError(
+                f"Engine.step: the weights changed while {self.num_open} requests are open; finish or cancel them "
+                "before Model.sync and Engine.calibrate"
+            )
+        plan, tokens = self._runner.run()
+        done, finished = self._endings.of(plan, tokens, self._routes if self.record_routes else None)
+        self.scheduler.commit(plan, tokens, done)
+        self._runner.copy_pages(self.scheduler.take_copies())
+        if not self.num_open:
+            self._runner.settle()
+            self._runner = None
+        return finished
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop a request, whatever of it is done. One that is complete, or cancelled already, stays as it is."""
+        if ticket in self.scheduler.groups:
+            self.scheduler.cancel(ticket)
+        if not self.num_open:
+            self._runner = None
 
     @torch.no_grad()
     def generate(
@@ -152,46 +223,37 @@ class Engine:
 
         Raises IsobitError, before anything is computed, for a prompt that can never be answered.
         """
-        assert self._generation is None, "generate was called while it was at work"
-        if not isinstance(sampling, Sampling):
-            raise IsobitError(f"sampling: expected Sampling(n=4, ...), got {sampling!r:.80}")
-        config = self.model.config
-        token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
-        self.wake()
-        self._generation = generation = Generation(
-            self.model,
-            self.stores,
-            self.pages,
-            token_ids,
-            check_ids(prompt_ids, len(token_ids)),
-            sampling,
-            page_size=self.page_size,
-            max_batch_tokens=self.max_batch_tokens,
-            max_sequences=self.max_sequences,
-            record_routes=self.record_routes,
-            graphs=self._ready_graphs(),
-        )
-        self.stats = generation.scheduler.stats
+        if self.num_open:
+            raise IsobitError(f"Engine.generate: {self.num_open} requests are open; finish or cancel them first")
+        _check_sampling(sampling)
+        token_ids = encode(prompts, self.model.tokenizer, self.model.config.vocab_size)
+        ids, places = check_ids(prompt_ids, len(token_ids)), dict[Ticket, int]()
+        groups: list[list[Completion]] = [[] for _ in token_ids]
         try:
-            while not generation.finished:
-                generation.step()
+            for index, (tokens, prompt_id) in enumerate(zip(token_ids, ids)):
+                places[self._submit(Ticket(tokens, sampling, prompt_id, 0), f"prompt {index}")] = index
+            completed = 0
+            while self.num_open:
+                finished = self.step()
+                completed += len(finished)
+                for ticket, completion in finished:
+                    groups[places[ticket]].append(completion)
                 if progress is not None:
-                    progress(generation.num_tokens, generation.num_completions)
-                if on_group is not None:
-                    for index in generation.take_finished():
-                        on_group(index, generation.group(index))
-            self.model.transformer.ops["rollout"].raise_faults()
-            if self.graphs is not None:
-                self.graphs.settle()
-            return generation.completions()
+                    progress(self.stats.sampled_tokens, completed)
+                for index in sorted({places[ticket] for ticket, _ in finished}):
+                    if len(groups[index]) == sampling.n:
+                        groups[index].sort(key=lambda completion: completion.sample_index)
+                        if on_group is not None:
+                            on_group(index, groups[index])
+            return groups
         finally:
-            generation.scheduler.release()
-            self._generation = None
+            for ticket in places:
+                self.cancel(ticket)
 
     def calibrate(self, prompts: Sequence[Prompt]) -> None:
         """Find the static scales of a calibrated KV cache for the present weights; without one there is nothing to do.
 
-        To be called after every sync: `generate` refuses scales of other weights.
+        To be called after every sync: requests with scales of other weights are refused.
         """
         Calibrator(self.model).calibrate(prompts)
 
@@ -206,10 +268,37 @@ class Engine:
 
     def integrity(self) -> None:
         """Prove that every page is either free or held by whom it should be, at any moment. Raises AssertionError."""
-        if self._generation is not None:
-            self._generation.scheduler.integrity()
-        else:
-            self.pages.integrity([])
+        self.scheduler.integrity()
+
+    def _submit(self, ticket: Ticket, where: str = "the prompt") -> Ticket:
+        sampling, positions = ticket.sampling, self.model.config.max_positions
+        limit = new_token_limit(where, len(ticket.prompt_token_ids), sampling.max_new_tokens, positions, self.pages)
+        if self._runner is None:
+            self._begin()
+        self.scheduler.add(ticket, limit, self._endings.stop_strings(sampling.stop), where)
+        return ticket
+
+    def _begin(self) -> None:
+        """The first request after none was open."""
+        self.model.transformer.check_scales()
+        self.wake()
+        self.scheduler.begin(self._root())
+        self._runner = Runner(self.model, self.scheduler, self.stores, self._ready_graphs(), self._ready_routes())
+
+    def _root(self) -> Hashable:
+        """What keys and values depend on besides the tokens. The flow is the engine's own."""
+        scales = self.model.transformer.kv_scales
+        values = None if scales is None else scales.values.numpy().tobytes()
+        return self.model.weights_version, values, self.record_routes
+
+    def _ready_routes(self) -> RouteStore | None:
+        config = self.model.config
+        if not self.record_routes or config.experts is None:
+            return None
+        if self._routes is None:
+            shape = (self.pages.num_pages, self.page_size, config.num_mixtures, config.experts.per_token)
+            self._routes = RouteStore(*shape)
+        return self._routes
 
     @property
     def _num_pages(self) -> int:
@@ -242,3 +331,8 @@ class Engine:
 def _most_cache_bytes(device: torch.device) -> int:
     """Bytes of keys and values that an engine takes without being told to."""
     return torch.cuda.mem_get_info(device)[0] // _GPU_FRACTION if device.type == "cuda" else _CACHE_BYTES
+
+
+def _check_sampling(sampling: object) -> None:
+    if not isinstance(sampling, Sampling):
+        raise IsobitError(f"sampling: expected Sampling(n=4, ...), got {sampling!r:.80}")

@@ -1,9 +1,10 @@
 """Decode steps as CUDA graphs: one replay instead of hundreds of launches from Python.
 
-A graph is captured for a number of rows and a longest context, when a step first needs it, and serves every smaller
-step: what is missing is padded. A padded row decodes token 0 at position 0 into a spare page that no sequence uses, so
-it changes nothing that is read; and since a row's bits do not depend on its batch, a padded step gives the bits of the
-plain one. tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU.
+A graph is captured for a number of rows, a longest context and the kinds of draws (`sampler.Kinds`), when a step first
+needs it, and serves every smaller step: what is missing is padded. Settings are inputs of a row, as its token is. A
+padded row decodes token 0 at position 0 into a spare page that no sequence uses, so it changes nothing that is read;
+and since a row's bits do not depend on its batch, a padded step gives the bits of the plain one.
+tests/engine/test_graphs.py compares them, over a stand-in for captured graphs on a CPU.
 
 A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights. `begin` drops graphs
 whose weights or stores have moved; `Transformer.sync` keeps them in place. Tokens stay on the device, so a
@@ -20,14 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 from isobit.engine.rows import DecodeRows
-from isobit.engine.sampler import draw
-from isobit.engine.types import Sampling
+from isobit.engine.sampler import NEUTRAL, Draws, Kinds, draw
 from isobit.kernels import KVStore, Layout
 from isobit.model import Model
 
 SMALLEST_CONTEXT = 1024
 Rows = NDArray[np.int64]
-_INTS = 7  # of a row: token, position, slot, and the four of its sampling key
+_INTS = 11  # of a row, eight bytes each: token, position, slot, the sampling key's four, and the four settings
 
 
 class Graph(Protocol):
@@ -144,7 +144,7 @@ class DecodeGraphs:
         self._row_start = torch.arange(max_rows + 1, device=device)
         self._tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)  # the last is a padded row's: 0
         self._logprobs = torch.zeros(max_rows, device=device)
-        self._graphs: dict[tuple[object, ...], Graph] = {}
+        self._graphs: dict[tuple[int, int, Kinds], Graph] = {}
         self._kept: list[object] = []
         self._storage: tuple[int, ...] = ()
         self._stores: list[KVStore] = []
@@ -161,14 +161,14 @@ class DecodeGraphs:
         self._stores = []
 
     def begin(self, stores: list[KVStore]) -> None:
-        """A `generate` call begins: graphs that read other weights or stores than its own are dropped."""
+        """Requests arrive: graphs that read other weights or stores than its own are dropped."""
         held = [t for s in stores for t in (s.k, s.v, s.k_scale, s.v_scale, s.counts) if t is not None]
         storage = (*self._transformer.rollout_storage(), *(tensor.data_ptr() for tensor in held))
         if storage != self._storage:
             self.clear()
         self._storage, self._stores, self._padded = storage, stores, 0
 
-    def launch(self, rows: DecodeRows, which: Rows, sampling: Sampling, source: Rows | None = None) -> Launch:
+    def launch(self, rows: DecodeRows, which: Rows, source: Rows | None = None) -> Launch:
         """Start a step of the table's rows `which`. With `source` it is the step after the one that is under way, whose
         row source[r] has the token that row r continues with."""
         positions = rows.position[which] + (source is not None)
@@ -177,11 +177,10 @@ class DecodeGraphs:
         while context < most:
             context *= 2
         context = min(context, self.longest)
-        truncation = (sampling.top_k, sampling.top_p, sampling.min_p)
-        key = (count, context, sampling.temperature, *truncation)
+        key = (count, context, rows.kinds)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._captured(count, context, sampling)
+            graph = self._graphs[key] = self._captured(*key)
         host, self._hosts = self._hosts[0], self._hosts[::-1]
         self._fill(host, count, context, rows, which, positions, source)
         if source is not None:
@@ -193,10 +192,10 @@ class DecodeGraphs:
         host.logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
         host.record()
         self._padded += count - which.size
-        return Launch(rows.sequence[which], host)
+        return Launch(rows.slot[which], host)
 
     def settle(self) -> None:
-        """A `generate` call ends: take what padded rows have written out of the counts of calibrated stores."""
+        """No request is open: take what padded rows have written out of the counts of calibrated stores."""
         counts = [store.counts for store in self._stores if store.counts is not None]
         if not counts or not self._padded:
             return
@@ -208,13 +207,15 @@ class DecodeGraphs:
             count.copy_(found - self._padded * (count - found))
         self._padded = 0
 
-    def _captured(self, count: int, context: int, sampling: Sampling) -> Graph:
+    def _captured(self, count: int, context: int, kinds: Kinds) -> Graph:
         layout, weight = self._layout(count, context), self._transformer.head_weight("rollout")
-        tokens, keys = self._ints[:count], self._ints[3 * count : _INTS * count].view(count, 4)
+        tokens, keys = self._ints[:count], self._ints[3 * count : 7 * count].view(count, 4)
+        settings = self._ints[7 * count : _INTS * count].view(torch.float64).view(count, 4)
+        draws = Draws(keys, settings, kinds)
 
         def step() -> None:
             hidden = self._transformer.hidden(tokens, layout, self._stores, use="rollout")
-            drawn, logprobs = draw(hidden, weight, keys, sampling, self._ops)
+            drawn, logprobs = draw(hidden, weight, draws, self._ops)
             self._tokens[:count].copy_(drawn)
             self._logprobs[:count].copy_(logprobs)
 
@@ -242,7 +243,7 @@ class DecodeGraphs:
     def _pad(self, count: int, context: int) -> None:
         """Buffers of padded rows only. It goes through the memory that the next launch will use: the other's may be
         of a step that is under way."""
-        nothing, empty = np.zeros(0, np.int64), DecodeRows(1, 1, self.page_size)
+        nothing, empty = np.zeros(0, np.int64), DecodeRows(1, self.page_size)
         self._fill(self._hosts[0], count, context, empty, nothing, nothing, None)
         self._hosts[0].record()
 
@@ -261,13 +262,15 @@ class DecodeGraphs:
         real, pages = which.size, self._pages(context)
         ints, table = host.ints[: _INTS * count], host.table[: count * pages]
         tokens, position, slots = ints.numpy()[: 3 * count].reshape(3, count)
-        keys, page_table = ints.numpy()[3 * count :].reshape(count, 4), table.numpy().reshape(count, pages)
+        keys, page_table = ints.numpy()[3 * count : 7 * count].reshape(count, 4), table.numpy().reshape(count, pages)
+        settings = ints.numpy()[7 * count :].view(np.float64).reshape(count, 4)
         tokens[:real] = rows.token[which] if source is None else source
         tokens[real:] = 0 if source is None else self.max_rows
         position[:real], position[real:] = positions, 0
         slots[:real], slots[real:] = rows.slots_at(which, positions), self.spare_page * self.page_size
         keys[:real], keys[real:] = rows.key[which], 0
         keys[:real, 3] += source is not None
+        settings[:real], settings[real:] = rows.settings[which], NEUTRAL
         width = min(rows.table.shape[1], pages)
         page_table[:real, :width], page_table[real:] = rows.table[which, :width], self.spare_page
         self._ints[: ints.numel()].copy_(ints, non_blocking=True)

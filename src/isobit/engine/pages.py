@@ -1,53 +1,108 @@
-"""The pages of the KV cache: who holds which page, by reference counts.
+"""The pages of the KV cache: who holds which page, by reference counts, and which tokens are in it.
 
 A page is `page_size` consecutive slots of every layer's keys and values. A sequence holds a reference to each page of
-its table; a group holds one to each page that its members share. A page is free exactly when nobody holds it.
+its table. A page is free exactly when nobody holds it. A full page may be remembered by its tokens and by all that
+come before them; then it stays as it is while it is free, until no other page is, and whoever has the same tokens so
+far may share it. Of the free pages those that are remembered go last, the least recently used first.
+
+A page is remembered under its own tokens and the entry of the page before it, or a root that says what else its
+contents depend on. Entries are compared and not hashed to numbers, so two prompts are never confused.
 
 Left out: what is in the pages (`kernels.KVStore`), and which sequence deserves one (`scheduler.py`).
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class PagePool:
-    """Allocator of `num_pages` pages. Pages are handed out in a fixed order, so a run repeats itself."""
+    """Allocator of `num_pages` pages of `page_size` tokens. Pages are handed out in a fixed order, so a run repeats
+    itself."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+        self._idle: dict[int, None] = {}  # free, and remembered; the least recently used first
+        self._page_of: dict[tuple[Hashable, bytes], int] = {}
+        self._entry_of: dict[int, tuple[tuple[Hashable, bytes], int]] = {}  # page to its key, and the entry's number
+        self._numbers = itertools.count()
         self.peak_used = 0
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - len(self._free)
+        return self.num_pages - self.num_free
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free pages, each with one reference. The caller has made sure that there are enough."""
-        assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
-        pages = [self._free.pop() for _ in range(count)]
+        assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
+        pages = [self._free.pop() if self._free else self._forgotten() for _ in range(count)]
         for page in pages:
             self.references[page] = 1
         self.peak_used = max(self.peak_used, self.num_used)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages that are in use."""
+        """Add a reference to pages that are in use or remembered."""
         for page in pages:
-            assert self.references[page] > 0, f"page {page} is free and cannot be shared"
+            assert self.references[page] > 0 or page in self._idle, f"page {page} is free and cannot be shared"
+            self._idle.pop(page, None)
             self.references[page] += 1
+        self.peak_used = max(self.peak_used, self.num_used)
+
+    def find(self, root: Hashable, tokens: NDArray[np.int64]) -> list[int]:
+        """The pages that are remembered of these tokens, from the first on."""
+        found, before = list[int](), root
+        for part in _parts(tokens, self.page_size):
+            page = self._page_of.get((before, part))
+            if page is None:
+                break
+            found.append(page)
+            before = self._entry_of[page][1]
+        return found
+
+    def remember(self, root: Hashable, tokens: NDArray[np.int64], pages: list[int]) -> None:
+        """These pages hold these tokens, which are computed; the last, if it is not full, is left out. Where another
+        page is remembered for the same tokens, that one stays."""
+        before = root
+        for part, page in zip(_parts(tokens, self.page_size), pages):
+            key = (before, part)
+            if key not in self._page_of:
+                if page in self._entry_of:  # after a page that was forgotten
+                    del self._page_of[self._entry_of[page][0]]
+                self._page_of[key], self._entry_of[page] = page, (key, next(self._numbers))
+            before = self._entry_of[self._page_of[key]][1]
+
+    def forget(self) -> None:
+        """Remember nothing: the contents are no longer what they were."""
+        self._free += reversed(self._idle)
+        self._idle, self._page_of, self._entry_of = {}, {}, {}
+
+    def num_idle(self, pages: Iterable[int]) -> int:
+        """How many of these remembered pages are free."""
+        return sum(page in self._idle for page in pages)
+
+    def _forgotten(self) -> int:
+        page = next(iter(self._idle))
+        del self._idle[page], self._page_of[self._entry_of.pop(page)[0]]
+        return page
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference to each page; those that nobody holds any more become free."""
-        for page in pages:
+        """Drop a reference to each page, the last first; those that nobody holds any more become free."""
+        for page in reversed(list(pages)):
             assert self.references[page] > 0, f"page {page} is released more often than it was taken"
             self.references[page] -= 1
-            if self.references[page] == 0:
+            if self.references[page] == 0 and page in self._entry_of:
+                self._idle[page] = None
+            elif self.references[page] == 0:
                 self._free.append(page)
 
     def integrity(self, tables: Iterable[Iterable[int]]) -> None:
@@ -60,13 +115,22 @@ class PagePool:
             pages = list(table)
             assert len(set(pages)) == len(pages), f"a page table holds a page twice: {pages}"
             held.update(pages)
-        for page, count in enumerate(self.references):
-            assert count == held[page], f"page {page} has {count} references, but {held[page]} holders"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is twice in the free list"
-        used = {page for page, count in enumerate(self.references) if count > 0}
+        for page, references in enumerate(self.references):
+            assert references == held[page], f"page {page} has {references} references, but {held[page]} holders"
+        free = {*self._free, *self._idle}
+        assert len(free) == self.num_free, "a page is twice in the free list"
+        used = {page for page, references in enumerate(self.references) if references > 0}
         assert not free & used, f"pages are both free and used: {sorted(free & used)}"
         assert len(free) + len(used) == self.num_pages, "pages are neither free nor used"
+        remembered = {page: key for key, page in self._page_of.items()}
+        assert {page: key for page, (key, _) in self._entry_of.items()} == remembered, "a page is remembered wrongly"
+        assert all((page in self._idle) == (page in remembered) for page in free), "a free page is in the wrong list"
+
+
+def _parts(tokens: NDArray[np.int64], page_size: int) -> Iterable[bytes]:
+    """The tokens of each full page."""
+    data = tokens.astype(np.int32).tobytes()
+    return (data[i : i + 4 * page_size] for i in range(0, tokens.size // page_size * 4 * page_size, 4 * page_size))
 
 
 def pages_needed(length: int, new_tokens: int, page_size: int) -> int:

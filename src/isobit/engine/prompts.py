@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from isobit.engine.pages import pages_needed
-from isobit.engine.types import Sampling
+from isobit.engine.pages import PagePool, pages_needed
 from isobit.errors import IsobitError
 from isobit.model.tokenizer import Tokenizer
 
@@ -19,25 +18,26 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int) -> 
     if prompts and isinstance(prompts[0], (int, Mapping)):
         what, write = ("one of token ids", "[ids]") if isinstance(prompts[0], int) else ("one chat", "[messages]")
         raise IsobitError(f"prompts: expected a list of prompts, got {what}; write {write}")
-    return [_encode(i, prompt, tokenizer, vocab_size) for i, prompt in enumerate(prompts)]
+    return [encode_prompt(f"prompt {i}", prompt, tokenizer, vocab_size) for i, prompt in enumerate(prompts)]
 
 
-def _encode(index: int, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+def encode_prompt(where: str, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Token ids of one prompt, which messages call `where`."""
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
     elif not isinstance(prompt, Sequence):
-        raise IsobitError(f"prompt {index}: expected text, token ids or chat messages, got {prompt!r}")
+        raise IsobitError(f"{where}: expected text, token ids or chat messages, got {prompt!r}")
     elif prompt and all(isinstance(item, Mapping) for item in prompt):
         ids = tokenizer.encode(tokenizer.render_chat(list(prompt)), add_special=False)  # type: ignore[arg-type]
     else:
         ids = list(prompt)  # type: ignore[arg-type]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
-            raise IsobitError(f"prompt {index}: expected text, token ids or chat messages, found {token!r} in it")
+            raise IsobitError(f"{where}: expected text, token ids or chat messages, found {token!r} in it")
         if not 0 <= token < vocab_size:
-            raise IsobitError(f"prompt {index}: token id {token} is not in the model's vocabulary of {vocab_size}")
+            raise IsobitError(f"{where}: token id {token} is not in the model's vocabulary of {vocab_size}")
     if not ids:
-        raise IsobitError(f"prompt {index} is empty: the model needs at least one token to continue from")
+        raise IsobitError(f"{where} is empty: the model needs at least one token to continue from")
     return ids
 
 
@@ -54,29 +54,24 @@ def check_ids(prompt_ids: Sequence[int] | None, count: int) -> list[int]:
     return ids
 
 
-def new_token_limits(
-    lengths: Sequence[int], sampling: Sampling, max_positions: int, kv_pages: int, page_size: int
-) -> list[int]:
-    """How many tokens may follow each prompt. Raises IsobitError for a prompt that leaves no room for its answer."""
-    check_context(lengths, max_positions)
-    limits = []
-    for index, length in enumerate(lengths):
-        limit = min(sampling.max_new_tokens, max_positions - length)
-        pages = pages_needed(length, limit, page_size)
-        if pages > kv_pages:
-            raise IsobitError(
-                f"prompt {index} has {length} tokens and needs {pages} pages of {page_size} tokens with {limit} new "
-                f"ones, but the engine has {kv_pages}: raise kv_pages or lower max_new_tokens"
-            )
-        limits.append(limit)
-    return limits
+def new_token_limit(where: str, length: int, max_new_tokens: int, max_positions: int, pages: PagePool) -> int:
+    """How many tokens may follow a prompt of `length`, which messages call `where`. Raises IsobitError if it leaves no
+    room for its answer."""
+    check_context(where, length, max_positions)
+    limit = min(max_new_tokens, max_positions - length)
+    needed = pages_needed(length, limit, pages.page_size)
+    if needed > pages.num_pages:
+        raise IsobitError(
+            f"{where} has {length} tokens and needs {needed} pages of {pages.page_size} tokens with {limit} new ones, "
+            f"but the engine has {pages.num_pages}: raise kv_pages or lower max_new_tokens"
+        )
+    return limit
 
 
-def check_context(lengths: Sequence[int], max_positions: int) -> None:
+def check_context(where: str, length: int, max_positions: int) -> None:
     """Raises IsobitError for a prompt that fills the model's context."""
-    for index, length in enumerate(lengths):
-        if length >= max_positions:
-            raise IsobitError(
-                f"prompt {index} has {length} tokens, but the model's context of {max_positions} takes at most "
-                f"{max_positions - 1}, to leave room for an answer"
-            )
+    if length >= max_positions:
+        raise IsobitError(
+            f"{where} has {length} tokens, but the model's context of {max_positions} takes at most "
+            f"{max_positions - 1}, to leave room for an answer"
+        )

@@ -1,36 +1,56 @@
-"""What each sequence of a `generate` call has sampled, in arrays that grow with the longest sequence."""
+"""What every open sequence has sampled: arrays that grow, with a slot for each sequence that is reused when it ends."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-RUNNING, STOP, LENGTH = 0, 1, 2
-REASONS = {STOP: "stop", LENGTH: "length"}
+Ints = NDArray[np.int64]
 
 
 class Record:
-    """Tokens [N, C] and log-probabilities [N, C] of N sequences, and why each one ended [N]."""
+    """Per slot: tokens [S, C] and log-probabilities [S, C], of which the first `generated` [S] count, and at most
+    `limit` [S] will; whether an end-of-sequence token ends it, `ends` [S], and whether a stop string may, `watched`
+    [S]."""
 
-    def __init__(self, num_sequences: int) -> None:
-        self.tokens = np.empty((num_sequences, 64), np.int32)
-        self.logprobs = np.empty((num_sequences, 64), np.float32)
-        self.reason = np.zeros(num_sequences, np.int8)
+    def __init__(self) -> None:
+        self.tokens = np.empty((8, 64), np.int32)
+        self.logprobs = np.empty((8, 64), np.float32)
+        self.generated = np.zeros(8, np.int64)
+        self.limit = np.zeros(8, np.int64)
+        self.ends = np.zeros(8, np.bool_)
+        self.watched = np.zeros(8, np.bool_)
+        self._free = list(range(7, -1, -1))
 
-    def write(
-        self,
-        sequences: NDArray[np.int64],
-        column: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        logprobs: NDArray[np.float32],
-    ) -> None:
-        """Each of `sequences`, which are distinct, has drawn a token as its `column`-th, counted from 0."""
+    @property
+    def num_slots(self) -> int:
+        return self.generated.size
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, limit: int, ends: bool, watched: bool) -> int:
+        """A slot for a sequence that samples up to `limit` tokens."""
+        if not self._free:
+            size = self.num_slots
+            for name in ("tokens", "logprobs", "generated", "limit", "ends", "watched"):
+                setattr(self, name, _doubled(getattr(self, name), 0))
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        slot = self._free.pop()
+        self.generated[slot], self.limit[slot], self.ends[slot], self.watched[slot] = 0, limit, ends, watched
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """The sequence is over."""
+        self._free.append(slot)
+
+    def write(self, slots: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> None:
+        """Each of these sequences, which are distinct, has drawn its next token; `generated` counts it later."""
+        column = self.generated[slots]
         if column.size and column.max() >= self.tokens.shape[1]:
-            self.tokens = _doubled(self.tokens)
-            self.logprobs = _doubled(self.logprobs)
-        self.tokens[sequences, column] = tokens
-        self.logprobs[sequences, column] = logprobs
+            self.tokens, self.logprobs = _doubled(self.tokens, 1), _doubled(self.logprobs, 1)
+        self.tokens[slots, column] = tokens
+        self.logprobs[slots, column] = logprobs
 
 
-def _doubled(array: NDArray) -> NDArray:
-    grown = np.empty((array.shape[0], 2 * array.shape[1]), array.dtype)
-    grown[:, : array.shape[1]] = array
-    return grown
+def _doubled(array: NDArray, axis: int) -> NDArray:
+    return np.concatenate([array, np.empty_like(array)], axis)

@@ -1,4 +1,4 @@
-"""The table of decoding sequences: one row each, in arrays that live as long as a `generate` call.
+"""The table of decoding sequences: one row each, in arrays that live as long as the engine.
 
 A decode step over an unchanged batch costs a handful of vectorized operations here and no Python object per sequence:
 positions and sampling keys grow by one in place, and the layout's tensors are views of these arrays. A row that leaves
@@ -10,49 +10,78 @@ Shapes: capacity rows, of which the first `count` are in use; width pages.
 import numpy as np
 from numpy.typing import NDArray
 
+from isobit.engine.sampler import NEUTRAL, Kinds, kinds_of
+
 
 class DecodeRows:
-    """Per row: the sequence, its next input token and position, its page table, the key of its next sample."""
+    """Per row: the sequence's slot, its next input token and position, its page table, and the key and the settings of
+    its next sample."""
 
-    def __init__(self, capacity: int, width: int, page_size: int) -> None:
+    def __init__(self, capacity: int, page_size: int) -> None:
         self.capacity = capacity
         self.page_size = page_size
         self.count = 0
-        self.sequence = np.zeros(capacity, np.int64)
+        self.slot = np.zeros(capacity, np.int64)
         self.token = np.zeros(capacity, np.int64)
         self.position = np.zeros(capacity, np.int64)
         self.num_slots = np.zeros(capacity, np.int64)  # that the row's pages hold
-        self.table = np.zeros((capacity, width), np.int32)
+        self.table = np.zeros((capacity, 1), np.int32)
         self.key = np.zeros((capacity, 4), np.int64)  # seed, prompt id, sample index, position of the sampled token
+        self.settings = np.tile(np.array(NEUTRAL), (capacity, 1))
+        self._kinds: Kinds | None = None
         self.row_start = np.arange(capacity + 1, dtype=np.int64)
 
-    def add(self, sequence: int, token: int, position: int, pages: list[int], key: tuple[int, int, int]) -> None:
+    @property
+    def kinds(self) -> Kinds:
+        """Of the rows in use."""
+        if self._kinds is None:
+            self._kinds = kinds_of(self.settings[: self.count])
+        return self._kinds
+
+    def widen(self, width: int) -> None:
+        """Make room for page tables of `width` pages."""
+        missing = width - self.table.shape[1]
+        if missing > 0:
+            self.table = np.concatenate([self.table, np.zeros((self.capacity, missing), np.int32)], 1)
+
+    def add(
+        self,
+        slot: int,
+        token: int,
+        position: int,
+        pages: list[int],
+        key: tuple[int, int, int],
+        settings: tuple[float, float, float, float],
+    ) -> None:
         """Append a row whose next input is `token` at `position`; `key` is (seed, prompt id, sample index)."""
         row = self.count
         assert row < self.capacity
         self.count += 1
-        self.sequence[row] = sequence
+        self.slot[row] = slot
         self.token[row] = token
         self.position[row] = position
         self.num_slots[row] = len(pages) * self.page_size
         self.table[row, : len(pages)] = pages
         self.key[row] = (*key, position + 1)
+        self.settings[row] = settings
+        self._kinds = None
 
     def remove(self, row: int) -> None:
         """Drop a row; the last one takes its place."""
         last = self.count - 1
         assert 0 <= row <= last
         if row != last:
-            for array in (self.sequence, self.token, self.position, self.num_slots, self.table, self.key):
+            for array in (self.slot, self.token, self.position, self.num_slots, self.table, self.key, self.settings):
                 array[row] = array[last]
         self.count = last
+        self._kinds = None
 
     def add_page(self, row: int, page: int) -> None:
         self.table[row, self.num_slots[row] // self.page_size] = page
         self.num_slots[row] += self.page_size
 
-    def row_of(self, sequence: int) -> int:
-        return int(np.flatnonzero(self.sequence[: self.count] == sequence)[0])
+    def row_of(self, slot: int) -> int:
+        return int(np.flatnonzero(self.slot[: self.count] == slot)[0])
 
     def next_full(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of `rows`, those whose position after the next one has no slot yet."""

@@ -1,76 +1,153 @@
 """Draw tokens, and their log-probabilities under the distribution that they were drawn from.
 
-A row's token depends on its hidden state and its key (seed, prompt id, sample index, position), and on nothing else.
-Order: divide by the temperature, keep the top k, of these the smallest set with probability at least p, of these the
-tokens with at least min_p times the largest probability; renormalize. A truncated token has logit -inf from there on.
+A row's token depends on its hidden state, its key (seed, prompt id, sample index, position) and its settings, and on
+nothing else: rows with different settings are drawn together. Order: divide by the temperature, keep the top k, of
+these the smallest set with probability at least p, of these the tokens with at least min_p times the largest
+probability; renormalize. A truncated token has logit -inf from there on.
 
-Every reduction is over one contiguous row, in float64 where it sums: tests/engine/test_sampler.py compares rows alone
-and in a batch, bit for bit. Left out: the generator itself (`Ops.sample`).
+Every reduction is over one contiguous row, in float64 where it sums: tests/engine/test_sampler.py compares rows alone,
+in a batch and beside rows with other settings, bit for bit. Left out: the generator itself (`Ops.sample`).
 """
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from isobit.engine.types import Sampling
 from isobit.kernels import Ops, Prepared
+from isobit.kernels.types import Temperature
 
 LOGITS_AT_ONCE = 2**26
 """Elements of logits that are held at a time (256 MiB)."""
 
+NEUTRAL = (1.0, 0.0, 1.0, 0.0)
+"""Settings of a row: temperature (0: greedy), top-k, top-p, min-p."""
 
-def draw(
-    hidden: Tensor, weight: Prepared, keys: Tensor, sampling: Sampling, ops: Ops, source: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Tokens [R] int64 and log-probabilities [R] float32 for keys [R, 4] int64: key r draws from row `source[r]`, by
-    default row r, of hidden [T, C] under the output head's weight [V, C]."""
+
+@dataclass(frozen=True)
+class Kinds:
+    """What occurs among some rows, as far as the operators depend on it: a captured step serves all rows of its kinds.
+
+    `plain`, `truncated`, `greedy`: such rows. `unit`: every temperature is 1. `nucleus`: some top-p is below 1.
+    `most_k`: a power of two, at least every top-k; 0: there is none.
+    """
+
+    plain: bool
+    truncated: bool
+    greedy: bool
+    unit: bool
+    nucleus: bool
+    most_k: int
+
+
+def kinds_of(settings: NDArray[np.float64]) -> Kinds:
+    """The kinds of rows with `settings` [R, 4]."""
+    temperature, top_k, top_p, min_p = settings.T
+    greedy, nucleus, most_k = temperature == 0, top_p < 1, int(top_k.max(initial=0))
+    truncated = (top_k > 0) | nucleus | (min_p > 0)
+    return Kinds(
+        plain=bool((~greedy & ~truncated).any()),
+        truncated=bool(truncated.any()),
+        greedy=bool(greedy.any()),
+        unit=bool(((temperature == 1) | greedy).all()),
+        nucleus=bool(nucleus.any()),
+        most_k=1 << (most_k - 1).bit_length() if most_k else 0,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How R tokens are drawn: `keys` [R, 4] int64, `settings` [R, 4] float64, and the kinds of these."""
+
+    keys: Tensor
+    settings: Tensor
+    kinds: Kinds
+
+    @property
+    def greedy(self) -> Tensor:
+        return self.settings[:, 0] == 0
+
+    @property
+    def truncated(self) -> Tensor:
+        _, top_k, top_p, min_p = self.settings.unbind(1)
+        return (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+    @property
+    def temperature(self) -> Temperature:
+        """Of a greedy row: 1, at which its log-probability is taken."""
+        if self.kinds.unit:
+            return 1.0
+        return torch.where(self.greedy, 1.0, self.settings[:, 0]).float()
+
+    def split(self, rows: int) -> "list[Draws]":
+        parts = zip(self.keys.split(rows), self.settings.split(rows))
+        return [Draws(keys, settings, self.kinds) for keys, settings in parts]
+
+
+def draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by default row r, of hidden
+    [T, C] under the output head's weight [V, C]."""
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    fused = ops.fused_head and not (sampling.greedy or sampling.truncated)
-    if keys.shape[0] <= rows or fused:
-        return _draw(hidden, weight, keys, sampling, ops, source)
+    fused = ops.fused_head and not (draws.kinds.greedy or draws.kinds.truncated)
+    if draws.keys.shape[0] <= rows or fused:
+        return _draw(hidden, weight, draws, ops, source)
     hidden = hidden if source is None else hidden.index_select(0, source)
-    parts = [_draw(h, weight, k, sampling, ops, None) for h, k in zip(hidden.split(rows), keys.split(rows))]
+    parts = [_draw(h, weight, d, ops, None) for h, d in zip(hidden.split(rows), draws.split(rows))]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def _draw(
-    hidden: Tensor, weight: Prepared, keys: Tensor, sampling: Sampling, ops: Ops, source: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if not (sampling.greedy or sampling.truncated):
-        return ops.head_sample(hidden, weight, keys, sampling.temperature, source)
+def _draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None) -> tuple[Tensor, Tensor]:
+    kinds, temperature = draws.kinds, draws.temperature
+    if not (kinds.greedy or kinds.truncated):
+        return ops.head_sample(hidden, weight, draws.keys, temperature, source)
     logits = ops.product(hidden, weight, None, torch.float32)
     logits = logits if source is None else logits.index_select(0, source)
-    if sampling.truncated:
-        logits = truncate(logits, sampling)
-        tokens = ops.sample(logits, keys, sampling.temperature)
-        return tokens, ops.token_logprobs(logits, tokens, sampling.temperature)[0]
     tokens = logits.argmax(-1)
-    if not ops.fused_head:  # it would compute these logits again
-        return tokens, ops.token_logprobs(logits, tokens, 1.0)[0]
-    hidden = hidden if source is None else hidden.index_select(0, source)
-    return tokens, ops.head_logprobs(hidden, weight, tokens, 1.0)[0]
+    if kinds.plain or kinds.truncated:
+        kept = truncate(logits, draws) if kinds.truncated else logits
+        tokens = torch.where(draws.greedy, tokens, ops.sample(kept, draws.keys, temperature))
+        logits = kept
+    if not ops.fused_head:
+        return tokens, ops.token_logprobs(logits, tokens, temperature)[0]
+    # the head's own operators have other bits than logits that are held, the learner's: for all but truncated rows
+    rows = hidden if source is None else hidden.index_select(0, source)
+    logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+    if kinds.truncated:
+        logprobs = ops.token_logprobs(logits, tokens, temperature)[0]
+    if kinds.greedy:
+        logprobs = torch.where(draws.greedy, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs)
+    if kinds.plain:
+        other, (own, their) = draws.greedy | draws.truncated, ops.head_sample(rows, weight, draws.keys, temperature)
+        tokens, logprobs = torch.where(other, tokens, own), torch.where(other, logprobs, their)
+    return tokens, logprobs
 
 
-def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+def truncate(logits: Tensor, draws: Draws) -> Tensor:
     """Logits [R, V] with -inf where top-k, top-p or min-p leaves a token out. Ties at the edge of top-k stay in."""
-    scaled = logits / sampling.temperature
+    temperature, (_, top_k, top_p, min_p) = draws.temperature, draws.settings.unbind(1)
+    scaled = logits / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
     size = scaled.shape[-1]
-    if 0 < sampling.top_k < size:
-        threshold = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
-    if sampling.top_p < 1:
-        scaled = scaled.masked_fill(~nucleus(scaled, sampling.top_p), -torch.inf)
-    if sampling.min_p > 0:
-        relative = (scaled - scaled.amax(-1, keepdim=True)).double().exp()
-        scaled = scaled.masked_fill(relative < sampling.min_p, -torch.inf)
-    return logits.masked_fill(scaled == -torch.inf, -torch.inf)
+    if draws.kinds.most_k > 0:
+        values = scaled.topk(min(draws.kinds.most_k, size), dim=-1).values
+        threshold = values.gather(1, (top_k.long() - 1).clamp(0, values.shape[1] - 1).unsqueeze(1))
+        limited = ((top_k > 0) & (top_k < size)).unsqueeze(1)
+        scaled = scaled.masked_fill(limited & (scaled < threshold), -torch.inf)
+    if draws.kinds.nucleus:
+        scaled = scaled.masked_fill(~nucleus(scaled, top_p), -torch.inf)
+    relative = (scaled - scaled.amax(-1, keepdim=True)).double().exp()
+    return logits.masked_fill((scaled == -torch.inf) | (relative < min_p.unsqueeze(1)), -torch.inf)
 
 
-def nucleus(scaled: Tensor, top_p: float) -> Tensor:
-    """Mask [R, V] of the smallest set of most probable tokens whose probability reaches `top_p`; ties: lower index."""
+def nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
+    """Mask [R, V] of the smallest set of most probable tokens whose probability reaches `top_p` [R]; ties: lower
+    index. All of them where it is 1."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     probability = torch.softmax(ordered.double(), -1)
     if scaled.shape[0] == 1:  # on a GPU PyTorch adds up a lone row in another order than one of several
         reached = probability.expand(2, -1).contiguous().cumsum(-1)[:1]
     else:
         reached = probability.cumsum(-1)
-    return torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, reached - probability < top_p)
+    wanted = torch.where(top_p < 1, top_p, torch.inf).unsqueeze(1)
+    return torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, reached - probability < wanted)

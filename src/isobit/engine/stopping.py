@@ -8,7 +8,6 @@ string; tests/engine/test_stopping.py compares with the quadratic definition.
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from isobit.model.tokenizer import Tokenizer
 
@@ -26,12 +25,11 @@ class StopStrings:
         # decoders drop spaces at the start of a text, so a lone token's text does not show whether it brings one
         self._always = any(text[-1].isspace() for text in stop)
 
-    def candidates(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of the tokens [B] may complete a stop string: indices into them."""
-        state = self._may_end[tokens]
-        for token in set(tokens[state == _UNKNOWN].tolist()):
+    def may_end(self, token: int) -> bool:
+        """Whether a token may complete a stop string."""
+        if self._may_end[token] == _UNKNOWN:
             self._may_end[token] = self._state(token)
-        return np.flatnonzero(self._may_end[tokens] == _MAYBE)
+        return bool(self._may_end[token] == _MAYBE)
 
     def _state(self, token: int) -> int:
         text = self._tokenizer.decode([token])

@@ -1,4 +1,4 @@
-"""What goes into the rollout engine and what comes out: `Sampling` and `Completion`.
+"""What goes into the rollout engine and what comes out: `Sampling`, `Ticket` and `Completion`.
 
 Left out: the prompts, which are plain text, token ids or chat messages, and the stopping tokens, which are the model's.
 """
@@ -55,9 +55,24 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def settings(self) -> tuple[float, float, float, float]:
+        """Of each draw: temperature, top-k, top-p, min-p; a greedy one has no truncation."""
+        return (0.0, 0.0, 1.0, 0.0) if self.greedy else (self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
     def truncated(self) -> bool:
         """Whether top-k, top-p or min-p leaves out tokens, so that the distribution is renormalized."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """A request to an engine: `sampling.n` completions of a prompt, whose sample indices begin at `sample_index`."""
+
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    prompt_id: int
+    sample_index: int
 
 
 @dataclass(frozen=True)

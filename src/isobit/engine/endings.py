@@ -1,0 +1,77 @@
+"""Which sequences end with the token that they have just drawn, and what they have become: completions."""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isobit.engine.routes import RouteStore
+from isobit.engine.scheduler import Scheduler
+from isobit.engine.sequences import Plan, Sequence
+from isobit.engine.stopping import StopStrings, cut
+from isobit.engine.types import Completion, Ticket
+from isobit.model import Model
+from isobit.model.moe import encode_routes
+
+_KEPT_STOPS = 64
+
+
+class Endings:
+    """Ends the sequences of a scheduler: end-of-sequence tokens, stop strings, length."""
+
+    def __init__(self, model: Model, scheduler: Scheduler) -> None:
+        self._model, self._scheduler, size = model, scheduler, model.config.vocab_size
+        self._is_eos = np.zeros(size, np.bool_)
+        self._is_eos[[token for token in model.tokenizer.eos_ids if token < size]] = True
+        self._stops = lru_cache(_KEPT_STOPS)(lambda stop: StopStrings(stop, model.tokenizer, size))
+
+    def stop_strings(self, stop: tuple[str, ...]) -> StopStrings | None:
+        """A finder of these strings; None of none."""
+        return self._stops(stop) if stop else None
+
+    def of(
+        self, plan: Plan, tokens: NDArray[np.int64], routes: RouteStore | None
+    ) -> tuple[NDArray[np.bool_], list[tuple[Ticket, Completion]]]:
+        """Who of `plan.sampled` ends with these tokens, which the record has; and what is complete with them."""
+        record, slots = self._scheduler.record, plan.sampled
+        count = record.generated[slots] + 1
+        stopped = self._is_eos[tokens] & record.ends[slots]
+        for row in np.flatnonzero(record.watched[slots]).tolist():
+            stopped[row] |= self._found(self._scheduler.at[int(slots[row])], int(tokens[row]), int(count[row]))
+        done = stopped | (count >= record.limit[slots])
+        finished = []
+        for row in np.flatnonzero(done).tolist():
+            sequence = self._scheduler.at[int(slots[row])]
+            pages = sequence.pages or plan.parent_pages(sequence)
+            reason = "stop" if stopped[row] else "length"
+            completion = self._completion(sequence, int(count[row]), reason, pages, routes)
+            finished.append((sequence.group.ticket, completion))
+        return done, finished
+
+    def _found(self, sequence: Sequence, token: int, count: int) -> bool:
+        group, record = sequence.group, self._scheduler.record
+        assert group.stop is not None
+        if not group.stop.may_end(token):
+            return False
+        return group.stop.found(group.ticket.prompt_token_ids, record.tokens[sequence.slot, :count].tolist())
+
+    def _completion(
+        self, sequence: Sequence, count: int, reason: str, pages: list[int], routes: RouteStore | None
+    ) -> Completion:
+        ticket, record = sequence.group.ticket, self._scheduler.record
+        _, prompt_id, sample_index = self._scheduler.key(sequence)
+        token_ids = record.tokens[sequence.slot, :count].tolist()
+        visible = token_ids[:-1] if record.ends[sequence.slot] and self._is_eos[token_ids[-1]] else token_ids
+        text = self._model.tokenizer.decode_completion(ticket.prompt_token_ids, visible)
+        computed = len(ticket.prompt_token_ids) + count - 1  # the last token was only drawn
+        return Completion(
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            prompt_token_ids=ticket.prompt_token_ids,
+            token_ids=token_ids,
+            text=cut(text, ticket.sampling.stop),
+            logprobs=record.logprobs[sequence.slot, :count].tolist(),
+            finish_reason=reason,
+            weights_version=self._model.weights_version,
+            routes=None if routes is None else encode_routes(routes.of(pages, computed)),
+        )

@@ -1,0 +1,78 @@
+"""Requests on their way through the engine: groups, their sequences, and the steps that compute these."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isobit.engine.stopping import StopStrings
+from isobit.engine.types import Ticket
+
+
+@dataclass
+class Stats:
+    """What was done since the engine had no open request. Tokens count what was computed: a preempted sequence's are
+    counted again, and those of prompts that were found in the cache are not."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    shared_pages: int = 0
+    copied_pages: int = 0
+    peak_pages: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Group:
+    """An open request: a prompt, and those of its samples that have not ended. They sample at most `limit` tokens each.
+
+    `number`: of its first sequence. `where`: what to call it in a message."""
+
+    ticket: Ticket
+    where: str
+    number: int
+    limit: int
+    most_pages: int
+    stop: StopStrings | None
+    prompt: NDArray[np.int64]
+    members: "list[Sequence]" = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sequence. A smaller `number` is older. It has a `slot` of the record (-1: not yet) from when its prompt is
+    begun, and pages while it is being prefilled (`computed` tokens so far) or decodes."""
+
+    number: int
+    group: Group
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Tokens [start, stop) of a sequence that is being prefilled; `samples` are drawn from its last row."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    samples: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A step: the first `decode` rows of the table, then the chunks. `sampled`: the slots of those who get a token, in
+    that order."""
+
+    decode: int
+    chunks: tuple[Chunk, ...]
+    sampled: NDArray[np.int64]
+
+    def parent_pages(self, sequence: Sequence) -> list[int]:
+        """The pages of a sample's prompt, which it draws its first token from and has yet to share."""
+        return next(chunk.sequence.pages for chunk in self.chunks if sequence in chunk.samples)
