@@ -83,6 +83,7 @@ class EngineConfig:
     max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prefills are chunked"] = 2048
     max_sequences: Annotated[int, at_least(1), "sequences decoded at the same time"] = 512
     cuda_graphs: Annotated[bool, "capture decode steps on a GPU; ignored on a CPU"] = True
+    prefix_cache: Annotated[bool, "share pages between prompts that begin alike, until the weights change"] = True
     sleep: Annotated[
         Literal["auto", "always", "never"],
         "free the KV cache's memory while learning; auto: on a GPU without cuda_graphs, which would need recapturing",

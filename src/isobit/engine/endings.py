@@ -1,5 +1,6 @@
 """Which sequences end with the token that they have just drawn, and what they have become: completions."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -64,7 +65,7 @@ class Endings:
         visible = token_ids[:-1] if record.ends[sequence.slot] and self._is_eos[token_ids[-1]] else token_ids
         text = self._model.tokenizer.decode_completion(ticket.prompt_token_ids, visible)
         computed = len(ticket.prompt_token_ids) + count - 1  # the last token was only drawn
-        return Completion(
+        completion = Completion(
             prompt_id=prompt_id,
             sample_index=sample_index,
             prompt_token_ids=ticket.prompt_token_ids,
@@ -75,3 +76,17 @@ class Endings:
             weights_version=self._model.weights_version,
             routes=None if routes is None else encode_routes(routes.of(pages, computed)),
         )
+        return completion if ticket.extends is None else _joined(ticket.extends, completion)
+
+
+def _joined(before: Completion, turn: Completion) -> Completion:
+    """All turns as one completion of the first prompt; `turn` has what came before it as its prompt."""
+    given = turn.prompt_token_ids[len(before.prompt_token_ids) + len(before.token_ids) :]
+    mask = [*before.sampled, *[False] * len(given), *turn.sampled]
+    return replace(
+        turn,
+        prompt_token_ids=before.prompt_token_ids,
+        token_ids=[*before.token_ids, *given, *turn.token_ids],
+        logprobs=[*before.logprobs, *[0.0] * len(given), *turn.logprobs],
+        completion_mask=None if all(mask) else mask,
+    )

@@ -13,6 +13,7 @@ Left out: streaming of single tokens.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -174,6 +175,27 @@ class Engine:
         token_ids = encode_prompt("the prompt", prompt, self.model.tokenizer, self.model.config.vocab_size)
         check_ids([prompt_id, sample_index], 2)
         return self._submit(Ticket(token_ids, sampling, prompt_id, sample_index))
+
+    def extend(self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT) -> Ticket:
+        """Go on from a completion after given `tokens`: a tool's answer, a user's next turn, or none.
+
+        What is sampled has the bits of `submit` with all tokens so far as the prompt, and the completion's prompt id
+        and sample index: keys and values are found in the prefix cache or computed again. `sampling.n` has no meaning
+        here, since one sample goes on. Raises IsobitError if the weights have changed since, or nothing can follow.
+        """
+        _check_sampling(sampling)
+        version = self.model.weights_version
+        if completion.weights_version != version:
+            raise IsobitError(
+                f"Engine.extend: the completion is of version {completion.weights_version} of the weights, which are "
+                f"at version {version}: a completion has one version; submit its tokens as a prompt"
+            )
+        if isinstance(tokens, str):
+            raise IsobitError("Engine.extend: expected token ids, got a text; encode it with the model's tokenizer")
+        so_far = [*completion.prompt_token_ids, *completion.token_ids, *tokens]
+        token_ids = encode_prompt("the prompt", so_far, self.model.tokenizer, self.model.config.vocab_size)
+        one = replace(sampling, n=1)
+        return self._submit(Ticket(token_ids, one, completion.prompt_id, completion.sample_index, completion))
 
     @torch.no_grad()
     def step(self) -> list[tuple[Ticket, Completion]]:

@@ -86,7 +86,9 @@ class Draws:
         return [Draws(keys, settings, self.kinds) for keys, settings in parts]
 
 
-def draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def draw(
+    hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by default row r, of hidden
     [T, C] under the output head's weight [V, C]."""
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])

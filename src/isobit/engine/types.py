@@ -67,21 +67,26 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A request to an engine: `sampling.n` completions of a prompt, whose sample indices begin at `sample_index`."""
+    """A request to an engine: `sampling.n` completions of a prompt, whose sample indices begin at `sample_index`.
+
+    `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so far."""
 
     prompt_token_ids: list[int]
     sampling: Sampling
     prompt_id: int
     sample_index: int
+    extends: "Completion | None" = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer.
+    """One sampled answer, or several turns of which the last is sampled.
 
     `token_ids` holds every sampled token, including the end-of-sequence token and those that made up a stop string;
     `text` ends before either. `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was
     sampled from (temperature and truncation included; under greedy decoding: the model's own, at temperature 1).
+    After `Engine.extend` the given tokens are among `token_ids`: `completion_mask` is True for each sampled token and
+    False for each given one, whose entry in `logprobs` is 0.0; None: all were sampled. `text` is the last turn's.
     `routes`, where the engine records them, are the experts that served prompt and completion (`model/moe.py`).
     `finish_reason` is "stop" (end of sequence or a stop string) or "length".
     """
@@ -95,6 +100,12 @@ class Completion:
     finish_reason: str
     weights_version: int
     routes: str | None = None
+    completion_mask: list[bool] | None = None
+
+    @property
+    def sampled(self) -> list[bool]:
+        """`completion_mask`, written out."""
+        return [True] * len(self.token_ids) if self.completion_mask is None else self.completion_mask
 
 
 def _check_count(name: str, value: object, lowest: int, highest: int) -> None:

@@ -89,6 +89,8 @@ METRICS: dict[str, str] = {
     "replay/buffer_groups": "groups kept for replay",
     "sync/bytes": "weights sent to the rollout's engine; 0 where it shares the learner's storage",
     "rollout/tokens": "tokens sampled",
+    "rollout/prompt_tokens": "tokens of the prompts, each counted once",
+    "rollout/prefix_hit_fraction": "of these, found in the prefix cache",
     "rollout/preemptions": "sequences that gave their pages back and were recomputed",
     "prompts/consumed": "data cursor: prompts taken from the data since the run began",
     "weights_version": "syncs of the working weights since the model was loaded",

@@ -292,6 +292,7 @@ def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequen
         max_batch_tokens=section.max_batch_tokens,
         max_sequences=section.max_sequences,
         cuda_graphs=section.cuda_graphs,
+        prefix_cache=section.prefix_cache,
     )
 
 

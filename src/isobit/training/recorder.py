@@ -55,6 +55,7 @@ class Recorder:
         context = self._context
         found = dict(context.meter.metrics)
         if "time/rollout" in found:
+            found["rollout/prefix_hit_fraction"] /= max(found["rollout/prompt_tokens"], 1)
             found["throughput/rollout_tokens_per_s"] = found["rollout/tokens"] / max(found["time/rollout"], 1e-9)
         return {
             **self._learning.totals.metrics(),

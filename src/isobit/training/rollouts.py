@@ -54,7 +54,10 @@ class Sampled:
         with meter.timed("rollout", peak=True), self._context.saver.broken_weights_end_the_run():
             prompts = [example.prompt for example in examples]
             groups = parts.engine.generate(prompts, parts.sampling, ids, on_group=self._scoring.add)
-        meter.count("rollout/preemptions", parts.engine.stats.preemptions)
+        stats = parts.engine.stats
+        meter.count("rollout/preemptions", stats.preemptions)
+        meter.count("rollout/prompt_tokens", stats.prompt_tokens)
+        meter.count("rollout/prefix_hit_fraction", stats.cached_tokens)  # `Recorder` divides what the step has
         meter.metrics |= parts.engine.cache_metrics()
         meter.count("rollout/tokens", sum(len(c.token_ids) for group in groups for c in group))
         state.cursor += count
@@ -137,4 +140,5 @@ def _sample(completion: Completion, step: int) -> Sample:
         weights_version=completion.weights_version,
         routes=completion.routes,
         rollout_step=step,
+        completion_mask=None if completion.completion_mask is None else tuple(completion.completion_mask),
     )

@@ -1,0 +1,262 @@
+"""Pages that are shared by equal beginnings: what is found in the cache has the bits of what is computed."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from isobit.engine import Engine, Sampling
+from isobit.engine.pages import PagePool
+from isobit.model import Model
+from isobit.model.kv_scales import KVScales
+from isobit.model.tokenizer import Tokenizer
+from tests.conftest import tiny_model
+
+from .helpers import ALPHABET, CONFIG, Outcome, outcome, rollout, tiny
+from .test_graphs import make_captured  # noqa: F401
+from .test_invariance import FLOWS, PROMPT_IDS, PROMPTS, SAMPLING, baseline
+
+MakeEngine = Callable[..., Engine]
+
+SYSTEM = [(7 * i) % 40 + 3 for i in range(37)]
+CHATS = [[*SYSTEM, *tail] for tail in ([5, 6], [5, 6, 7, 8], [9] * 30, [], [5], [5, 7, 8])]
+"""Prompts that begin alike, and go apart within a page and at its edge."""
+SHORT = Sampling(n=2, max_new_tokens=6, temperature=0.9, seed=4)
+
+
+def wanted(model: Model, prompts: list[list[int]], sampling: Sampling) -> Outcome:
+    """Every prompt in an engine of its own."""
+    found: Outcome = {}
+    for index, prompt in enumerate(prompts):
+        found |= outcome(Engine(model, kv_pages=200).generate([prompt], sampling, [index]))
+    return found
+
+
+@pytest.mark.parametrize(("preset", "backend"), FLOWS)
+@pytest.mark.parametrize("sizes", [{"page_size": 1, "kv_pages": 1600}, {"page_size": 4}, {"max_batch_tokens": 9}])
+def test_hits_have_the_bits_of_misses(
+    preset: str, backend: str, sizes: dict[str, int], make_engine: MakeEngine
+) -> None:
+    """The prompts of a call again, and prompts that begin like others; after the first of them all hit."""
+    engine = make_engine(tiny(preset, backend), **({"kv_pages": 400} | sizes))
+    for _ in range(2):
+        assert rollout(engine, PROMPTS, SAMPLING, PROMPT_IDS) == baseline(preset, backend)
+    size = engine.page_size
+    assert engine.stats.cached_tokens == sum((len(prompt) - 1) // size * size for prompt in PROMPTS)
+    found: Outcome = {}
+    for index, prompt in enumerate(CHATS):
+        found |= rollout(engine, [prompt], SHORT, [index])
+        assert index == 0 or engine.stats.cached_tokens >= 36 // size * size
+    assert found == wanted(engine.model, CHATS, SHORT)
+
+
+def test_captured_steps_leave_pages_that_others_may_share(make_captured: MakeEngine) -> None:  # noqa: F811
+    engine = make_captured(tiny("fp8", "native"), kv_pages=60, page_size=4)
+    for _ in range(3):
+        assert rollout(engine, PROMPTS, SAMPLING, PROMPT_IDS) == baseline("fp8", "native")
+    assert engine.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("kv_pages", [20, 24, 40, 100])
+def test_under_pressure_pages_are_given_up_and_computed_again(kv_pages: int, make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny("fp8", "native"), kv_pages=kv_pages, page_size=4, max_batch_tokens=40)
+    for _ in range(3):
+        assert rollout(engine, PROMPTS, SAMPLING, PROMPT_IDS) == baseline("fp8", "native")
+        assert rollout(engine, CHATS, SHORT) == wanted(engine.model, CHATS, SHORT)
+
+
+def test_negative_control_a_chain_that_forgets_a_token(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_the_last(tokens: np.ndarray, size: int) -> list[bytes]:
+        return [tokens[i : i + size - 1].tobytes() for i in range(0, tokens.size - size + 1, size)]
+
+    monkeypatch.setattr("isobit.engine.pages._parts", without_the_last)
+    engine, prompts = make_engine(tiny("fp8", "native"), page_size=4), [[*SYSTEM[:35], 5, 6], [*SYSTEM[:35], 7, 6]]
+    with pytest.raises(AssertionError):
+        assert rollout(engine, prompts[:1], SHORT) | rollout(engine, prompts[1:], SHORT, [1]) == wanted(
+            engine.model, prompts, SHORT
+        )
+
+
+def test_negative_control_a_chain_that_forgets_what_came_before(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page by its own tokens alone: the second page of another beginning."""
+    find = PagePool.find
+
+    def apart(self: PagePool, root: object, tokens: np.ndarray) -> list[int]:
+        parts = np.split(tokens[: tokens.size // self.page_size * self.page_size], range(4, tokens.size, 4))
+        pages = [page for part in parts for page in find(self, root, part)]
+        return pages if len(pages) == len(parts) else []
+
+    def remember(self: PagePool, root: object, tokens: np.ndarray, pages: list[int]) -> None:
+        for i, page in enumerate(pages[: tokens.size // 4]):
+            kept(self, root, tokens[4 * i : 4 * i + 4], [page])
+
+    kept = PagePool.remember
+    monkeypatch.setattr(PagePool, "find", apart)
+    monkeypatch.setattr(PagePool, "remember", remember)
+    a, b, c = [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]
+    prompts = [[*a, *b, 3], [*c, *b, 3], [*b, *c, 3]]
+    engine = make_engine(tiny("fp8", "native"), page_size=4)
+    found = [rollout(engine, [prompt], SHORT, [index]) for index, prompt in enumerate(prompts)]
+    with pytest.raises(AssertionError):
+        assert found[0] | found[1] | found[2] == wanted(engine.model, prompts, SHORT)
+
+
+def other_weights(model: Model) -> None:
+    with torch.no_grad():
+        for parameter in model.named_parameters().values():
+            parameter.mul_(1.1)
+    model.sync()
+
+
+def test_a_sync_drops_what_was_computed_with_other_weights(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a root without the version of the weights is noticed."""
+    for broken in (False, True):
+        model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), "fp8", 5, "native")
+        engine = make_engine(model)
+        if broken:
+            monkeypatch.setattr(Engine, "_root", lambda self: "always")
+        rollout(engine, CHATS, SHORT)
+        other_weights(model)
+        second = rollout(engine, CHATS, SHORT)
+        assert (engine.stats.cached_tokens > 0) == broken
+        assert (second == wanted(model, CHATS, SHORT)) != broken
+
+
+def test_sleep_drops_everything(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a cache that outlives its pages is noticed."""
+    for broken in (False, True):
+        engine = make_engine(tiny("fp8", "native"))
+        expected = rollout(engine, CHATS, SHORT)
+        if broken:
+            monkeypatch.setattr(engine.pages, "forget", lambda: None)
+        engine.sleep()
+        assert (rollout(engine, CHATS, SHORT) == expected) != broken
+        assert (engine.stats.cached_tokens > 0) == broken
+
+
+def test_other_scales_of_the_same_weights_drop_everything(make_engine: MakeEngine) -> None:
+    """Calibrated again over other prompts, without a sync between; the scales do change bits."""
+    model = tiny_model("fp8[kv_cache=e4m3-calibrated]")
+    outcomes = []
+    for factor in (1.0, 3.0):
+        engine = make_engine(model, page_size=4)
+        engine.calibrate(["1+1="])
+        first = rollout(engine, CHATS_TINY, SHORT)
+        assert rollout(engine, CHATS_TINY, SHORT) == first
+        assert engine.stats.cached_tokens > 0
+        scales = model.transformer.kv_scales
+        assert scales is not None
+        model.transformer.kv_scales = KVScales(scales.values * factor, scales.version)
+        outcomes.append((first, rollout(engine, CHATS_TINY, SHORT)))
+        assert (engine.stats.cached_tokens == 0) == (factor != 1.0)
+        assert outcomes[-1][1] == rollout(make_engine(model, page_size=4), CHATS_TINY, SHORT)
+    assert outcomes[1][0] != outcomes[1][1]
+
+
+CHATS_TINY = [[3, 4, 5, 6, 7, 8, 9, 3, 4, *tail] for tail in ([5], [5, 6, 7], [8, 8])]
+
+
+def test_routes_are_found_with_the_pages(make_engine: MakeEngine) -> None:
+    """Recorded routes of prompts from the cache; switching recording on drops pages that have none."""
+    model = tiny_model("fp8", "qwen3_moe")
+    fresh = [Engine(model, page_size=4) for _ in CHATS_TINY]
+    for engine in fresh:
+        engine.record_routes = True
+    expected = [e.generate([p], SHORT, [i])[0] for i, (e, p) in enumerate(zip(fresh, CHATS_TINY))]
+    assert len({c.routes for group in expected for c in group}) > 1
+    engine = make_engine(model, page_size=4)
+    engine.generate(CHATS_TINY, SHORT)
+    engine.record_routes = True
+    for cached in (False, True, True):
+        assert engine.generate(CHATS_TINY, SHORT) == expected
+        assert (engine.stats.cached_tokens > 0) == cached
+    assert engine._routes is not None
+    engine._routes.pages[:] = 0  # negative control: the routes of hits do come from there
+    assert engine.generate(CHATS_TINY, SHORT) != expected
+
+
+def test_without_the_cache_only_a_group_shares(make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny("bf16", "native"), page_size=4, max_sequences=2, prefix_cache=False)
+    for _ in range(2):
+        assert rollout(engine, CHATS, SHORT) == wanted(engine.model, CHATS, SHORT)
+        assert (engine.stats.cached_tokens, engine.stats.prompt_tokens) == (0, sum(map(len, CHATS)))
+    many = Sampling(n=5, max_new_tokens=3, ignore_eos=True)
+    engine.generate([SYSTEM], many)
+    assert engine.stats.shared_pages == 4 * (len(SYSTEM) // 4), "those that wait for a row find their prompt"
+
+
+def pool_of(count: int) -> PagePool:
+    return PagePool(count, 2)
+
+
+def test_the_least_recently_used_page_goes_first_and_none_that_is_held() -> None:
+    pool = pool_of(5)
+    tokens = [np.array([i, i, i + 50, i + 50]) for i in range(2)]
+    first, second = pool.allocate(2), pool.allocate(2)
+    for ids, pages in zip(tokens, (first, second)):
+        pool.remember("root", ids, pages)
+    pool.release(first)
+    pool.release(second)
+    pool.integrity([])
+    assert (pool.num_free, pool.num_idle(first), pool.num_idle(second)) == (5, 2, 2)
+    pool.share(pool.find("root", tokens[0]))  # used again, and held
+    assert pool.allocate(1) == [4], "a page that nobody remembers"
+    assert pool.allocate(1) == second[1:], "of a chain the end first"
+    assert pool.find("root", tokens[1]) == second[:1]
+    pool.integrity([first, [4], second[1:]])
+    assert pool.allocate(1) == second[:1]
+    assert pool.find("root", tokens[1]) == []
+    with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
+        pool.allocate(1)
+    assert pool.find("root", tokens[0]) == first
+
+
+def test_a_page_is_found_by_everything_before_it() -> None:
+    pool = pool_of(8)
+    pages = pool.allocate(3)
+    pool.remember(("root", 1), np.array([1, 2, 3, 4, 5, 6, 7]), pages)
+    assert pool.find(("root", 1), np.array([1, 2, 3, 4, 5, 6])) == pages
+    assert pool.find(("root", 1), np.array([1, 2, 3, 4, 5])) == pages[:2]
+    assert pool.find(("root", 1), np.array([1, 2, 3, 9, 5, 6])) == pages[:1]
+    for root, tokens in ((("root", 1), [9, 2, 3, 4, 5, 6]), (("root", 2), [1, 2, 3, 4]), (("root", 1), [3, 4])):
+        assert pool.find(root, np.array(tokens)) == []
+    twice = pool.allocate(3)
+    pool.remember(("root", 1), np.array([1, 2, 3, 4, 8, 8]), twice)  # the first two pages are known
+    assert pool.find(("root", 1), np.array([1, 2, 3, 4, 8, 8])) == [*pages[:2], twice[2]]
+    pool.integrity([pages, twice])
+    pool.forget()
+    assert pool.find(("root", 1), np.array([1, 2])) == []
+    pool.integrity([pages, twice])
+
+
+def test_what_follows_a_forgotten_page_is_remembered_anew() -> None:
+    pool = pool_of(4)
+    first, twice = pool.allocate(1), pool.allocate(2)
+    tokens = np.array([1, 2, 3, 4])
+    pool.remember("root", tokens[:2], first)
+    pool.remember("root", tokens, twice)  # its second page follows the first's
+    pool.release(first)
+    assert [pool.allocate(1) for _ in range(2)] == [[3], first]
+    assert pool.find("root", tokens) == []
+    pool.remember("root", tokens, twice)
+    assert pool.find("root", tokens) == twice
+    pool.integrity([twice, [3], first])
+
+
+def test_integrity_sees_a_cache_that_is_wrong() -> None:
+    for broken in ("_entry_of", "_page_of", "_idle"):
+        pool = pool_of(3)
+        pages = pool.allocate(1)
+        pool.remember("root", np.array([1, 2]), pages)
+        pool.release(pages)
+        pool.integrity([])
+        getattr(pool, broken).clear()
+        with pytest.raises(AssertionError):
+            pool.integrity([])
