@@ -1,11 +1,11 @@
 """Run a case: roll out, compare with the learner's packed log-probabilities and with another schedule; all bits."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
 
-from isobit.engine import Completion, Engine
+from isobit.engine import Completion, Engine, Ticket
 from isobit.model import Model, Tokenizer
 from isobit.rl import Sample
 from isobit.rl.forward import forward
@@ -35,7 +35,9 @@ def check(case: Case, backend: str) -> Found:
     for version in range(case.updates + 1):
         when = f" after {version} update" if version else ""
         rolled = [_roll_out(model, case, schedule, not i) for i, schedule in enumerate(case.schedules)]
-        _compare_schedules(rolled[0], rolled[1], when, found)
+        _compare_schedules(rolled[0], rolled[1], f"under the second schedule{when}", found)
+        others = _arrive(model, case, case.schedules[version % 2], rolled[0])
+        _compare_schedules(rolled[0], others, f"beside other requests{when}", found)
         learner = _learner(model, case, list(rolled[version % 2].values()), update=version < case.updates)
         if not case.sampling.truncated:  # its probabilities are renormalized, and the learner's are not
             _compare_learner(rolled[version % 2], learner, when, found)
@@ -52,6 +54,51 @@ def _roll_out(model: Model, case: Case, schedule: Schedule, calibrate: bool) -> 
     groups = engine.generate(prompts, case.sampling, [case.prompt_ids[i] for i in schedule.order])
     engine.integrity()
     return {(c.prompt_id, c.sample_index): c for group in groups for c in group}
+
+
+def _arrive(model: Model, case: Case, schedule: Schedule, known: dict[Key, Completion]) -> dict[Key, Completion]:
+    """The case's requests one by one, each submitted between two steps, and beside them others that are cancelled or
+    have other settings. A sample whose first tokens are given goes on as it did: here as the completion."""
+    rng, n = Random(case.seed), case.sampling.n
+    more = (2 * schedule.kv_pages, schedule.page_size, schedule.max_batch_tokens + 40, schedule.max_sequences + 4)
+    engine = Engine(model, *more)
+    engine.record_routes = model.config.experts is not None
+    other = replace(case.sampling, n=1, temperature=1.1, top_k=4, top_p=0.9, min_p=0.0, stop=())
+    coming, doomed, results = list(schedule.order), list[Ticket](), dict[Key, Completion]()
+    wanted: set[Ticket] = set()
+    while coming or engine.num_open:
+        while coming and rng.random() < 0.5:
+            index = coming.pop(0)
+            prompt, prompt_id, sample = list(case.prompts[index]), case.prompt_ids[index], rng.randrange(n)
+            wanted.add(engine.submit(prompt, case.sampling, prompt_id))
+            doomed.append(engine.submit(prompt, other, prompt_id + 1 & 2**32 - 1))
+            tokens = known[prompt_id, sample].token_ids
+            if len(tokens) > 1 and not case.sampling.stop:
+                given = rng.randrange(1, len(tokens))
+                rest = replace(case.sampling, n=1, max_new_tokens=case.sampling.max_new_tokens - given)
+                wanted.add(engine.submit([*prompt, *tokens[:given]], rest, prompt_id, sample))
+        for ticket, completion in engine.step():
+            if ticket in wanted:
+                _keep(completion, len(known[completion.prompt_id, 0].prompt_token_ids), results)
+        if doomed and rng.random() < 0.3:
+            engine.cancel(doomed.pop(0))
+        engine.integrity()
+    return results
+
+
+def _keep(completion: Completion, length: int, results: dict[Key, Completion]) -> None:
+    """A completion, or what differs from it in one of its ends, whose prompt is longer than `length`."""
+    key, given = (completion.prompt_id, completion.sample_index), len(completion.prompt_token_ids) - length
+    if given == 0:
+        whole, end = completion, results.get(key)
+    else:
+        whole, end = results.get(key), completion
+    if whole is None or end is None:
+        results[key] = completion
+        return
+    given = len(end.prompt_token_ids) - length
+    same = (end.token_ids, end.logprobs, end.routes) == (whole.token_ids[given:], whole.logprobs[given:], whole.routes)
+    results[key] = whole if same else replace(whole, finish_reason="another when its first tokens are given")
 
 
 def _learner(model: Model, case: Case, completions: list[Completion], update: bool) -> dict[Key, torch.Tensor]:
@@ -99,20 +146,18 @@ def _sample(c: Completion) -> Sample:
     )
 
 
-def _compare_schedules(left: dict[Key, Completion], right: dict[Key, Completion], when: str, found: Found) -> None:
+def _compare_schedules(left: dict[Key, Completion], right: dict[Key, Completion], where: str, found: Found) -> None:
     other = [key for key, c in left.items() if c.token_ids != right[key].token_ids]
     if other:
         found.differences.append(
-            f"{len(other)} of {len(left)} completions have other tokens under the second schedule{when}, the first: "
+            f"{len(other)} of {len(left)} completions have other tokens {where}, the first: "
             f"prompt id {other[0][0]}, sample {other[0][1]}"
         )
         return
     differing = [key for key, c in left.items() if c != right[key]]
     if differing:
         names = sorted({n for key in differing for n, v in vars(left[key]).items() if v != getattr(right[key], n)})
-        found.differences.append(
-            f"{', '.join(names)} of {len(differing)} of {len(left)} completions differ under the second schedule{when}"
-        )
+        found.differences.append(f"{', '.join(names)} of {len(differing)} of {len(left)} completions differ {where}")
 
 
 def _compare_learner(rolled: dict[Key, Completion], learner: dict[Key, torch.Tensor], when: str, found: Found) -> None:

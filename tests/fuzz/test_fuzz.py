@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from isobit.engine import Engine
+from isobit.engine.rows import DecodeRows
 from isobit.engine.scheduler import Scheduler
 from isobit.kernels.native.ops import available
 from tests.engine.helpers import require
@@ -52,7 +53,21 @@ def _stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _tokens_by_place_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "key", lambda self, i: (self.seed, i // self.n, i % self.n))
+    monkeypatch.setattr(
+        Scheduler,
+        "key",
+        lambda self, s: (s.group.ticket.sampling.seed, s.group.number, s.number - s.group.number),
+    )
+
+
+def _settings_of_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = DecodeRows.advance
+
+    def spread(self: DecodeRows, tokens: object) -> None:
+        advance(self, tokens)  # type: ignore[arg-type]
+        self.settings[: self.count] = self.settings[self.count - 1 : self.count].copy()
+
+    monkeypatch.setattr(DecodeRows, "advance", spread)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +76,7 @@ def _tokens_by_place_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         (_activation_scale_per_tensor, 3, "log-probabilities are not the learner's"),
         (_stale_weights, 3, "log-probabilities are not the learner's"),
         (_tokens_by_place_in_the_call, 1, "have other tokens under the second schedule"),
+        (_settings_of_the_last_row, 1, "beside other requests"),
     ],
 )
 def test_negative_control_a_broken_part_is_found(

@@ -60,14 +60,13 @@ class Endings:
         self, sequence: Sequence, count: int, reason: str, pages: list[int], routes: RouteStore | None
     ) -> Completion:
         ticket, record = sequence.group.ticket, self._scheduler.record
-        _, prompt_id, sample_index = self._scheduler.key(sequence)
         token_ids = record.tokens[sequence.slot, :count].tolist()
         visible = token_ids[:-1] if record.ends[sequence.slot] and self._is_eos[token_ids[-1]] else token_ids
         text = self._model.tokenizer.decode_completion(ticket.prompt_token_ids, visible)
         computed = len(ticket.prompt_token_ids) + count - 1  # the last token was only drawn
         completion = Completion(
-            prompt_id=prompt_id,
-            sample_index=sample_index,
+            prompt_id=ticket.prompt_id,
+            sample_index=sequence.sample_index,
             prompt_token_ids=ticket.prompt_token_ids,
             token_ids=token_ids,
             text=cut(text, ticket.sampling.stop),

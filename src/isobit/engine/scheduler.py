@@ -100,8 +100,7 @@ class Scheduler:
     def key(self, sequence: Sequence) -> tuple[int, int, int]:
         """The part of a sequence's sampling key that does not change: (seed, prompt id, sample index)."""
         ticket = sequence.group.ticket
-        sample_index = ticket.sample_index + sequence.number - sequence.group.number
-        return ticket.sampling.seed, ticket.prompt_id, sample_index
+        return ticket.sampling.seed, ticket.prompt_id, sequence.sample_index
 
     def plan(self) -> Plan:
         """Decide the next step, and give every row and chunk in it the pages it needs."""

@@ -53,6 +53,10 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     computed: int = 0
 
+    @property
+    def sample_index(self) -> int:
+        return self.group.ticket.sample_index + self.number - self.group.number
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
