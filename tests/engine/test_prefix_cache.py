@@ -153,7 +153,7 @@ def test_other_scales_of_the_same_weights_drop_everything(make_engine: MakeEngin
         assert engine.stats.cached_tokens > 0
         scales = model.transformer.kv_scales
         assert scales is not None
-        model.transformer.kv_scales = KVScales(scales.values * factor, scales.version)
+        model.transformer.calibrate(KVScales(scales.values * factor, scales.version))
         outcomes.append((first, rollout(engine, CHATS_TINY, SHORT)))
         assert (engine.stats.cached_tokens == 0) == (factor != 1.0)
         assert outcomes[-1][1] == rollout(make_engine(model, page_size=4), CHATS_TINY, SHORT)

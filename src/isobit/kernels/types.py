@@ -18,7 +18,6 @@ from isobit.kernels.codes import decode
 from isobit.kernels.matrices import Operand, Prepared, Stacked
 from isobit.precision import Format, Precision, QTensor, QuantSpec
 
-
 Temperature = float | Tensor
 """One for all rows, or float32 for each [T]."""
 
