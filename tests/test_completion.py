@@ -10,7 +10,7 @@ import pytest
 
 from isobit.cli.completion import schema_keys
 from isobit.config import CompareConfig, Config, SftConfig, parse_config
-from isobit.options import options_of, sections
+from isobit.options import options_of, sections, type_text
 from isobit.options.precisions import PRECISIONS
 from isobit.precision import PRESETS as FLOWS
 from isobit.precision import precision_from
@@ -75,12 +75,12 @@ def test_words(line: str, offered: list[str]) -> None:
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """The keys of docs/config.md: sections that cannot be anything else are not keys, those of a list are one."""
+    """The keys by the words for their types in docs/config.md: a section is no key, and what is in a list neither."""
     for name, option in options_of(schema).items():
-        inner = [] if "tuple" in str(option.kind) else list(sections(option.kind))
-        if not inner or "Literal" in str(option.kind):
+        kind = type_text(option.kind)
+        if kind != "section":
             yield f"{prefix}{name}"
-        for section in inner:
+        for section in () if kind.startswith("list of") else sections(option.kind):
             yield from keys(section, f"{prefix}{name}.")
 
 

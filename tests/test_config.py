@@ -77,7 +77,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm.correction={}", "an empty correction"),
         ("algorithm.correction={weight: token, denominator: kept}", "needs a rejection or a veto"),
         ("algorithm.correction={rejection: {measure: k3}}", "give low, high, or both"),
-        ("algorithm.correction={rejection: {low: 2, high: 1}}", "low 2.0 must be below high 1.0"),
+        ("algorithm.correction={rejection: {low: 2, high: 1}}", "low 2.0 exceeds high 1.0"),
         ("algorithm.correction={wieght: token}", "did you mean 'algorithm.correction.weight'"),
         ("algorithm.correction=token_tsi", "token_tis"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),

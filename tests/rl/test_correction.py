@@ -172,7 +172,7 @@ def test_a_sequence_does_not_depend_on_the_others(
     rows: list[list[float]], weight: str, measure: str, level: str
 ) -> None:
     """Splitting a batch changes nothing, unless weights are normalized."""
-    rule = CorrectionRule(weight, cap=3.0, rejection=Rejection(measure, level, -2.0, 2.0))
+    rule = CorrectionRule(weight, cap=None if weight == "none" else 3.0, rejection=Rejection(measure, level, -2.0, 2.0))
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32)
     whole = correct(rule, flat, torch.zeros_like(flat), [len(row) for row in rows]).weights
     alone = [correct(rule, torch.tensor(row), torch.zeros(len(row)), [len(row)]).weights for row in rows]

@@ -140,7 +140,7 @@ def test_what_must_differ_differs() -> None:
     moved = make_learner(model).learn(samples, alternating(samples), 1).metrics
     assert moved["mismatch/differing_tokens"] > 0.9 * count
     split = random_model("fp8-rollout")
-    objective = for_precision(Objective(), split.precision, "auto", "auto")
+    objective = for_precision(Objective(), split.precision)
     samples = roll_out(split)
     result = make_learner(split, objective).learn(samples, alternating(samples), 0).metrics
     assert result["mismatch/differing_tokens"] > 0.9 * count
@@ -153,7 +153,7 @@ def test_recomputed_old_logprobs_and_their_correction() -> None:
     samples = roll_out(model)
     advantages = alternating(samples)
     rule = CorrectionRule("token", cap=1.01)
-    objective = for_precision(Objective(loss_aggregation="token_mean"), model.precision, rule, "auto")
+    objective = for_precision(Objective(loss_aggregation="token_mean", correction=rule), model.precision)
     result = make_learner(model, objective).learn(samples, advantages, 0).metrics
     fresh = random_model("fp8-rollout")
     weighted, losses = [], []
@@ -181,7 +181,7 @@ def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
     def gradient(denominator: str, budget: int = 10_000) -> dict[str, Tensor]:
         rule = CorrectionRule(rejection=rejection, denominator=denominator)
         objective = Objective(loss_aggregation=aggregation, max_new_tokens=5, kl_coefficient=0.3, kl_estimator="k2")
-        resolved = for_precision(objective, model.precision, rule, "auto")
+        resolved = for_precision(replace(objective, correction=rule), model.precision)
         learner = make_learner(model, resolved, reference=reference, micro_batch_tokens=budget)
         return gradients(learner, samples, alternating(samples))
 
@@ -214,7 +214,7 @@ def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
 def test_bypass_takes_the_ratio_to_the_rollout() -> None:
     model = random_model("fp8-rollout")
     samples = roll_out(model)
-    objective = for_precision(Objective(clip_low=1e-4, clip_high=1e-4), model.precision, "auto", "never")
+    objective = for_precision(Objective(clip_low=1e-4, clip_high=1e-4, recompute_old_logprobs="never"), model.precision)
     result = make_learner(model, objective).learn(samples, alternating(samples), 0).metrics
     assert result["clip_fraction"] > 0.1  # before any update: the mismatch itself is what clips
     assert result["mismatch/differing_tokens"] > 0

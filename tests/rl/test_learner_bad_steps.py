@@ -64,7 +64,7 @@ def test_old_logprobs_that_cannot_be_computed_are_a_bad_step() -> None:
     """Infinite weights in the learner's own flow: found in the pass before any update."""
     model = tiny_model("fp8-unified")
     samples = roll_out(model)
-    learner = make_learner(model, for_precision(Objective(), model.precision, "auto", "always"))
+    learner = make_learner(model, for_precision(Objective(recompute_old_logprobs="always"), model.precision))
     working = model.transformer._working["learner"].layers[0].input_norm.working
     working.fill_(math.inf)
     before = snapshot(learner)
@@ -91,7 +91,7 @@ def test_a_supervised_step_that_is_not_finite_changes_no_bit(monkeypatch: pytest
 def test_a_batch_with_nothing_to_learn_is_no_crash_and_no_update(preset: str, recompute: str) -> None:
     """No sample scored; or only empty completions."""
     model = tiny_model()
-    objective = for_precision(OBJECTIVES[preset], model.precision, "auto", recompute)
+    objective = for_precision(replace(OBJECTIVES[preset], recompute_old_logprobs=recompute), model.precision)
     learner = make_learner(model, replace(objective, updates_per_batch=2))
     samples = roll_out(model)
     learner.learn(samples, alternating(samples), 0)
@@ -124,7 +124,7 @@ def test_a_batch_that_is_rejected_whole_is_a_skipped_step_and_no_crash() -> None
     samples = roll_out(model)
     for low, skipped in ((1e6, 2), (0.0, 0)):
         rule = CorrectionRule("token", rejection=Rejection(low=low))
-        objective = for_precision(Objective(updates_per_batch=2), model.precision, rule, "auto")
+        objective = for_precision(Objective(updates_per_batch=2, correction=rule), model.precision)
         learner = make_learner(model, objective)
         before = snapshot(learner)
         result = learner.learn(samples, alternating(samples), 0).metrics

@@ -1,20 +1,17 @@
 """The named objectives, and what `auto` becomes under each precision."""
 
 import dataclasses
-from typing import get_args
+from typing import Any
 
 import pytest
 
-from isobit.config import AlgorithmConfig, CorrectionConfig
-from isobit.config.algorithm import AdvantageName, CorrectionName, LossName
-from isobit.options import choices as named
-from isobit.options import options_of
+from isobit.config import load_config
 from isobit.precision import PRESETS
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
 from isobit.rl.functions import ADVANTAGES
 from isobit.rl.loss import LOSSES
-from isobit.rl.objective import ADVANTAGE_KINDS, AGGREGATIONS, KL_ESTIMATORS, LOSS_KINDS, RATIOS
+from isobit.rl.objective import ADVANTAGE_KINDS, AGGREGATIONS, KL_ESTIMATORS, LOSS_KINDS
 
 
 def test_presets_are_the_papers() -> None:
@@ -41,31 +38,44 @@ def test_presets_are_the_papers() -> None:
         assert objective.kl_estimator in KL_ESTIMATORS
 
 
-def test_the_config_names_every_part() -> None:
-    def choices(name: str) -> set[str]:
-        return set(named(options_of(AlgorithmConfig)[name].kind))
-
-    assert choices("preset") == set(OBJECTIVES)
-    assert set(get_args(AdvantageName)) == set(ADVANTAGE_KINDS) == set(ADVANTAGES)
-    assert choices("ratio") == set(RATIOS)
-    assert set(get_args(LossName)) == set(LOSS_KINDS) == set(LOSSES)
-    assert choices("kl_estimator") == set(KL_ESTIMATORS)
-    assert choices("loss_aggregation") == set(AGGREGATIONS)
+def test_every_part_that_can_be_named_is_there() -> None:
+    assert set(ADVANTAGE_KINDS) == set(ADVANTAGES)
+    assert set(LOSS_KINDS) == set(LOSSES)
 
 
-def test_the_config_has_the_same_fields_and_defaults() -> None:
-    given = vars(AlgorithmConfig())
-    shared = {key: value for key, value in given.items() if key in Objective.__dataclass_fields__ and value is not None}
-    assert {"kl_coefficient", "kl_in_reward", "updates_per_batch", "epochs"} <= shared.keys()
-    defaults = {key: getattr(Objective(), key) for key in shared if key != "correction"}
-    assert defaults == {key: value for key, value in shared.items() if key != "correction"}
+def algorithm(*overrides: str, **given: Any) -> Objective:
+    return load_config({"model": "base", "algorithm": given}, overrides).algorithm
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_a_config_has_the_parts_of_its_preset_under_what_it_gives(name: str) -> None:
+    assert algorithm(preset=name) == OBJECTIVES[name]
+    changed = algorithm(preset=name, clip_high=0.5, ratio="token")
+    assert changed == dataclasses.replace(OBJECTIVES[name], clip_high=0.5, ratio="token") != OBJECTIVES[name]
+    nothing = dict.fromkeys(("advantage", "surrogate", "ratio", "clip_low", "clip_high", "dynamic_sampling"))
+    assert algorithm(preset=name, **nothing) == OBJECTIVES[name]  # the config.yaml of a run of 0.1.0
+
+
+def test_a_kl_in_the_reward_is_k1_unless_another_is_given() -> None:
+    assert algorithm(kl_in_reward=True, kl_coefficient=0.1).kl_estimator == "k1"
+    assert algorithm(kl_in_reward=True, kl_coefficient=0.1, kl_estimator="k2").kl_estimator == "k2"
+    assert algorithm(surrogate="reinforce").loss == "reinforce"
+
+
+def test_another_preset_over_the_config_of_a_run_sets_its_parts() -> None:
+    """A run's config.yaml has every part; an override with another preset counts all the same, and what differed from
+    the first preset stays."""
+    kept = load_config({"model": "base", "algorithm": {"preset": "gspo", "clip_high": 0.5}})
+    assert load_config(kept) == kept
+    other = load_config(kept, ["algorithm.preset=dapo"]).algorithm
+    assert other == dataclasses.replace(OBJECTIVES["dapo"], clip_high=0.5)
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_auto_recomputes_and_corrects_only_where_the_flows_differ(name: str) -> None:
-    resolved = for_precision(Objective(), PRESETS[name], "auto", "auto")
+    resolved = for_precision(Objective(), PRESETS[name])
     two_flows = name in ("fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "mxfp8-rollout", "nvfp4-rollout")
-    assert (resolved.recompute_old, resolved.correction) == (
+    assert (resolved.recompute_old, resolved.rule) == (
         two_flows,
         CORRECTIONS["token_tis" if two_flows else "none"],
     )
@@ -73,26 +83,28 @@ def test_auto_recomputes_and_corrects_only_where_the_flows_differ(name: str) -> 
 
 def test_explicit_choices_win() -> None:
     split, unified = PRESETS["fp8-rollout"], PRESETS["fp8"]
-    assert not for_precision(Objective(), split, "auto", "never").recompute_old
-    assert not for_precision(Objective(), split, "auto", "never").correction.active  # the ratio is policy/rollout
-    assert for_precision(Objective(), split, "none", "auto").correction == CORRECTIONS["none"]
-    assert for_precision(Objective(), unified, "auto", "always").recompute_old
-    assert for_precision(Objective(), unified, "token_tis", "always").correction == CORRECTIONS["token_tis"]
+    never = for_precision(Objective(recompute_old_logprobs="never"), split)
+    assert not never.recompute_old
+    assert not never.rule.active  # the ratio is policy/rollout
+    assert for_precision(Objective(correction="none"), split).rule == CORRECTIONS["none"]
+    assert for_precision(Objective(recompute_old_logprobs="always"), unified).recompute_old
+    given = Objective(correction="token_tis", recompute_old_logprobs="always")
+    assert for_precision(given, unified).rule == CORRECTIONS["token_tis"]
     rule = CorrectionRule("sequence", cap=3.0)
-    assert for_precision(Objective(), split, rule, "auto").correction == rule
+    assert for_precision(Objective(correction=rule), split).rule == rule
 
 
 def test_the_config_names_every_rule() -> None:
-    assert set(get_args(CorrectionName)) == {"auto", *CORRECTIONS}
-    defaults = CorrectionConfig(veto=0.1)
-    assert (defaults.weight, defaults.floor, defaults.normalize) == ("none", 0.0, False)
+    for name in CORRECTIONS:
+        given = algorithm(correction=name)
+        assert for_precision(given, PRESETS["fp8-rollout"]).rule == CORRECTIONS[name]
 
 
 def test_stale_samples_are_recomputed_and_corrected_even_under_one_flow() -> None:
-    resolved = for_precision(Objective(), PRESETS["fp8"], "auto", "auto", stale=True)
+    resolved = for_precision(Objective(), PRESETS["fp8"], stale=True)
     assert (resolved.stale_samples, resolved.recompute_old) == (True, True)
-    assert resolved.correction == CORRECTIONS["token_tis"]
+    assert resolved.rule == CORRECTIONS["token_tis"]
     own = dataclasses.replace(PRESETS["fp8-rollout"], correction="sequence_mis")
-    assert for_precision(Objective(), own, "auto", "auto", stale=True).correction == CORRECTIONS["sequence_mis"]
-    assert for_precision(Objective(), PRESETS["fp8"], "none", "auto", stale=True).correction == CORRECTIONS["none"]
-    assert not for_precision(Objective(), PRESETS["fp8"], "auto", "auto").stale_samples
+    assert for_precision(Objective(), own, stale=True).rule == CORRECTIONS["sequence_mis"]
+    assert for_precision(Objective(correction="none"), PRESETS["fp8"], stale=True).rule == CORRECTIONS["none"]
+    assert not for_precision(Objective(), PRESETS["fp8"]).stale_samples

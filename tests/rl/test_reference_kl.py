@@ -30,7 +30,7 @@ def random_model(precision: str) -> Model:
 
 def objective(model: Model, estimator: str = "k1") -> Objective:
     charged = Objective(kl_coefficient=0.1, kl_in_reward=True, kl_estimator=estimator)
-    return for_precision(charged, model.precision, "auto", "auto")
+    return for_precision(charged, model.precision)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])

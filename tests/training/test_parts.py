@@ -97,7 +97,7 @@ def test_auto_follows_the_precision(
 ) -> None:
     config = load_config(write_config(tmp_path, base_model), overrides)
     objective = objective_of(config, tiny_model(str(config.precision)))
-    assert (str(objective.correction), objective.recompute_old) == (correction, recompute)
+    assert (str(objective.rule), objective.recompute_old) == (correction, recompute)
 
 
 def test_a_correction_put_together_by_hand(tmp_path: Path, base_model: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_correction_put_together_by_hand(tmp_path: Path, base_model: Path) -> 
         "algorithm.correction={weight: sequence, cap: 3, rejection: {measure: k3, level: sequence_mean, high: 0.02}}"
     )
     config = load_config(write_config(tmp_path, base_model), ["precision=fp8-rollout", given])
-    rule = objective_of(config, tiny_model("fp8-rollout")).correction
+    rule = objective_of(config, tiny_model("fp8-rollout")).rule
     assert rule == CorrectionRule("sequence", 3.0, rejection=Rejection("k3", "sequence_mean", high=0.02))
 
 

@@ -30,7 +30,7 @@ def dry_run_report(config: Config) -> str:
         f"{model.config.family}, {sum(p.numel() for p in model.named_parameters().values()):,} parameters; "
         f"task {parts.task.name}: {len(parts.task.train)} training and {len(parts.task.held_out)} held-out prompts\n"
         f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
-        f"correction: {parts.objective.correction}\n{model.ops.why}; consistency: {config.consistency}"
+        f"correction: {parts.objective.rule}\n{model.ops.why}; consistency: {config.consistency}"
     )
     if (warning := endless(model, config.sampling)) is not None:
         heading += f"\n{warning}"

@@ -1,6 +1,5 @@
 """The configuration of a run: strict YAML into frozen values. Relative paths are taken from the current directory."""
 
-from isobit.config.algorithm import AlgorithmConfig, CorrectionConfig
 from isobit.config.load import (
     dump_config,
     load_compare_config,
@@ -14,11 +13,9 @@ from isobit.config.sections import SamplingConfig
 
 __all__ = [
     "RESUMABLE",
-    "AlgorithmConfig",
     "ArchitectureConfig",
     "CompareConfig",
     "Config",
-    "CorrectionConfig",
     "SamplingConfig",
     "SftConfig",
     "check_resumed",

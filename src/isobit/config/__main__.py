@@ -24,7 +24,7 @@ def markdown() -> str:
 
 def _section(schema: type, prefix: str, title: str, printed: set[type]) -> list[str]:
     """Tables of a dataclass and of the sections in it, those aside that were `printed` before."""
-    text = " ".join((schema.__doc__ or "").split()).replace("|", "\\|")
+    text = " ".join((schema.__doc__ or "").partition("\n\n")[0].split()).replace("|", "\\|")
     lines = [f"## {title}", "", text, "", "| key | type | default | |", "|---|---|---|---|"]
     nested: list[str] = []
     for name, option in options_of(schema).items():

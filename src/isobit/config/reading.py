@@ -14,6 +14,7 @@ from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
 from isobit.errors import IsobitError
 from isobit.options import plain
+from isobit.rl.objective import without_preset
 
 Source = str | Path | Mapping[str, Any] | Config | SftConfig
 """Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded before."""
@@ -73,6 +74,8 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise IsobitError(f"override {override!r}: key {error.key!r} comes twice; leave one") from None
     except yaml.YAMLError:
         value = text
+    if key == "algorithm.preset":  # over a run's config, which says every part of the preset that it had
+        values["algorithm"] = without_preset(values.get("algorithm", {}))
     _set(values, key, value, f"override {override!r}")
 
 

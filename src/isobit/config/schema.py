@@ -7,7 +7,6 @@ files exist and models fit, which is checked where they are opened.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from isobit.config.algorithm import AlgorithmConfig, renamed
 from isobit.config.sections import (
     BACKEND,
     CHAT_TEMPLATE,
@@ -27,6 +26,8 @@ from isobit.config.sections import (
 from isobit.config.tracking import TrackingConfig, without_credentials
 from isobit.errors import IsobitError
 from isobit.options import Before, OptionError, above, at_least, at_most, below, text_as
+from isobit.rl.correction_rule import CorrectionRule
+from isobit.rl.objective import Objective, with_preset
 from isobit.rl.replay import ReplaySettings
 from isobit.rl.schedule import OptimizerSettings
 from isobit.tasks import TASKS, TaskSettings
@@ -49,7 +50,7 @@ class Config:
     on_mismatch: Annotated[Literal["stop", "warn", "correct"], ON_MISMATCH] = "stop"
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
-    algorithm: Annotated[AlgorithmConfig, Before(renamed)] = AlgorithmConfig()
+    algorithm: Annotated[Objective, Before(with_preset)] = Objective()
     optimizer: OptimizerSettings = OptimizerSettings()
     reference: ReferenceConfig = ReferenceConfig()
     replay: ReplaySettings = ReplaySettings()
@@ -74,10 +75,19 @@ class Config:
             raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
         if algorithm.kl_in_reward and not algorithm.kl_coefficient:
             raise IsobitError("algorithm.kl_in_reward needs a kl_coefficient above 0")
-        loss = algorithm.loss or algorithm.preset
-        if algorithm.dual_clip is not None and loss in ("cispo", "reinforce"):
+        if algorithm.kl_estimator == "k1" and algorithm.kl_coefficient and not algorithm.kl_in_reward:
             raise IsobitError(
-                f"algorithm.dual_clip bounds the clipped loss; {loss} has no such clip: leave one of them out"
+                "algorithm.kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
+                "take k2 or k3, or charge it to the reward with kl_in_reward: true"
+            )
+        if algorithm.dual_clip is not None and algorithm.loss in ("cispo", "reinforce"):
+            raise IsobitError(
+                f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such clip: leave one of them out"
+            )
+        if algorithm.correction == CorrectionRule():
+            raise IsobitError(
+                "algorithm.correction: an empty correction: give a weight, a rejection or a veto, or write "
+                "correction: none"
             )
         if algorithm.overlong_buffer >= sampling.max_new_tokens:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")

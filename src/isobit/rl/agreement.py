@@ -62,5 +62,5 @@ def require_agreement(compared: Sequence[tuple[Sample, Tensor]], batch: Sequence
 def corrected(objective: Objective) -> Objective:
     """The objective for a batch that disagrees: old log-probabilities are recomputed, and tokens weighed by the given
     correction, or by token TIS, which is the default of flows with two engines."""
-    rule = objective.correction if objective.correction.active else CORRECTIONS["token_tis"]
-    return replace(objective, recompute_old=True, correction=rule)
+    rule = objective.rule if objective.rule.active else CORRECTIONS["token_tis"]
+    return replace(objective, recompute_old=True, rule=rule)

@@ -112,7 +112,7 @@ def training_batch(
     fresh = [not objective.stale_samples or s.weights_version == weights_version for s in samples]
     credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
     batch = TrainingBatch(objective, samples, credit, rollout, rollout if old is None else old, fresh, reference)
-    rule, lengths, everything = objective.correction, [len(row) for row in rollout], range(len(samples))
+    rule, lengths, everything = objective.rule, [len(row) for row in rollout], range(len(samples))
     if not rule.active or not any(lengths):
         return batch, {}
     correction = correct(rule, torch.cat(list(batch.old)), torch.cat(rollout), lengths)

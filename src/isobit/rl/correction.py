@@ -116,7 +116,8 @@ def _kept(rule: CorrectionRule, old: Tensor, rollout: Tensor, counts: Tensor, se
             value = _of_level(rule.rejection.level, divergence, counts, sequence)
         else:
             value = _measured(rule.rejection, lr, counts, sequence)
-        kept &= (value >= rule.rejection.low) & (value <= rule.rejection.high)
+        low, high = rule.rejection.low, rule.rejection.high
+        kept &= (value >= (-math.inf if low is None else low)) & (value <= (math.inf if high is None else high))
     if rule.veto > 0:
         vetoed = torch.zeros(len(counts), dtype=torch.bool)
         vetoed[sequence[lr < math.log(rule.veto)]] = True

@@ -9,8 +9,11 @@ training"; masks: Liu et al. 2025, "When speed kills stability"; IcePop: Ling te
 token: Guo et al. 2026, as AReaL's `compute_binary_kl_divergence` writes it.
 """
 
-import math
 from dataclasses import dataclass, fields
+from typing import Annotated
+
+from isobit.errors import IsobitError
+from isobit.options import OneOf, above, at_least, below
 
 DENOMINATORS = ("all", "kept")
 WEIGHTS = ("none", "token", "sequence")
@@ -20,7 +23,7 @@ LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 
 @dataclass(frozen=True)
 class Rejection:
-    """Keep what has `low` <= value <= `high`.
+    """Which tokens or sequences a correction leaves out: those whose value is outside [low, high].
 
     `measure` per token: ratio = exp(lr), inverse_ratio = exp(-lr), k1 = -lr, k2 = lr²/2, k3 = exp(lr) - 1 - lr, and
     binary_kl = max(KL(p ‖ q), KL(q ‖ p)) of the two events "this token" and "any other", whose probability is p under
@@ -29,28 +32,49 @@ class Rejection:
     (the geometric mean) of lr; its maximum is that of the tokens' ratios.
     """
 
-    measure: str = "ratio"
-    level: str = "token"
-    low: float = -math.inf
-    high: float = math.inf
+    measure: Annotated[
+        str,
+        OneOf(MEASURES),
+        "of learner to rollout; inverse_ratio: of rollout to learner, as verl's k1 modes are bounded",
+    ] = "ratio"
+    level: Annotated[str, OneOf(LEVELS)] = "token"
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise IsobitError("give low, high, or both: bounds of what is kept")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise IsobitError(f"low {self.low} exceeds high {self.high}")
 
 
 @dataclass(frozen=True)
 class CorrectionRule:
-    """`weight`: none (1), token (exp(lr)) or sequence (exp of the sum of lr, for all its tokens); clamped to [`floor`,
-    `cap`], floor at least 0; with `normalize` divided by its mean over the batch before anything is rejected: over all
-    tokens, or, for weights of sequences, over all sequences that have tokens. `rejection`, and `veto`, in [0, 1): a
-    sequence is rejected if any of its tokens has a ratio below it. `denominator`: the loss is averaged over all tokens,
-    or over those that are kept, and then a penalty in the loss is too (veRL, whose mask of the response loses what is
-    rejected)."""
+    """A custom correction: a weight, a rejection, or both.
 
-    weight: str = "none"
-    cap: float = math.inf
-    floor: float = 0.0
-    normalize: bool = False
+    `weight`: none (1), token (exp(lr)) or sequence (exp of the sum of lr, for all its tokens); clamped to [`floor`,
+    `cap`]; with `normalize` divided by its mean over the batch before anything is rejected: over all tokens, or, for
+    weights of sequences, over all sequences that have tokens. `rejection`, and `veto`: a sequence is rejected if any of
+    its tokens has a ratio below it. `denominator`: the loss is averaged over all tokens, or over those that are kept, and
+    then a penalty in the loss is too (veRL, whose mask of the response loses what is rejected)."""
+
+    weight: Annotated[str, OneOf(WEIGHTS)] = "none"
+    cap: Annotated[float | None, above(0), "largest weight; default: none"] = None
+    floor: Annotated[float, at_least(0), "smallest weight"] = 0.0
+    normalize: Annotated[bool, "divide weights by their mean over the batch, rejected ones included"] = False
     rejection: Rejection | None = None
-    veto: float = 0.0
-    denominator: str = "all"
+    veto: Annotated[float, at_least(0), below(1), "reject a sequence if any token's ratio is below this; 0: off"] = 0.0
+    denominator: Annotated[
+        str, OneOf(DENOMINATORS), "average the loss over all tokens, or over those that are kept, as verl does"
+    ] = "all"
+
+    def __post_init__(self) -> None:
+        if self.cap is not None and self.floor > self.cap:
+            raise IsobitError(f"floor {self.floor} exceeds cap {self.cap}")
+        if self.weight == "none" and (self.cap is not None or self.floor or self.normalize):
+            raise IsobitError("cap, floor and normalize need a weight: token or sequence")
+        if self.denominator == "kept" and self.rejection is None and not self.veto:
+            raise IsobitError("denominator: kept needs a rejection or a veto, which leave something out")
 
     @property
     def active(self) -> bool:

@@ -71,7 +71,7 @@ def clip(inputs: LossInputs) -> LossOutputs:
     ratio, dual_clip = ratios(inputs), inputs.settings.dual_clip
     unclipped, bounded = ratio * inputs.advantages, _bounded(ratio, inputs) * inputs.advantages
     loss, clipped = -torch.minimum(unclipped, bounded), bounded < unclipped
-    if dual_clip < math.inf:
+    if dual_clip is not None:
         most = torch.where(inputs.advantages < 0, -dual_clip * inputs.advantages, math.inf)
         loss, clipped = torch.minimum(loss, most), clipped | (loss > most)
     return LossOutputs(loss, clipped)

@@ -1,106 +1,156 @@
 """An objective as small parts: which advantage, which average, which clip; and the named combinations of them."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from isobit.options import Form, Internal, OneOf, above, at_least, at_most
+from isobit.rewards.functions import split_reference
 from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
 
 if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
     from isobit.precision import Precision
-
 
 ADVANTAGE_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 LOSS_KINDS = ("clip", "cispo", "reinforce")
 RATIOS = ("token", "sequence", "sequence_sum")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "dr_grpo", "loss_aggregation": "constant"},
+    "rloo": {"advantage": "rloo", "ratio": "sequence_sum"},
+    "dapo": {"loss_aggregation": "token_mean", "clip_high": 0.28, "dynamic_sampling": True},
+    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"loss": "cispo", "loss_aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "reinforce_pp": {"advantage": "reinforce_pp", "loss_aggregation": "token_mean"},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "loss_aggregation": "token_mean"},
+}
+"""Named combinations, over the defaults: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024, as TRL's RLOOTrainer
+clips it; Yu et al. 2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no lower bound, with the upper one of Khatri
+et al. 2025; Hu et al. 2025, as verl averages it."""
+
+
+def _is_function(text: str) -> bool:
+    """Whether it is meant as a function of a file. Raises IsobitError where it is and cannot be."""
+    return ":" in text and bool(split_reference(text, "function"))
+
+
+Function = Annotated[str, Form("path/to/file.py:function", _is_function)]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What the learner minimizes.
+    """The objective. `preset` sets every key that is not given; the defaults are those of grpo.
 
-    advantage: one of ADVANTAGE_KINDS, or `path/to/file.py:function`. discount, above 0 and at most 1: of later rewards
-    in a token's return; reinforce_pp only. decoupled_rewards: advantages of each reward function, added by
-    `reward_weights`, pairs of (name, weight), in place of the advantages of the weighted sum. loss: one of LOSS_KINDS,
-    or `path/to/file.py:function`. ratio: one per token, or per sequence: the geometric mean of its tokens' ratios
-    (sequence) or their product (sequence_sum). dual_clip, above 1: bound of the loss over |A| where A < 0.
     loss_aggregation: the mean over tokens, over sequences, or a sum over tokens divided by `max_new_tokens` (constant).
-    clip_low in (0, 1], clip_high above 0: bounds of the ratio. dynamic_sampling: replace groups whose rewards are
-    equal. overlong_buffer, at least 0: last tokens before the length limit, over which a penalty rises to
-    `overlong_penalty`. kl_coefficient, at least 0, kl_estimator, one of KL_ESTIMATORS: the penalty for the distance to
-    the reference, in the loss, or with kl_in_reward in the reward of each token. correction: weights and rejection
-    where the policy that sampled differs from the learner's (`correction_rule.py`). recompute_old: the learner computes
-    the log-probabilities of the weights that sampled, before it changes them; otherwise the rollout's own serve.
-    stale_samples: some are of older weights, by replay or because rollouts run ahead. router_replay: the learner routes
-    tokens to the experts of the rollout. router_aux_coefficient, at least 0: weight of the load-balancing loss.
-    shadow_every, at least 0: steps between BF16 shadow passes (`shadow.py`); 0: none. shadow_calibrates_clip: they
-    widen the clip. updates_per_batch, at least 1: optimizer steps per pass over a rollout batch. epochs, at least 1:
-    passes. max_new_tokens, temperature: of the sampling.
+    clip_low, clip_high: bounds of the ratio, 1 - clip_low and 1 + clip_high. correction: weights and rejection where
+    the policy that sampled differs from the learner's (`correction_rule.py`); recompute_old_logprobs: whether the
+    learner computes the log-probabilities of the weights that sampled, before it changes them, or the rollout's own
+    serve. What `auto` becomes for these two depends on the model's precision: `for_precision` sets `rule` and
+    `recompute_old`.
     """
 
-    advantage: str = "grpo"
-    discount: float = 1.0
-    decoupled_rewards: bool = False
-    reward_weights: tuple[tuple[str, float], ...] = ()
-    loss: str = "clip"
-    ratio: str = "token"
-    dual_clip: float = math.inf
-    loss_aggregation: str = "sequence_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dynamic_sampling: bool = False
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    kl_coefficient: float = 0.0
-    kl_estimator: str = "k3"
-    kl_in_reward: bool = False
-    correction: CorrectionRule = CORRECTIONS["none"]
-    recompute_old: bool = False
-    stale_samples: bool = False
-    router_replay: bool = False
-    router_aux_coefficient: float = 0.0
-    shadow_every: int = 0
-    shadow_calibrates_clip: bool = False
-    updates_per_batch: int = 1
-    epochs: int = 1
-    max_new_tokens: int = 128
-    temperature: float = 1.0
+    preset: Annotated[str, OneOf(PRESETS)] = "grpo"
+    advantage: Annotated[Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function, "or your own: path/to/file.py:function"] = (
+        "grpo"
+    )
+    discount: Annotated[float, above(0), at_most(1), "of later rewards in a token's return; reinforce_pp only"] = 1.0
+    decoupled_rewards: Annotated[
+        bool, "compute advantages for each reward function separately and add them by weight (GDPO)"
+    ] = False
+    loss: Annotated[
+        Annotated[str, OneOf(LOSS_KINDS)] | Function,
+        "reinforce: advantage times log-probability, no ratio; or your own: path/to/file.py:function",
+    ] = "clip"
+    ratio: Annotated[
+        str,
+        OneOf(RATIOS),
+        "one per token; or per sequence, the geometric mean of its tokens' (GSPO) or their product (RLOO)",
+    ] = "token"
+    dual_clip: Annotated[float | None, above(1), "bound of the loss over |A| where A < 0; default: none"] = None
+    loss_aggregation: Annotated[str, OneOf(AGGREGATIONS)] = "sequence_mean"
+    clip_low: Annotated[float, above(0), at_most(1)] = 0.2
+    clip_high: Annotated[float, above(0)] = 0.2
+    dynamic_sampling: Annotated[bool, "replace groups whose rewards are all equal"] = False
+    max_resamples: Annotated[int, at_least(1), "rollout rounds per step, at most, under dynamic sampling"] = 10
+    overlong_buffer: Annotated[int, at_least(0), "last tokens before the length limit, with a soft penalty; 0: off"] = 0
+    overlong_penalty: Annotated[float, at_least(0)] = 1.0
+    kl_coefficient: Annotated[float, at_least(0)] = 0.0
+    kl_estimator: Annotated[
+        str,
+        OneOf(KL_ESTIMATORS),
+        "in the reward k1 unless given; low_var_kl: k3, at most 10",
+    ] = "k3"
+    kl_in_reward: Annotated[bool, "take the KL from the reward, token by token; not in the loss"] = False
+    correction: Annotated[
+        Annotated[str, OneOf(("auto", *CORRECTIONS))] | CorrectionRule,
+        "auto: the precision preset's; a name; or a custom rule",
+    ] = "auto"
+    recompute_old_logprobs: Annotated[
+        Literal["auto", "always", "never"],
+        "auto: never under a unified precision, whose rollout log-probabilities are the old ones",
+    ] = "auto"
+    router_replay: Annotated[bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"] = (
+        False
+    )
+    router_aux_coefficient: Annotated[
+        float, at_least(0), "mixture of experts: weight of the load-balancing loss of an optimizer batch"
+    ] = 0.0
+    shadow_every: Annotated[
+        int, at_least(0), "steps between BF16 shadow passes, which measure the noise in the ratio; 0: none"
+    ] = 0
+    shadow_calibrates_clip: Annotated[bool, "widen the clip so that it clips what BF16 would clip"] = False
+    updates_per_batch: Annotated[int, at_least(1), "optimizer steps per pass over a rollout batch"] = 1
+    epochs: Annotated[int, at_least(1), "passes over a rollout batch"] = 1
+    rule: Internal[CorrectionRule] = CORRECTIONS["none"]
+    """The correction, resolved."""
+    recompute_old: Internal[bool] = False
+    """`recompute_old_logprobs`, resolved."""
+    stale_samples: Internal[bool] = False
+    """Some samples are of older weights, by replay or because rollouts run ahead."""
+    reward_weights: Internal[tuple[tuple[str, float], ...]] = ()
+    """(name, weight) of each reward function."""
+    max_new_tokens: Internal[int] = 128
+    temperature: Internal[float] = 1.0
+    """Of the sampling, both."""
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "grpo": Objective(),
-    "dr_grpo": Objective(advantage="dr_grpo", loss_aggregation="constant"),
-    "rloo": Objective(advantage="rloo", ratio="sequence_sum"),
-    "dapo": Objective(loss_aggregation="token_mean", clip_high=0.28, dynamic_sampling=True),
-    "gspo": Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4),
-    "cispo": Objective(loss="cispo", loss_aggregation="token_mean", clip_low=1.0, clip_high=4.0),
-    "reinforce_pp": Objective(advantage="reinforce_pp", loss_aggregation="token_mean"),
-    "reinforce_pp_baseline": Objective(advantage="reinforce_pp_baseline", loss_aggregation="token_mean"),
-}
-"""Named combinations: Shao et al. 2024; Liu et al. 2025; Ahmadian et al. 2024, as TRL's RLOOTrainer clips it; Yu et al.
-2025; Zheng et al. 2025; MiniMax 2025, whose ratio has no lower bound, with the upper one of Khatri et al. 2025; Hu et
-al. 2025, as verl averages it."""
+OBJECTIVES = {name: Objective(name, **parts) for name, parts in PRESETS.items()}
 
 
-def for_precision(
-    objective: Objective,
-    precision: "Precision",
-    correction: str | CorrectionRule,
-    recompute_old: str,
-    *,
-    stale: bool = False,
-) -> Objective:
+def with_preset(values: Any) -> Any:
+    """What is given for an objective, over the parts of its preset. Null is not given, as in the config.yaml of runs of
+    isobit 0.1.0, which called the loss `surrogate`."""
+    if not isinstance(values, Mapping):
+        return values
+    given = {"loss" if key == "surrogate" else key: value for key, value in values.items() if value is not None}
+    preset = given.get("preset", "grpo")
+    parts = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    return parts | ({"kl_estimator": "k1"} if given.get("kl_in_reward") is True else {}) | given
+
+
+def without_preset(values: Any) -> Any:
+    """What is given for an objective, without its preset and what has the preset's own value: for another preset."""
+    if not isinstance(values, Mapping):
+        return values
+    own = with_preset({"preset": values.get("preset", "grpo")})
+    defaults = vars(OBJECTIVES.get(str(own["preset"]), Objective()))
+    parts = {key for preset in PRESETS.values() for key in preset} | {"preset"}
+    return {key: value for key, value in values.items() if key not in parts or value != defaults[key]}
+
+
+def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> Objective:
     """Resolve `auto`: the precision's default correction; no recomputation where rollout and learner are one flow.
 
-    `correction` is a rule, the name of one, or auto. `stale`: samples may be of older weights, so that even under one
-    flow there is something to recompute and, by token TIS, to correct.
+    `stale`: samples may be of older weights, so that even under one flow there is something to recompute and, by token
+    TIS, to correct.
     """
-    recompute = recompute_old == "always" or (recompute_old == "auto" and (stale or not precision.unified))
+    wanted, correction = objective.recompute_old_logprobs, objective.correction
+    recompute = wanted == "always" or (wanted == "auto" and (stale or not precision.unified))
     if isinstance(correction, str):
         default = "token_tis" if stale and precision.correction == "none" else precision.correction
         correction = CORRECTIONS[default if correction == "auto" else correction]
     if not recompute:
         correction = CorrectionRule()  # old log-probabilities are the rollout's own: every weight would be 1
-    return replace(objective, correction=correction, recompute_old=recompute, stale_samples=stale)
+    return replace(objective, rule=correction, recompute_old=recompute, stale_samples=stale)

@@ -55,7 +55,7 @@ class Learning:
     def _warn(self, learned: Mapping[str, float], step: int) -> None:
         if (line := warning_of(learned, self._context.parts.learner, step)) is not None:
             self._context.display.note(line)
-        warning = small_step(self._context.parts.objective.correction, learned)
+        warning = small_step(self._context.parts.objective.rule, learned)
         if warning is not None and not self._warned:
             self._warned = True
             self._context.display.note(f"step {step}: {warning}")

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from isobit.config import Config, CorrectionConfig
+from isobit.config import Config
 from isobit.engine import Calibrator, Engine, Sampling
 from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
@@ -26,8 +26,7 @@ from isobit.model import Model, RewardModel
 from isobit.model.checkpoint import save_tensors
 from isobit.options import plain
 from isobit.rewards.pool import RewardPool
-from isobit.rl import OBJECTIVES, Objective, for_precision
-from isobit.rl.correction_rule import CorrectionRule, Rejection
+from isobit.rl import Objective, for_precision
 from isobit.rl.functions import check_functions, digests
 from isobit.rl.learner import Learner, LearnerState
 from isobit.rl.optim import Optimizer
@@ -235,36 +234,10 @@ def reward_models(config: Config) -> list[WeightedModel]:
 
 
 def objective_of(config: Config, model: Model) -> Objective:
-    """The config's algorithm: the preset's parts, what is given over them, and `auto` resolved."""
-    algorithm = config.algorithm
-    given = {key: value for key, value in vars(algorithm).items() if value is not None}
-    known = {key: given[key] for key in given if key in Objective.__dataclass_fields__ and key != "correction"}
-    if algorithm.kl_in_reward:
-        known.setdefault("kl_estimator", "k1")
-    sampling = config.sampling
-    objective = replace(
-        OBJECTIVES[algorithm.preset],
-        **known,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-    )
-    return for_precision(
-        objective,
-        model.precision,
-        _correction(algorithm.correction),
-        algorithm.recompute_old_logprobs,
-        stale=bool(config.rollouts_ahead or config.replay.groups_per_step),
-    )
-
-
-def _correction(given: str | CorrectionConfig) -> str | CorrectionRule:
-    if isinstance(given, str):
-        return given
-    values = {key: value for key, value in vars(given).items() if value is not None and key != "rejection"}
-    if given.rejection is None:
-        return CorrectionRule(**values)
-    bounds = {key: value for key, value in vars(given.rejection).items() if value is not None}
-    return CorrectionRule(**values, rejection=Rejection(**bounds))
+    """The config's algorithm, with `auto` resolved and what the sampling decides."""
+    sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
+    given = replace(config.algorithm, max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature)
+    return for_precision(given, model.precision, stale=stale)
 
 
 def _sampling(config: Config) -> Sampling:

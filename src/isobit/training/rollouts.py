@@ -36,7 +36,7 @@ class Sampled:
 
     def next(self) -> StepBatch:
         config, objective, state = self._context.parts.config, self._context.parts.objective, self._context.state
-        rounds = config.algorithm.max_resamples if objective.dynamic_sampling else 1
+        rounds = objective.max_resamples if objective.dynamic_sampling else 1
         batch = StepBatch(config.prompts_per_step, objective.dynamic_sampling, rounds, objective)
         batch.carry_over(state.pending)
         roll_out(batch, self)
