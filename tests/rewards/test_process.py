@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from isobit.rewards.exchange import exchange
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.process import MAX_LOG_BYTES, WorkerProcess
 from isobit.rewards.spec import RewardSpec
@@ -174,12 +173,11 @@ def test_an_interrupt_leaves_no_worker_with_an_unread_reply(file: str, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("isobit.rewards.exchange.collect", interrupted)
+        patch.setattr("isobit.rewards.process.collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            exchange([worker], [request], 5.0)
+            worker.answer(request, 5.0)
     assert not worker.ready
-    (reply,) = exchange([worker], [request], 5.0)
-    assert isinstance(reply, dict)
+    assert isinstance(worker.answer(request, 5.0), dict)
     worker.close()
 
 

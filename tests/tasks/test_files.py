@@ -61,7 +61,7 @@ def test_contradictions_are_refused(file: str, tmp_path: Path) -> None:
         (TaskSettings(path=file, held_out_path=file, held_out_size=51), "has 50 rows"),
         (TaskSettings(path=file, prompt_template="x"), r"must have \{prompt\} in it"),
         (TaskSettings(path=file, system="S"), r"train\.jsonl:1: task\.system needs a chat, .* set task\.chat: true"),
-        (TaskSettings(path=file, options={"digits": 3}), "file has no option 'digits'"),
+        (TaskSettings(path=file, options={"digits": 3}), r"task\.options\.digits: unknown, known: seed"),
     ]:
         with pytest.raises(IsobitError, match=message):
             load_task(settings)

@@ -138,9 +138,9 @@ def test_the_instruction_is_refused_where_it_cannot_be_added(tmp_path: Path) -> 
     asked = TaskSettings("gsm8k", str(path), options={"instruction": True}, held_out_size=0)
     with pytest.raises(IsobitError, match=r"task\.options\.instruction: task\.prompt_template says what is asked"):
         load_task(replace(asked, prompt_template="{prompt}"))
-    with pytest.raises(IsobitError, match=r"task\.options\.instruction: expected bool, got 1"):
+    with pytest.raises(IsobitError, match=r"task\.options\.instruction: expected true or false, got 1"):
         load_task(replace(asked, options={"instruction": 1}))
-    with pytest.raises(IsobitError, match=r"task\.options: gsm8k has no option 'instructions'; did you mean 'instr"):
+    with pytest.raises(IsobitError, match=r"task\.options\.instructions: unknown, did you mean 'instr"):
         load_task(replace(asked, options={"instructions": True}))
     path.write_text('{"question": [{"role": "user", "content": "2?"}], "answer": "2"}\n')
     with pytest.raises(IsobitError, match=r"task\.options\.instruction: the prompts of .* are chats already"):

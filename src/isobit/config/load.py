@@ -17,7 +17,6 @@ from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.config.sections import RewardsConfig
 from isobit.errors import IsobitError
 from isobit.options import OptionError, plain, read
-from isobit.rewards.named import OptionError as RewardOptionError
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
 
@@ -103,5 +102,5 @@ def _check_rewards(rewards: RewardsConfig, where: str) -> None:
     for i, spec in enumerate(rewards.functions):
         try:
             spec.build(rewards.deadline_s)
-        except RewardOptionError as error:
+        except OptionError as error:
             raise IsobitError(f"{where}: rewards.functions.{i}.{error}") from None

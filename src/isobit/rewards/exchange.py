@@ -1,4 +1,4 @@
-"""Requests to worker processes and their replies: all at once, or in a thread while more requests are still made.
+"""Requests to worker processes and their replies, in a thread, while more requests are still made.
 
 Which request goes to which worker, and when, depends on time; the replies do not. Left out: what a request means.
 """
@@ -17,7 +17,10 @@ from isobit.rewards.process import Reply, WorkerProcess, collect
 
 
 class Exchange:
-    """Requests, in the order of submission, and the replies by that order."""
+    """Requests and their replies, in a thread that runs from the first request to `finish` or `cancel`.
+
+    The thread mostly waits: the work is the processes'. `submit`, `finish` and `cancel` are for one other thread.
+    """
 
     def __init__(self, workers: Sequence[WorkerProcess]) -> None:
         self.workers = workers
@@ -25,67 +28,6 @@ class Exchange:
         self._requests: list[tuple[bytes, float]] = []
         self._waiting: deque[int] = deque()
         self._busy: dict[WorkerProcess, int] = {}
-
-    def submit(self, request: bytes, deadline_s: float) -> None:
-        """Take a request up, to be answered within so many seconds from when a worker begins it."""
-        self._waiting.append(len(self._requests))
-        self._requests.append((request, deadline_s))
-
-    @property
-    def pending(self) -> bool:
-        """Whether replies are still missing."""
-        return bool(self._waiting or self._busy)
-
-    def turn(self, wake: int | None = None) -> None:
-        """Give idle workers requests, and wait until one replies, is late or dies, or `wake` can be read.
-
-        A worker that dies on the way is replaced. Raises IsobitError if the replacement cannot load its functions.
-        """
-        for worker in self.workers:
-            if self._waiting and worker not in self._busy:
-                worker.revive()
-                index = self._waiting.popleft()
-                worker.begin(*self._requests[index])
-                self._busy[worker] = index
-        for worker, reply in collect(list(self._busy), wake):
-            self.replies[self._busy.pop(worker)] = reply
-
-    def abandon(self) -> None:
-        """Kill the workers that still owe a reply: after an interrupt or an error they are of no use."""
-        for worker in self._busy:
-            worker.kill()
-        self._busy.clear()
-        self._waiting.clear()
-
-    def ordered(self) -> list[Reply]:
-        """All replies in the order of the requests."""
-        return [self.replies[i] for i in range(len(self._requests))]
-
-
-def exchange(workers: Sequence[WorkerProcess], requests: Sequence[bytes], deadline_s: float) -> list[Reply]:
-    """Have the workers answer all requests, each within the deadline; replies in the order of the requests.
-
-    Raises IsobitError as `Exchange.turn` does.
-    """
-    running = Exchange(workers)
-    for request in requests:
-        running.submit(request, deadline_s)
-    try:
-        while running.pending:
-            running.turn()
-    finally:
-        running.abandon()
-    return running.ordered()
-
-
-class BackgroundExchange:
-    """An exchange in a thread of its own, from the first request to `finish` or `cancel`.
-
-    The thread mostly waits: the work is the processes'. `submit`, `finish` and `cancel` are for one other thread.
-    """
-
-    def __init__(self, workers: Sequence[WorkerProcess]) -> None:
-        self._exchange = Exchange(workers)
         self._queue: SimpleQueue[tuple[bytes, float] | None] = SimpleQueue()
         self._woken, self._wake = os.pipe()
         self._cancelled = False
@@ -95,7 +37,7 @@ class BackgroundExchange:
         self._thread.start()
 
     def submit(self, request: bytes, deadline_s: float) -> None:
-        """As `Exchange.submit`; returns at once."""
+        """Queue a request, to be answered within so many seconds from when a worker begins it. Returns at once."""
         self._queue.put((request, deadline_s))
         os.write(self._wake, b"+")
 
@@ -110,7 +52,8 @@ class BackgroundExchange:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._exchange.ordered(), sum(max(0.0, min(end, began) - start) for start, end in self._periods)
+        replies = [self.replies[i] for i in range(len(self._requests))]
+        return replies, sum(max(0.0, min(end, began) - start) for start, end in self._periods)
 
     def cancel(self) -> None:
         """Stop the thread, killing the workers that are at work. May be called again, and after `finish`."""
@@ -131,9 +74,9 @@ class BackgroundExchange:
                 last = self._take() or last
                 if self._cancelled:  # looked at after what woke this thread was read, before it waits again
                     break
-                if self._exchange.pending:
+                if self._waiting or self._busy:
                     began = time.monotonic() if began is None else began
-                    self._exchange.turn(self._woken)
+                    self._turn()
                     continue
                 if began is not None:
                     self._periods.append((began, time.monotonic()))
@@ -144,14 +87,30 @@ class BackgroundExchange:
         except IsobitError as error:
             self._error = error
         finally:
-            self._exchange.abandon()
+            for worker in self._busy:  # it still owes a reply
+                worker.kill()
+
+    def _turn(self) -> None:
+        """Give idle workers requests, and wait until one replies, is late or dies, or this thread is woken.
+
+        A worker that dies on the way is replaced. Raises IsobitError if the replacement cannot load its functions.
+        """
+        for worker in self.workers:
+            if self._waiting and worker not in self._busy:
+                worker.revive()
+                index = self._waiting.popleft()
+                worker.begin(*self._requests[index])
+                self._busy[worker] = index
+        for worker, reply in collect(list(self._busy), self._woken):
+            self.replies[self._busy.pop(worker)] = reply
 
     def _take(self) -> bool:
-        """Move what was submitted into the exchange; whether it was the last."""
+        """Line up what was submitted; whether it was the last."""
         if select.select([self._woken], [], [], 0)[0]:
             os.read(self._woken, 4096)
         with contextlib.suppress(Empty):
             while (request := self._queue.get_nowait()) is not None:
-                self._exchange.submit(*request)
+                self._waiting.append(len(self._requests))
+                self._requests.append(request)
             return True
         return False

@@ -27,6 +27,7 @@ from typing import Any
 
 from isobit.data.dataset import completion_text
 from isobit.errors import IsobitError
+from isobit.options import OptionError
 from isobit.rewards import named
 
 
@@ -247,7 +248,7 @@ def _by_name(reference: str) -> LoadedFunction:
     name, options = named.parse_reference(reference)
     try:
         reward = named.build(name, options)
-    except named.OptionError as error:
+    except OptionError as error:
         raise IsobitError(f"reward {name}: {error}") from None
     reward.prepare()
     names = frozenset({"completions", *reward.columns} | ({"completion_ids"} if reward.wants_tokens else set()))

@@ -5,13 +5,12 @@ number of workers; one call is one function on one chunk, under the deadline. A 
 does not apply. The total of a sample is the sum of weight times reward over the functions that apply (as in TRL), and
 None, unscored and never 0, where none of them does, or one of non-zero weight failed.
 
-A call that raises, hangs, kills its process or returns a wrong length is repeated on its parts until the guilty
-samples are known: on single samples where that is cheap, by bisection where it costs a deadline or a process, of
-which a batch spends at most MAX_DEATHS. What follows is `on_error`: `stop` raises RunFailed with function and sample,
-`skip` leaves the sample unscored. A reward by name (`named/`) that hangs or dies does so over a completion, not by a
-mistake of the user's: that sample is unscored under both. A function that is an object of this process is called in it,
-when a batch is collected: no deadline, and nothing that could be killed. Left out: isolation from files and network;
-the functions are the user's own.
+A call that raises, hangs, kills its process or returns a wrong length is repeated sample by sample, so that a guilty
+one costs one deadline or one process; a batch spends at most MAX_DEATHS of these. Then, by `on_error`, `stop` raises
+RunFailed with function and sample, and `skip` leaves the sample unscored. A reward by name (`named/`) that hangs or
+dies does so because of a completion, not by a mistake of the user: that sample is unscored under both. A function that
+is an object of this process is called in it, when a batch is collected: it has no deadline and cannot be killed. Left
+out: isolation from files and network, since users run their own functions.
 """
 
 import json
@@ -23,9 +22,10 @@ from typing import Any
 
 from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError, RunFailed, did_you_mean
-from isobit.rewards.exchange import BackgroundExchange, exchange
+from isobit.options import OptionError
+from isobit.rewards.exchange import Exchange
 from isobit.rewards.functions import answer, check_reference, loaded_object
-from isobit.rewards.named import NamedReward, OptionError
+from isobit.rewards.named import NamedReward
 from isobit.rewards.output import MAX_AT_ONCE, Output
 from isobit.rewards.process import Death, Reply, WorkerProcess
 from isobit.rewards.spec import RewardSpec
@@ -66,7 +66,7 @@ class RewardPool:
         environment: Sequence[str] = (),
         objects: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """Raises IsobitError for functions that are not there or not told apart.
+        """Raises IsobitError for functions that are missing or have the same name.
 
         `deadline_s` is for one call of a function that has none of its own. `environment` names variables that the
         functions get besides the usual ones (PATH, HOME and the like). What they print goes to `output`.
@@ -198,7 +198,7 @@ class Batch:
         self._pool = pool
         self._calls: list[tuple[int, range]] = []
         self._calls_here: list[tuple[int, range]] = []
-        self._running = BackgroundExchange(pool.workers) if self.functions else None
+        self._running = Exchange(pool.workers) if self.functions else None
 
     def __enter__(self) -> "Batch":
         return self
@@ -294,18 +294,18 @@ class Batch:
             self.record(function, part[0], failure.text, self.stops(function, failure.deadly))
         else:
             before = len(self.problems[function])
-            for smaller in _parts(part, failure.deadly):
-                self.examine(function, smaller)
+            for i in part:
+                self.repeat(function, i)
             if len(self.problems[function]) == before:
                 self.unreproduced(function, part, failure)
 
-    def examine(self, function: int, part: range) -> None:
-        """Call the function on a part of a chunk that failed, if there are still processes to spend on it."""
+    def repeat(self, function: int, sample: int) -> None:
+        """Call the function on one sample of a chunk that failed, if there are still processes to spend on it."""
         if self.deaths >= MAX_DEATHS:
-            for i in part:
-                text = f"not examined: {MAX_DEATHS} processes died or hung in this batch already"
-                self.record(function, i, text, self.stops(function, deadly=True))
+            text = f"not examined: {MAX_DEATHS} processes died or hung in this batch already"
+            self.record(function, sample, text, self.stops(function, deadly=True))
             return
+        part = range(sample, sample + 1)
         reply = self.call(function, part)
         self.deaths += isinstance(reply, Death)
         self.settle(function, part, reply)
@@ -349,7 +349,7 @@ class Batch:
             return answer(loaded, deepcopy(self._given(part)), len(part), Exception)
         request = self._pool.request(function, self.body(part))
         try:
-            return exchange(self.workers[:1], [request], self._pool.deadlines_s[function])[0]
+            return self.workers[0].answer(request, self._pool.deadlines_s[function])
         except IsobitError as error:
             raise RunFailed(str(error)) from None
 
@@ -362,20 +362,13 @@ def _failure(reply: Reply) -> _Failure | None:
     return _Failure(reply["raised"]) if "raised" in reply else None
 
 
-def _parts(part: range, halves: bool) -> list[range]:
-    if not halves:
-        return [range(i, i + 1) for i in part]
-    middle = part.start + len(part) // 2
-    return [range(part.start, middle), range(middle, part.stop)]
-
-
 def _excerpt(prompt: Prompt) -> str:
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return repr(text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "...")
 
 
 def _built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedReward | None]:
-    """The rewards by name among the functions. Raises IsobitError for what cannot be used or told apart."""
+    """The rewards by name among the functions. Raises IsobitError for one that cannot be used or has another's name."""
     rewards: list[NamedReward | None] = []
     for spec in functions:
         try:
@@ -389,5 +382,5 @@ def _built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedRewa
     labels = [spec.label for spec in functions]
     twice = [label for label in labels if labels.count(label) > 1]
     if twice:
-        raise IsobitError(f"two reward functions are called {twice[0]!r}; tell them apart by rewards.functions.name")
+        raise IsobitError(f"two reward functions are called {twice[0]!r}; rename one by rewards.functions.name")
     return rewards

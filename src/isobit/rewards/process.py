@@ -90,9 +90,7 @@ class WorkerProcess:
 
     def loaded(self) -> list[dict[str, Any]]:
         """Wait for a spawned worker; what it says about each function. Raises IsobitError if it cannot load them."""
-        while not (through := collect([self])):
-            pass
-        reply = through[0][1]
+        reply = self._reply()
         if isinstance(reply, Death):
             names = " and ".join(repr(reference) for reference in self._references)
             raise IsobitError(f"reward function {names}: {reply.text} while it was imported")
@@ -107,6 +105,22 @@ class WorkerProcess:
             self.kill()
             self.spawn()
             self.loaded()
+
+    def answer(self, request: bytes, deadline_s: float) -> Reply:
+        """The reply to one request. Raises IsobitError if the worker had died and its replacement cannot load."""
+        self.revive()
+        self.begin(request, deadline_s)
+        return self._reply()
+
+    def _reply(self) -> Reply:
+        through: list[tuple[WorkerProcess, Reply]] = []
+        try:
+            while not through:
+                through = collect([self])
+        finally:
+            if not through:  # interrupted: it still owes a reply
+                self.kill()
+        return through[0][1]
 
     @property
     def ready(self) -> bool:

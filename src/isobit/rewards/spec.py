@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from isobit.options import above
+from isobit.options import OptionError, above
 from isobit.rewards import named
 
 OBJECT = "<python>:"
@@ -50,7 +50,7 @@ class RewardSpec:
         if self.by_name:
             return named.build(self.function, self.options, self.deadline_s or deadline_s)
         if self.options:
-            raise named.OptionError("options", "a function of your own takes none; only rewards by name do")
+            raise OptionError(("options",), "a function of your own takes none; only rewards by name do")
         return None
 
 

@@ -8,19 +8,20 @@ trained on. Completions are compared as text: digits and nothing else.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, completion_text, random_words
 from isobit.errors import IsobitError
+from isobit.options import Form, OptionError, at_least, at_most
 from isobit.rewards.spec import RewardSpec
 from isobit.tasks.task import (
+    SEED,
     Task,
     TaskSettings,
     alphabet_of,
-    check_option,
     held_out_size,
-    parse_options,
     refuse_file_settings,
+    task_options,
 )
 
 REWARD = RewardSpec("isobit.tasks.arithmetic:reward", name="correct")
@@ -28,30 +29,24 @@ DEFAULT_TRAIN_SIZE = 20_000
 DEFAULT_HELD_OUT_SIZE = 512
 
 
+def _some_operators(text: str) -> bool:
+    return bool(text) and set(text) <= set("+-*") and len(set(text)) == len(text)
+
+
 @dataclass(frozen=True)
 class ArithmeticOptions:
-    """Operands have `min_digits` (default: `digits`) to `digits` digits; `operators` are from + - *.
+    """Which problems are made."""
 
-    `reverse` writes the digits of the answer from the lowest to the highest, which small models learn faster.
-    `train_size`: default 20,000, or all there are. `seed` decides the problems and the split.
-    """
-
-    digits: int = 3
-    min_digits: int | None = None
-    operators: str = "+"
-    reverse: bool = False
-    train_size: int | None = None
-    seed: int = 0
+    digits: Annotated[int, at_least(1), at_most(8), "most digits of an operand"] = 3
+    min_digits: Annotated[int | None, at_least(1), "fewest digits of an operand; default: `digits`"] = None
+    operators: Annotated[str, Form("some of + - *, each once", _some_operators)] = "+"
+    reverse: Annotated[bool, "the answer's lowest digit first, which small models learn faster"] = False
+    train_size: Annotated[int | None, at_least(1), at_most(2_000_000), "default: 20,000, or all there are"] = None
+    seed: SEED = 0
 
     def __post_init__(self) -> None:
-        check_option("digits", self.digits, 1, 8)
-        if self.min_digits is not None:
-            check_option("min_digits", self.min_digits, 1, self.digits)
-        if not self.operators or set(self.operators) - set("+-*") or len(set(self.operators)) < len(self.operators):
-            raise IsobitError(f"task.options.operators: expected some of + - *, each once, got {self.operators!r}")
-        if self.train_size is not None:
-            check_option("train_size", self.train_size, 1, 2_000_000)
-        check_option("seed", self.seed, 0, 2**63 - 1)
+        if self.min_digits is not None and self.min_digits > self.digits:
+            raise OptionError(("min_digits",), f"must not be above digits, got {self.min_digits} and {self.digits}")
 
     @property
     def low(self) -> int:
@@ -91,7 +86,7 @@ class Problems(Sequence[Example]):
 def load(settings: TaskSettings) -> Task:
     """The task of the given options. The answer is the gold completion."""
     refuse_file_settings(settings)
-    options = parse_options(settings.name, ArithmeticOptions, settings.options)
+    options = task_options(ArithmeticOptions, settings)
     template = settings.prompt_template
     check_template(template)
     held_out, train = problem_numbers(options, held_out_size(settings, DEFAULT_HELD_OUT_SIZE))

@@ -12,19 +12,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, completion_text, random_words
 from isobit.errors import IsobitError
+from isobit.options import OptionError, at_least, at_most
 from isobit.rewards.spec import RewardSpec
 from isobit.tasks.task import (
+    SEED,
     Task,
     TaskSettings,
     alphabet_of,
-    check_option,
     held_out_size,
-    parse_options,
     refuse_file_settings,
+    task_options,
 )
 
 REWARD = RewardSpec("isobit.tasks.countdown:reward", name="correct")
@@ -44,33 +45,26 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class CountdownOptions:
-    """`min_numbers` to `max_numbers` numbers of 1 to `max_number`, target 1 to `max_target`.
+    """Which problems are made, and which expressions solve them."""
 
-    `use_all`: the expression must use every number exactly once, else each at most once. `seed` decides the problems
-    and the split.
-    """
-
-    min_numbers: int = 3
-    max_numbers: int = 4
-    max_number: int = 50
-    max_target: int = 100
-    use_all: bool = True
-    train_size: int = 5_000
-    seed: int = 0
+    min_numbers: Annotated[int, at_least(2), "fewest numbers that are given"] = 3
+    max_numbers: Annotated[int, at_least(2), at_most(8), "most numbers that are given"] = 4
+    max_number: Annotated[int, at_least(2), at_most(10_000), "the largest of them"] = 50
+    max_target: Annotated[int, at_least(2), at_most(1_000_000), "the largest target"] = 100
+    use_all: Annotated[bool, "every number must be used exactly once; else at most once"] = True
+    train_size: Annotated[int, at_least(1), at_most(1_000_000), "problems to train on"] = 5_000
+    seed: SEED = 0
 
     def __post_init__(self) -> None:
-        check_option("max_numbers", self.max_numbers, 2, 8)
-        check_option("min_numbers", self.min_numbers, 2, self.max_numbers)
-        check_option("max_number", self.max_number, 2, 10_000)
-        check_option("max_target", self.max_target, 2, 1_000_000)
-        check_option("train_size", self.train_size, 1, 1_000_000)
-        check_option("seed", self.seed, 0, 2**63 - 1)
+        if self.min_numbers > self.max_numbers:
+            text = f"must not be above max_numbers, got {self.min_numbers} and {self.max_numbers}"
+            raise OptionError(("min_numbers",), text)
 
 
 def load(settings: TaskSettings) -> Task:
     """The task of the given options; a prompt is such as "3 5 7 -> 26: ", or a template with {numbers} and {target}."""
     refuse_file_settings(settings)
-    options = parse_options(settings.name, CountdownOptions, settings.options)
+    options = task_options(CountdownOptions, settings)
     template = settings.prompt_template or "{prompt}"
     check_template(template, ("prompt", "numbers", "target"))
     held = held_out_size(settings, DEFAULT_HELD_OUT_SIZE)

@@ -12,22 +12,19 @@ from pathlib import Path
 from isobit.data.dataset import RESERVED_COLUMNS, Dataset, Example, Shaping, check_template, read_examples, split
 from isobit.data.readers import Source
 from isobit.errors import IsobitError
-from isobit.tasks.task import Task, TaskSettings, check_option, held_out_size, parse_options
+from isobit.tasks.task import SEED, Task, TaskSettings, held_out_size, task_options
 
 
 @dataclass(frozen=True)
 class FileOptions:
     """Options of a task that reads files: `seed` chooses what is cut from `path` as the held-out split."""
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_option("seed", self.seed, 0, 2**63 - 1)
+    seed: SEED = 0
 
 
 def load(settings: TaskSettings) -> Task:
     """A file or directory as a task. Raises IsobitError, with the place, for whatever is wrong with it."""
-    train, held_out = read_splits(settings, parse_options("file", FileOptions, settings.options))
+    train, held_out = read_splits(settings, task_options(FileOptions, settings))
     return Task("file", train, held_out)
 
 

@@ -20,7 +20,7 @@ from isobit.data.dataset import completion_text
 from isobit.errors import IsobitError
 from isobit.rewards.spec import RewardSpec
 from isobit.tasks.files import FileOptions, read_splits
-from isobit.tasks.task import Task, TaskSettings, parse_options
+from isobit.tasks.task import Task, TaskSettings, task_options
 
 INSTRUCTION = "End your answer with #### and the number."
 TEXT_TEMPLATE = f"Question: {{prompt}}\n{INSTRUCTION}\nAnswer:"
@@ -42,7 +42,7 @@ class Gsm8kOptions(FileOptions):
 
 def load(settings: TaskSettings) -> Task:
     """Data with `question` and `answer`, or the columns that the settings name. The answer is gold text too."""
-    options = parse_options("gsm8k", Gsm8kOptions, settings.options)
+    options = task_options(Gsm8kOptions, settings)
     if options.instruction is not None and settings.prompt_template is not None:
         raise IsobitError("task.options.instruction: task.prompt_template says what is asked; write it there")
     template = prompt_template(settings.chat, options.instruction)

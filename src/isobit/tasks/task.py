@@ -1,15 +1,15 @@
 """`Task`: examples to train on and to hold out, how they are scored, and what a supervised warm start learns from.
 
-A task's options are a frozen dataclass, whose fields are the only options.
+A task's options are a frozen dataclass (`isobit.options`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
 
 from isobit.data.dataset import Dataset
-from isobit.errors import IsobitError, did_you_mean
-from isobit.options import Internal, at_least
+from isobit.errors import IsobitError
+from isobit.options import Internal, at_least, at_most, read
 from isobit.rewards.spec import RewardSpec
 
 
@@ -73,26 +73,13 @@ class Task:
     alphabet: str | None = None
 
 
+SEED = Annotated[int, at_least(0), at_most(2**63 - 1), "decides the problems, or what is cut as the held-out split"]
 _Options = TypeVar("_Options")
 
 
-def parse_options(task: str, schema: type[_Options], options: Mapping[str, Any]) -> _Options:
-    """Options of a built-in task, as its frozen dataclass. Raises IsobitError for a wrong name, type or value."""
-    known = {option.name: option.type for option in fields(schema)}  # type: ignore[arg-type]
-    for name, value in options.items():
-        if name not in known:
-            raise IsobitError(f"task.options: {task} has no option {name!r}; {did_you_mean(name, list(known))}")
-        kind: Any = known[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and bool not in (kind, *get_args(kind))):
-            wanted = getattr(kind, "__name__", str(kind)).replace(" | None", "")
-            raise IsobitError(f"task.options.{name}: expected {wanted}, got {value!r}")
-    return schema(**options)
-
-
-def check_option(name: str, value: int, low: int, high: int) -> None:
-    """Raise IsobitError unless low <= value <= high."""
-    if not low <= value <= high:
-        raise IsobitError(f"task.options.{name}: must be from {low} to {high}, got {value}")
+def task_options(schema: type[_Options], settings: TaskSettings) -> _Options:
+    """The task's own options, as its frozen dataclass. Raises IsobitError for a wrong name, type or value."""
+    return read(schema, settings.options, ("task", "options"))
 
 
 def alphabet_of(characters: str) -> str:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
-from isobit.rewards.named import NAMES, OptionError, Unscored, build, markdown
+from isobit.options import OptionError
+from isobit.rewards.named import NAMES, Unscored, build, markdown
 from isobit.rewards.named.math_answer import last_answer
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec, parse_reward
@@ -210,12 +211,12 @@ BAD = [
     ({"function": "format", "options": {"pattern": "x", "flags": "q"}}, "options.flags: expected letters of a, i, m"),
     ({"function": "exact_match", "options": {"extract": "["}}, "options.extract: not a regular expression"),
     ({"function": "exact_match", "options": {"ignore_case": 1}}, "options.ignore_case: expected true or false, got 1"),
-    ({"function": "fuzzy_match", "options": {"threshold": 2}}, "options.threshold: expected from 0 to 1, got 2.0"),
-    ({"function": "math", "options": {"timeout_s": 0}}, "options.timeout_s: expected at least 0.1, got 0.0"),
+    ({"function": "fuzzy_match", "options": {"threshold": 2}}, "options.threshold: expected at most 1, got 2"),
+    ({"function": "math", "options": {"timeout_s": 0}}, "options.timeout_s: expected at least 0.1, got 0"),
     ({"function": "math", "options": {"timeout_s": 40}}, "options.timeout_s: must be below deadline_s, got 40 and 30"),
     ({"function": "math", "deadline_s": 5}, "options.timeout_s: must be below deadline_s, got 5 and 5"),
     ({"function": "length_penalty"}, "options.hard_limit: must be above soft_limit, got 0 and 0"),
-    ({"function": "length_penalty", "options": {"soft_limit": True}}, "options.soft_limit: expected whole number"),
+    ({"function": "length_penalty", "options": {"soft_limit": True}}, "options.soft_limit: expected a whole number"),
     ({"function": "code", "options": {"isolation": "some"}}, "options.isolation: expected namespaces or none, got"),
     ({"function": "code", "options": {"memory_mib": 1}}, "options.memory_mib: expected at least 32, got 1"),
     ({"function": "code", "options": {"column": ""}}, "options.column: expected the name of a column"),

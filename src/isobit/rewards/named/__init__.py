@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.rewards.named.base import NamedReward, OptionError, Unscored, described, parse_options
+from isobit.options import OptionError, options_of, read, type_text
+from isobit.rewards.named.base import NamedReward, Unscored
 from isobit.rewards.named.code import Code
 from isobit.rewards.named.length import LengthPenalty
 from isobit.rewards.named.math_answer import MathAnswer
@@ -31,7 +32,6 @@ _REFERENCE = re.compile(r"([A-Za-z_]\w*)(?::(\{.*\}))?", re.DOTALL)
 __all__ = [
     "NAMES",
     "NamedReward",
-    "OptionError",
     "Unscored",
     "build",
     "is_named",
@@ -67,11 +67,11 @@ def build(name: str, options: Mapping[str, Any], deadline_s: float | None = None
         close = get_close_matches(name, NAMES, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         text = f"unknown reward {name!r}; {hint}by name there are {', '.join(NAMES)}; your own is file.py:function"
-        raise OptionError("function", text)
-    reward = parse_options(NAMES[name], options)
+        raise OptionError(("function",), text)
+    reward = read(NAMES[name], options, ("options",))
     if deadline_s is not None and reward.time_limit_s is not None and reward.time_limit_s >= deadline_s:
         raise OptionError(
-            "options.timeout_s", f"must be below deadline_s, got {reward.time_limit_s:g} and {deadline_s:g}"
+            ("options", "timeout_s"), f"must be below deadline_s, got {reward.time_limit_s:g} and {deadline_s:g}"
         )
     return reward
 
@@ -82,10 +82,10 @@ def markdown() -> str:
     lines += [f"| `{name}` | {_summary(schema)} |" for name, schema in NAMES.items()]
     for name, schema in NAMES.items():
         lines += ["", f"Options of `{name}`:", "", "| option | type | default | |", "|---|---|---|---|"]
-        lines += [
-            f"| `{key}` | {kind} | {f'`{default}`' if default else ''} | {about} |"
-            for key, kind, default, about in described(schema)
-        ]
+        for option in options_of(schema).values():
+            kind = type_text(option.kind).replace(" | ", " or ")
+            default = "" if option.default in (None, "") else f"`{option.default}`"
+            lines.append(f"| `{option.name}` | {kind} | {default.lower()} | {option.text} |")
     return "\n".join(lines) + "\n"
 
 

@@ -17,9 +17,10 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from isobit.rewards.named.base import NamedReward, OptionError, Unscored, option
+from isobit.options import OptionError, at_least, at_most
+from isobit.rewards.named.base import NamedReward, Unscored
 from isobit.rewards.sandbox.launch import Limits, check_cage, harness_source, run_caged
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -30,27 +31,30 @@ _PYTHON = ("python", "python3", "py")
 class Code(NamedReward):
     """The part of the row's tests that the program in the completion passes, run in a sandbox."""
 
-    tests: Literal["asserts", "stdin"] = option(
-        "asserts", "statements run after the program, or pairs of input and output"
+    tests: Annotated[Literal["asserts", "stdin"], "statements run after the program, or pairs of input and output"] = (
+        "asserts"
     )
-    column: str | None = option(
-        None, "column of the tests; default: `tests`, or `inputs` and `outputs`. For stdin one that holds both"
-    )
-    reward: Literal["fraction", "all"] = option("fraction", "the part of the tests passed, or 1 if all are, else 0")
-    timeout_s: float = option(10.0, "seconds for one sample, all its tests together", 0.1)
-    memory_mib: int = option(512, "address space of each process", 32)
-    disk_mib: int = option(16, "files in the working directory, and the largest file", 1)
-    processes: int = option(16, "processes and threads at a time (not under isolation: none)", 1, 4096)
-    packages: bool = option(False, "let programs import the packages installed for this Python")
-    isolation: Literal["namespaces", "none"] = option(
-        "namespaces", "none: no isolation from network, files and processes; only where the programs are trusted"
-    )
+    column: Annotated[
+        str | None, "column of the tests; default: `tests`, or `inputs` and `outputs`. For stdin one that holds both"
+    ] = None
+    reward: Annotated[Literal["fraction", "all"], "the part of the tests passed, or 1 if all are, else 0"] = "fraction"
+    timeout_s: Annotated[float, at_least(0.1), "seconds for one sample, all its tests together"] = 10.0
+    memory_mib: Annotated[int, at_least(32), "address space of each process"] = 512
+    disk_mib: Annotated[int, at_least(1), "files in the working directory, and the largest file"] = 16
+    processes: Annotated[
+        int, at_least(1), at_most(4096), "processes and threads at a time (not under isolation: none)"
+    ] = 16
+    packages: Annotated[bool, "let programs import the packages installed for this Python"] = False
+    isolation: Annotated[
+        Literal["namespaces", "none"],
+        "none: no isolation from network, files and processes; only where the programs are trusted",
+    ] = "namespaces"
 
     chunk_size: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         if self.tests == "asserts" and self.column == "":
-            raise OptionError("options.column", "expected the name of a column")
+            raise OptionError(("column",), "expected the name of a column")
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from isobit.rewards.named.base import NamedReward, OptionError, Unscored, option
+from isobit.options import OptionError, at_least
+from isobit.rewards.named.base import NamedReward, Unscored
 
 
 @dataclass(frozen=True)
@@ -17,16 +18,14 @@ class LengthPenalty(NamedReward):
     the way from soft to hard.
     """
 
-    soft_limit: int = option(0, "the longest completion that pays nothing; required", 0)
-    hard_limit: int = option(0, "the length from which on it pays 1; required", 0)
-    unit: Literal["tokens", "characters"] = option("tokens", "what is counted; tokens include the end of sequence")
-    shape: Literal["linear", "cosine"] = option("linear", "of the way between the limits")
+    soft_limit: Annotated[int, at_least(0), "the longest completion that pays nothing; required"] = 0
+    hard_limit: Annotated[int, at_least(0), "the length from which on it pays 1; required"] = 0
+    unit: Annotated[Literal["tokens", "characters"], "what is counted; tokens include the end of sequence"] = "tokens"
+    shape: Annotated[Literal["linear", "cosine"], "of the way between the limits"] = "linear"
 
     def __post_init__(self) -> None:
         if self.hard_limit <= self.soft_limit:
-            raise OptionError(
-                "options.hard_limit", f"must be above soft_limit, got {self.hard_limit} and {self.soft_limit}"
-            )
+            raise OptionError(("hard_limit",), f"must be above soft_limit, got {self.hard_limit} and {self.soft_limit}")
 
     @property
     def wants_tokens(self) -> bool:

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from isobit.errors import IsobitError
-from isobit.rewards.named.base import NamedReward, Unscored, option
+from isobit.options import at_least, at_most
+from isobit.rewards.named.base import NamedReward, Unscored
 from isobit.rewards.named.text import marked, right_answers
 
 
@@ -28,10 +29,10 @@ class _TimeOut(BaseException):
 class MathAnswer(NamedReward):
     """1 if the last answer of the completion is mathematically equivalent to the right one (math-verify), else 0."""
 
-    answer: str = option("answer", "column of the right answer, or of a list of right answers; LaTeX or plain")
-    timeout_s: float = option(5.0, "seconds for one completion; then it is unscored", 0.1)
-    precision: int = option(6, "decimals to which floating-point numbers are compared", 0, 15)
-    strict: bool = option(True, "math-verify's: do not equate sets with tuples, or variables of different names")
+    answer: Annotated[str, "column of the right answer, or of a list of right answers; LaTeX or plain"] = "answer"
+    timeout_s: Annotated[float, at_least(0.1), "seconds for one completion; then it is unscored"] = 5.0
+    precision: Annotated[int, at_least(0), at_most(15), "decimals to which floating-point numbers are compared"] = 6
+    strict: Annotated[bool, "math-verify's: do not equate sets with tuples, or variables of different names"] = True
 
     chunk_size: ClassVar[int | None] = 1
 

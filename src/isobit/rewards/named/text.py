@@ -4,10 +4,11 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.rewards.named.base import NamedReward, OptionError, Unscored, option
+from isobit.options import OptionError, at_least, at_most
+from isobit.rewards.named.base import NamedReward, Unscored
 
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -16,17 +17,17 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 class Match(NamedReward):
     """What `exact_match` and `fuzzy_match` share: the part of the completion that is compared, and how."""
 
-    answer: str = option("answer", "column of the right answer, or of a list of right answers")
-    extract: str | None = option(
-        None, "regular expression; its last match in the completion is compared: group 1, or all of it"
-    )
-    ignore_case: bool = option(False, "compare in lower case")
-    ignore_space: bool = option(True, "one space for any white space, and none at the ends")
-    ignore_punctuation: bool = option(False, "leave out ASCII punctuation")
+    answer: Annotated[str, "column of the right answer, or of a list of right answers"] = "answer"
+    extract: Annotated[
+        str | None, "regular expression; its last match in the completion is compared: group 1, or all of it"
+    ] = None
+    ignore_case: Annotated[bool, "compare in lower case"] = False
+    ignore_space: Annotated[bool, "one space for any white space, and none at the ends"] = True
+    ignore_punctuation: Annotated[bool, "leave out ASCII punctuation"] = False
 
     def __post_init__(self) -> None:
         if self.extract is not None:
-            compiled("options.extract", self.extract)
+            compiled("extract", self.extract)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -66,7 +67,7 @@ class ExactMatch(Match):
 class FuzzyMatch(Match):
     """1 minus the Levenshtein distance to the answer over the longer length: from 0 to 1."""
 
-    threshold: float = option(0.0, "a lower similarity counts as 0", 0, 1)
+    threshold: Annotated[float, at_least(0), at_most(1), "a lower similarity counts as 0"] = 0.0
 
     def prepare(self) -> None:
         try:
@@ -89,19 +90,19 @@ class FuzzyMatch(Match):
 class Format(NamedReward):
     """1 if the completion matches a regular expression, else 0."""
 
-    pattern: str = option("", "regular expression of Python's `re`; required")
-    match: Literal["full", "search"] = option("full", "the whole completion must match, or some part of it")
-    flags: str = option("s", "letters of inline flags: a, i, m, s, x")
+    pattern: Annotated[str, "regular expression of Python's `re`; required"] = ""
+    match: Annotated[Literal["full", "search"], "the whole completion must match, or some part of it"] = "full"
+    flags: Annotated[str, "letters of inline flags: a, i, m, s, x"] = "s"
 
     def __post_init__(self) -> None:
         if not self.pattern:
-            raise OptionError("options.pattern", "required, such as '<think>.*</think>.*'")
+            raise OptionError(("pattern",), "required, such as '<think>.*</think>.*'")
         if wrong := sorted(set(self.flags) - set("aimsx")):
-            raise OptionError("options.flags", f"expected letters of a, i, m, s, x, got {wrong[0]!r}")
-        compiled("options.pattern", self.pattern, self.flags)
+            raise OptionError(("flags",), f"expected letters of a, i, m, s, x, got {wrong[0]!r}")
+        compiled("pattern", self.pattern, self.flags)
 
     def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
-        pattern = compiled("options.pattern", self.pattern, self.flags)
+        pattern = compiled("pattern", self.pattern, self.flags)
         return float((pattern.fullmatch(text) if self.match == "full" else pattern.search(text)) is not None)
 
 
@@ -110,7 +111,7 @@ def compiled(key: str, pattern: str, flags: str = "") -> re.Pattern[str]:
     try:
         return re.compile(pattern, _flags(flags))
     except re.error as error:
-        raise OptionError(key, f"not a regular expression: {error}") from None
+        raise OptionError((key,), f"not a regular expression: {error}") from None
 
 
 def right_answers(row: Mapping[str, Any], column: str) -> list[str]:
