@@ -9,8 +9,8 @@ import pytest
 from isobit.errors import IsobitError, RunFailed
 from isobit.rewards.exchange import Exchange
 from isobit.rewards.pool import RewardPool
-from isobit.rewards.process import WorkerProcess
 from isobit.rewards.spec import RewardSpec
+from isobit.rewards.worker_process import WorkerProcess
 from tests.rewards.test_process import children, eventually
 
 FUNCTIONS = """

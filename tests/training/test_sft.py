@@ -12,7 +12,7 @@ import yaml
 from isobit.config import load_sft_config
 from isobit.engine import Engine, Sampling
 from isobit.errors import IsobitError, RunFailed
-from isobit.evaluation.measure import Plan, measure
+from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Model
 from isobit.rewards.pool import RewardPool
 from isobit.tasks import TaskSettings, load_task
@@ -55,7 +55,7 @@ def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
     for path in (untrained, out):
         engine = Engine.sized_for(Model.load(path), [e.prompt for e in examples], len(examples), 4)
         with RewardPool(task.rewards) as pool:
-            answered = measure(engine, examples, pool, Plan(4))
+            answered = measure(engine, examples, pool, EvaluationPlan(4))
             accuracy[path] = sum(question.greedy.correct for question in answered) / len(answered)
     assert accuracy[untrained] < 0.2
     assert accuracy[out] > 0.75

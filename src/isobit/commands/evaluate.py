@@ -16,7 +16,7 @@ from isobit.data.dataset import Example
 from isobit.errors import IsobitError
 from isobit.evaluation.comparison import check_same_prompts
 from isobit.evaluation.measure import grade_given, measure, tags_of
-from isobit.evaluation.progress import Progress
+from isobit.evaluation.progress import ProgressLine
 from isobit.evaluation.result import Question, Result, read_result
 from isobit.evaluation.shown import is_saved, show
 from isobit.model import Model
@@ -116,7 +116,7 @@ def _ask(path: Path, config: Config, examples: Sequence[Example], scorer: Scorer
         model.tokenizer.use_template(config.model.chat_template)
     engine = sized_engine(config, model, [e.prompt for e in examples], len(examples) * max(1, plan.num_samples))
     engine.calibrate([example.prompt for example in examples])
-    with Progress(str(path)) as progress:
+    with ProgressLine(str(path)) as progress:
         return measure(engine, examples, held_out_judge(scorer), plan, progress.update)
 
 

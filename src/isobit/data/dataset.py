@@ -20,7 +20,7 @@ from isobit.errors import IsobitError, did_you_mean
 Message = dict[str, str]
 Prompt = str | list[Message]
 
-# Names that a reward function receives from isobit itself; a data column of that name could not be told apart.
+# Names that a reward function receives from isobit itself; a data column may not have such a name.
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 SPLIT_STREAM = 2**64 - 1  # the Philox key's second word for splits; epochs count up from 0 and never get there
 
@@ -181,7 +181,7 @@ def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
 
 def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> str:
     """The role that the prompt is taken from: prompt or messages. Raises IsobitError for a column that is not there
-    or cannot be told apart."""
+    or is ambiguous."""
     for role, column in columns.items():
         if column not in row:
             raise IsobitError(f"{where}: no column {column!r} (task.columns.{role}); {did_you_mean(column, list(row))}")

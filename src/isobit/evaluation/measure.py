@@ -1,4 +1,4 @@
-"""Evaluate a model by a `Plan`: greedy completions, samples, their rewards and answers.
+"""Evaluate a model by a `EvaluationPlan`: greedy completions, samples, their rewards and answers.
 
 Samples depend only on (seed, position of the prompt, index of the sample): the same plan uses the same random numbers
 for every model and every step of a run. Left out: conclusions from the answers (`summary.py`).
@@ -16,7 +16,7 @@ from isobit.evaluation.majority import LARGEST_GROUP
 from isobit.evaluation.result import Graded, Question
 from isobit.rewards.pool import Reward
 
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """What is being done, completions done, completions asked."""
 LARGEST_TAG = 100
 """Values that a tag may have: a column of more is no tag."""
@@ -35,7 +35,7 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What is asked of a model: a greedy completion for each prompt, and `num_samples` samples (0: none) for pass@k and
     maj@k of every k in `ks`. `extract` takes the answer from a completion; `tag` is a column.
 
@@ -82,10 +82,9 @@ def default_ks(num_samples: int) -> tuple[int, ...]:
 
 
 def measure(
-    engine: Engine, examples: Sequence[Example], judge: Judge, plan: Plan, progress: Progress | None = None
+    engine: Engine, examples: Sequence[Example], judge: Judge, plan: EvaluationPlan, progress: OnProgress | None = None
 ) -> tuple[Question, ...]:
-    """Ask, score and extract; `progress` hears what is done. Raises IsobitError for a tag that the examples do not
-    have."""
+    """Ask, score and extract; calls `progress` on the way. Raises IsobitError for a tag that no example has."""
     tags = tags_of(examples, plan.tag)
     prompts = [example.prompt for example in examples]
 
@@ -106,7 +105,7 @@ def measure(
 
 
 def grade_given(
-    examples: Sequence[Example], completions: Sequence[str], judge: Judge, plan: Plan
+    examples: Sequence[Example], completions: Sequence[str], judge: Judge, plan: EvaluationPlan
 ) -> tuple[Question, ...]:
     """Score completions that are given, one for each example."""
     tags = tags_of(examples, plan.tag)
@@ -139,7 +138,9 @@ def tags_of(examples: Sequence[Example], column: str | None) -> list[str | None]
     return list[str | None](values)
 
 
-def _grade(examples: Sequence[Example], completions: Sequence[Completion], judge: Judge, plan: Plan) -> list[Graded]:
+def _grade(
+    examples: Sequence[Example], completions: Sequence[Completion], judge: Judge, plan: EvaluationPlan
+) -> list[Graded]:
     texts = [completion.text for completion in completions]
     ids = [completion.token_ids for completion in completions]
     rewards = judge.score([e.prompt for e in examples], texts, [e.columns for e in examples], ids)

@@ -13,7 +13,7 @@ from isobit.data.dataset import Example
 from isobit.engine import Engine
 from isobit.errors import IsobitError, did_you_mean
 from isobit.evaluation.best import AUTO
-from isobit.evaluation.measure import Judge, Plan, measure, tags_of
+from isobit.evaluation.measure import EvaluationPlan, Judge, measure, tags_of
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import ALL, summarize
 
@@ -28,7 +28,7 @@ class HeldOut:
     engine: Engine
     examples: Sequence[Example]
     judge: Judge
-    plan: Plan
+    plan: EvaluationPlan
 
     def check_metric(self, name: str) -> None:
         """Raises IsobitError unless an evaluation has this metric (and for a tag that the prompts do not have)."""

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.status import Status
 
 
-class Progress:
+class ProgressLine:
     """Use as a context manager, and call `update` with what is being done, completions done, and completions asked."""
 
     def __init__(self, title: str) -> None:
@@ -12,7 +12,7 @@ class Progress:
         self._title = title
         self._status = Status(title, console=console) if console.is_terminal else None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         if self._status is not None:
             self._status.start()
         return self

@@ -14,7 +14,7 @@ from isobit.report.charts import Panel, draw_all
 from isobit.report.document import escaped, html_page
 from isobit.report.intervals import mean_interval
 from isobit.report.panels import with_derived
-from isobit.report.series import Rows, Series, points
+from isobit.report.series import MetricRows, Series, points
 from isobit.report.tables import html_table, text_table
 from isobit.run.directory import METRICS, read_jsonl
 
@@ -35,15 +35,15 @@ PANELS = (
 
 
 @dataclass(frozen=True)
-class Flow:
+class FlowRuns:
     """One precision flow: its name, the metrics of each of its runs, and why runs of it stopped, if they did."""
 
     name: str
-    runs: Sequence[Rows]
+    runs: Sequence[MetricRows]
     failures: Sequence[str]
 
 
-Cell = Callable[[Flow], str]
+Cell = Callable[[FlowRuns], str]
 
 
 def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> str:
@@ -72,7 +72,7 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
     return text
 
 
-def _read(name: str, paths: Sequence[Path]) -> Flow:
+def _read(name: str, paths: Sequence[Path]) -> FlowRuns:
     runs, failures = [], []
     for path in paths:
         outcome = json.loads((path / OUTCOME).read_text(encoding="utf-8"))
@@ -80,10 +80,10 @@ def _read(name: str, paths: Sequence[Path]) -> Flow:
         runs.append([with_derived(row) for row in rows])
         if not outcome["finished"]:
             failures.append(f"{name}, {path.name}: stopped: {outcome['reason']}")
-    return Flow(name, runs, failures)
+    return FlowRuns(name, runs, failures)
 
 
-def _mean_rows(runs: Sequence[Rows]) -> Rows:
+def _mean_rows(runs: Sequence[MetricRows]) -> MetricRows:
     """Per step, the mean over the runs that have the metric, and the lowest and highest of them."""
     gathered: dict[float, dict[str, list[float]]] = {}
     for metric in {name for panel in PANELS for name in panel.metrics}:
@@ -101,7 +101,7 @@ def _mean_rows(runs: Sequence[Rows]) -> Rows:
     return result
 
 
-def _per_run(flow: Flow, metric: str, how: str) -> list[float]:
+def _per_run(flow: FlowRuns, metric: str, how: str) -> list[float]:
     """One number of each run that has the metric: its last value, the mean of its last tenth, its mean, or its sum."""
     found = []
     for rows in flow.runs:
@@ -115,7 +115,7 @@ def _per_run(flow: Flow, metric: str, how: str) -> list[float]:
 
 
 def _number(metric: str, how: str = "mean", form: str = ".4g", scale: float = 1.0) -> Cell:
-    def cell(flow: Flow) -> str:
+    def cell(flow: FlowRuns) -> str:
         values = _per_run(flow, metric, how)
         return format(scale * sum(values) / len(values), form) if values else ""
 
@@ -123,7 +123,7 @@ def _number(metric: str, how: str = "mean", form: str = ".4g", scale: float = 1.
 
 
 def _interval(metric: str, how: str) -> Cell:
-    def cell(flow: Flow) -> str:
+    def cell(flow: FlowRuns) -> str:
         values = _per_run(flow, metric, how)
         if not values:
             return ""
@@ -135,12 +135,12 @@ def _interval(metric: str, how: str) -> Cell:
     return cell
 
 
-def _differing(flow: Flow) -> str:
+def _differing(flow: FlowRuns) -> str:
     differing, compared = (sum(_per_run(flow, f"mismatch/{name}_tokens", "sum")) for name in ("differing", "compared"))
     return f"{differing:,.0f} of {compared:,.0f}" if compared else ""
 
 
-def _runs(flow: Flow) -> str:
+def _runs(flow: FlowRuns) -> str:
     return f"{len(flow.runs) - len(flow.failures)} of {len(flow.runs)}"
 
 
@@ -179,11 +179,11 @@ TABLES: tuple[tuple[str, tuple[tuple[str, Cell], ...]], ...] = (
 )
 
 
-def _cells(columns: Sequence[tuple[str, Cell]], flows: Sequence[Flow]) -> list[list[str]]:
+def _cells(columns: Sequence[tuple[str, Cell]], flows: Sequence[FlowRuns]) -> list[list[str]]:
     return [["preset", *(name for name, _ in columns)], *([f.name, *(cell(f) for _, cell in columns)] for f in flows)]
 
 
-def _values(flow: Flow) -> dict[str, list[float]]:
+def _values(flow: FlowRuns) -> dict[str, list[float]]:
     """What the tables are made of, one number per run."""
     wanted = {
         "reward": ("reward/mean", "end"),

@@ -16,10 +16,10 @@ from isobit.report.charts import draw_all
 from isobit.report.differences import differing, flattened
 from isobit.report.document import embedded, escaped, html_page
 from isobit.report.heatmap import heat_maps, heat_section
-from isobit.report.prompts import prompt_section, prompt_table
 from isobit.report.rollouts import read_rollouts
-from isobit.report.samples import sample_completions
+from isobit.report.selection import sample_completions
 from isobit.report.series import Series, points
+from isobit.report.solved import prompt_section, prompt_table
 from isobit.report.summary import about, headline, summary
 from isobit.report.tables import html_table
 from isobit.run.completions import COMPLETIONS
@@ -73,7 +73,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def run_names(directories: Sequence[Path]) -> list[str]:
-    """The last part of each path; more parts where that would not tell them apart."""
+    """The last part of each path; more parts where these are the same."""
     parts = [directory.resolve().parts for directory in directories]
     for count in range(1, max(len(p) for p in parts) + 1):
         names = ["/".join(p[-count:]) for p in parts]

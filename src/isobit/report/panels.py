@@ -47,7 +47,7 @@ MISMATCH = (
         note="of the step's size, and of the completions",
     ),
     Panel("Experts that differ", ("router/differing_choices",), log=True, note="(token, layer) pairs"),
-    Panel("Mismatch of stale samples", ("staleness/kl_k3",), log=True, note="samples of older weights, told apart"),
+    Panel("Mismatch of stale samples", ("staleness/kl_k3",), log=True, note="samples of older weights only"),
 )
 
 QUANTIZATION = (

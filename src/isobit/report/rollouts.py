@@ -2,7 +2,7 @@
 
 Most rows are read for their text and reward only: their lists of numbers are cut out of the line before it is parsed,
 which is several times faster. The rows that a page shows are read whole (`Rollouts.rows`), by their place: their number
-in the file. Left out: which rows a page shows (`samples.py`).
+in the file. Left out: which rows a page shows (`selection.py`).
 """
 
 import json

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-Rows = Sequence[Mapping[str, float | None]]
+MetricRows = Sequence[Mapping[str, float | None]]
 MOST_POINTS = 360
 """Points of a line at most: about one a pixel."""
 SMOOTHED_FROM = 80
@@ -21,7 +21,7 @@ class Series:
     """One run: its name and the rows of its metrics.jsonl."""
 
     name: str
-    rows: Rows
+    rows: MetricRows
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Line:
         return Line(self.steps, *means).chosen(_even(len(self.steps), MOST_POINTS // 2))
 
 
-def points(rows: Rows, metric: str) -> tuple[list[float], list[float]]:
+def points(rows: MetricRows, metric: str) -> tuple[list[float], list[float]]:
     """(steps, values) where the metric has a finite value."""
     found = [(row["step"], row.get(metric)) for row in rows]
     kept = [(float(s), float(v)) for s, v in found if s is not None and v is not None and math.isfinite(v)]
     return [s for s, _ in kept], [v for _, v in kept]
 
 
-def line(rows: Rows, metric: str) -> Line:
+def line(rows: MetricRows, metric: str) -> Line:
     """A metric, with the band from `metric:low` to `metric:high` where the rows have them."""
     steps, values = points(rows, metric)
     low, high = (dict(zip(*points(rows, f"{metric}:{end}"))) for end in ("low", "high"))

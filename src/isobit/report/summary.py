@@ -5,12 +5,12 @@ from functools import reduce
 
 from isobit.report.differences import flattened
 from isobit.report.document import escaped
-from isobit.report.series import Rows, Series, points
+from isobit.report.series import MetricRows, Series, points
 from isobit.report.tables import html_table
 from isobit.run.directory import CONFIG
 from isobit.run.standstill import Standstill
 
-Line = Callable[[Rows], str]
+Line = Callable[[MetricRows], str]
 
 
 def about(config: str) -> str:
@@ -24,7 +24,7 @@ def about(config: str) -> str:
 def _span(metric: str) -> Line:
     """From its first value to the mean of its last tenth."""
 
-    def line(rows: Rows) -> str:
+    def line(rows: MetricRows) -> str:
         values = points(rows, metric)[1]
         tail = values[-max(1, len(values) // 10) :]
         return f"{values[0]:.3g} → {sum(tail) / len(tail):.3g}" if values else ""
@@ -33,14 +33,14 @@ def _span(metric: str) -> Line:
 
 
 def _single(metric: str, pick: Callable[[Sequence[float]], float]) -> Line:
-    def line(rows: Rows) -> str:
+    def line(rows: MetricRows) -> str:
         values = points(rows, metric)[1]
         return _number(pick(values)) if values else ""
 
     return line
 
 
-def _differing(rows: Rows) -> str:
+def _differing(rows: MetricRows) -> str:
     differing, compared = (points(rows, f"mismatch/{name}_tokens")[1] for name in ("differing", "compared"))
     return f"{sum(differing):,.0f} of {sum(compared):,.0f}" if compared else ""
 

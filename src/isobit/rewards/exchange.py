@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
 from isobit.errors import IsobitError
-from isobit.rewards.process import Reply, WorkerProcess, collect
+from isobit.rewards.worker_process import Reply, WorkerProcess, collect
 
 
 class Exchange:

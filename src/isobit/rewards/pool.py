@@ -27,8 +27,8 @@ from isobit.rewards.exchange import Exchange
 from isobit.rewards.functions import answer, check_reference, loaded_object
 from isobit.rewards.named import NamedReward
 from isobit.rewards.output import MAX_AT_ONCE, Output
-from isobit.rewards.process import Death, Reply, WorkerProcess
 from isobit.rewards.spec import RewardSpec
+from isobit.rewards.worker_process import Death, Reply, WorkerProcess
 
 MAX_DEATHS = 16
 EXCERPT_CHARACTERS = 60

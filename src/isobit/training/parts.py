@@ -19,7 +19,7 @@ from isobit.engine import Calibrator, Engine, Sampling
 from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
-from isobit.evaluation.measure import Judge, Plan, default_ks
+from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
 from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model, RewardModel
@@ -204,10 +204,10 @@ def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldO
     return held_out
 
 
-def evaluation_plan(config: Config) -> Plan:
+def evaluation_plan(config: Config) -> EvaluationPlan:
     """How a run's config asks held-out prompts."""
     evaluation, sampling = config.evaluation, config.sampling
-    return Plan(
+    return EvaluationPlan(
         max_new_tokens=sampling.max_new_tokens,
         num_samples=evaluation.num_samples,
         ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),

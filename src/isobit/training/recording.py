@@ -14,7 +14,7 @@ import numpy as np
 
 from isobit.config import Config
 from isobit.errors import IsobitError
-from isobit.report.samples import best_worst_and_between
+from isobit.report.selection import best_worst_and_between
 from isobit.rl import Group, Sample
 from isobit.rl.learner import Learned
 from isobit.run import completions

@@ -20,7 +20,7 @@ from isobit.config import ArchitectureConfig, SftConfig, dump_config, load_sft_c
 from isobit.data.dataset import Example
 from isobit.engine import Engine
 from isobit.errors import IsobitError, RunFailed
-from isobit.evaluation.measure import Plan, measure
+from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.report.intervals import Estimate, proportion
 from isobit.rewards.pool import RewardPool
@@ -209,5 +209,5 @@ def _accuracy(model: Model, task: Task, config: SftConfig) -> Estimate:
     examples = task.held_out.examples[: config.evaluation.samples]
     engine = Engine.sized_for(model, [e.prompt for e in examples], len(examples), config.max_new_tokens)
     with RewardPool(task.rewards) as pool:
-        answered = measure(engine, examples, pool, Plan(config.max_new_tokens))
+        answered = measure(engine, examples, pool, EvaluationPlan(config.max_new_tokens))
     return proportion(sum(question.greedy.correct for question in answered), len(answered))

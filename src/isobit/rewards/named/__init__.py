@@ -82,7 +82,7 @@ def markdown() -> str:
     lines += [f"| `{name}` | {_summary(schema)} |" for name, schema in NAMES.items()]
     for name, schema in NAMES.items():
         lines += ["", f"Options of `{name}`:", "", "| option | type | default | |", "|---|---|---|---|"]
-        for option in options_of(schema).values():
+        for option in options_of(schema).values():  # type: ignore[arg-type]
             kind = type_text(option.kind).replace(" | ", " or ")
             default = "" if option.default in (None, "") else f"`{option.default}`"
             lines.append(f"| `{option.name}` | {kind} | {default.lower()} | {option.text} |")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from isobit.rewards.pool import RewardPool
-from isobit.rewards.process import MAX_LOG_BYTES, WorkerProcess
 from isobit.rewards.spec import RewardSpec
+from isobit.rewards.worker_process import MAX_LOG_BYTES, WorkerProcess
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
 
@@ -173,7 +173,7 @@ def test_an_interrupt_leaves_no_worker_with_an_unread_reply(file: str, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("isobit.rewards.process.collect", interrupted)
+        patch.setattr("isobit.rewards.worker_process.collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
             worker.answer(request, 5.0)
     assert not worker.ready
