@@ -11,7 +11,7 @@ from isobit.rewards.exchange import Exchange
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import WorkerProcess
-from tests.rewards.test_process import children, eventually
+from tests.rewards.test_worker_process import children, eventually
 
 FUNCTIONS = """
 import os, time
