@@ -63,13 +63,15 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise IsobitError(f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}")
-        assert (self.experts is not None) == (self.family in ("qwen3_moe", "mixtral"))
+        assert (self.experts is not None) == bool(FAMILIES[self.family].experts)
         if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
             raise IsobitError(
                 f"config.json: {self.experts.per_token} experts per token, of {self.experts.count}: expected 1 to all"
             )
         given = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
-        assert given in _variants(self.family), f"a {self.family} of transformers has no such biases and norms: {given}"
+        assert given in FAMILIES[self.family].variants, (
+            f"a {self.family} of transformers has no such biases and norms: {given}"
+        )
 
     @property
     def qkv_size(self) -> int:
@@ -91,8 +93,9 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both know."""
+        family = FAMILIES[self.family]
         values: dict[str, Any] = {
-            "architectures": [FAMILIES[self.family].architecture],
+            "architectures": [family.architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -111,13 +114,13 @@ class ModelConfig:
             "dtype": "float32",
             **self.rope.to_hf(),
         }
-        if self.family == "llama":
-            values |= {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
-        if self.family in ("qwen3", "qwen3_moe"):
-            values |= {"attention_bias": self.qkv_bias}
-        if self.family.startswith("qwen"):
-            values |= {"use_sliding_window": False}
-        return values if self.experts is None else values | _experts_to_hf(self.experts, self.family)
+        if family.attention_bias:
+            values["attention_bias"] = self.qkv_bias
+        if family.mlp_bias:
+            values["mlp_bias"] = self.mlp_bias
+        if family.window.startswith("flag"):
+            values["use_sliding_window"] = False
+        return values if self.experts is None else values | _experts_to_hf(self.experts, family)
 
 
 def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -128,16 +131,16 @@ def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     family = FAMILIES[name]
     _refuse_unsupported(values, where)
     num_heads, hidden = (whole(values, key, where) for key in ("num_attention_heads", "hidden_size"))
-    if name == "llama" and hidden % num_heads:
+    if family.whole_heads and hidden % num_heads:
         raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
     layers = whole(values, "num_hidden_layers", where)
     max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
-    refuse_windows(values, where, layers, max_positions)
+    refuse_windows(values, where, family, layers, max_positions)
     rope = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions)
     head_dim = optional_whole(values, "head_dim", where, family, family.head_dim)
-    if head_dim is None and rope.kind == "yarn" and name == "mixtral":
+    if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
         raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")  # as in transformers
-    bias = name in ("llama", "qwen3", "qwen3_moe") and flag(values, "attention_bias", where)
+    bias = family.attention_bias and flag(values, "attention_bias", where)
     try:
         ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
     except ValueError as error:
@@ -153,10 +156,10 @@ def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         head_dim=head_dim or hidden // num_heads,
         rms_eps=real(values, "rms_norm_eps", where, family.rms_eps),
         rope=rope,
-        qkv_bias=bias or name == "qwen2",
+        qkv_bias=bias or family.qkv_bias,
         o_bias=bias,
-        mlp_bias=name == "llama" and flag(values, "mlp_bias", where),
-        qk_norm=name.startswith("qwen3"),
+        mlp_bias=family.mlp_bias and flag(values, "mlp_bias", where),
+        qk_norm=family.qk_norm,
         tie_embeddings=flag(values, "tie_word_embeddings", where),
         max_positions=max_positions,
         bos_id=_first(ids["bos"]),
@@ -174,7 +177,7 @@ def _experts_from_hf(values: Mapping[str, Any], where: str, family: Family, laye
         raise IsobitError(f"{where}: num_local_experts and num_experts name one number, but differ; keep one of them")
     count = counts.pop()
     per_token = whole(values, "num_experts_per_tok", where, family.experts_per_token)
-    if values["model_type"] == "mixtral":
+    if family.expert_names == "mixtral":
         return Experts(count, per_token, whole(values, "intermediate_size", where))
     step, dense = whole(values, "decoder_sparse_step", where, 1), values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
@@ -188,9 +191,9 @@ def _experts_from_hf(values: Mapping[str, Any], where: str, family: Family, laye
     )
 
 
-def _experts_to_hf(experts: Experts, family: str) -> dict[str, Any]:
+def _experts_to_hf(experts: Experts, family: Family) -> dict[str, Any]:
     values: dict[str, Any] = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
-    if family == "mixtral":
+    if family.expert_names == "mixtral":
         return values
     return values | {
         "num_experts": experts.count,
@@ -212,17 +215,6 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
-
-
-def _variants(family: str) -> list[tuple[bool, bool, bool, bool]]:
-    """The (qkv_bias, o_bias, mlp_bias, qk_norm) that a config.json of the family can express."""
-    if family == "qwen2":
-        return [(True, False, False, False)]
-    if family == "mixtral":
-        return [(False, False, False, False)]
-    if family.startswith("qwen3"):
-        return [(bias, bias, False, True) for bias in (False, True)]
-    return [(bias, bias, mlp, False) for bias in (False, True) for mlp in (False, True)]
 
 
 def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:

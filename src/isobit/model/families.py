@@ -8,20 +8,31 @@ never converted: `"false"` is no boolean and 48.0 no size.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from isobit.errors import IsobitError
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`: the class of its checkpoints, and what stands for a key that config.json leaves out.
+    """One `model_type`: the class of its checkpoints, what its layers have, and what stands for a key that config.json
+    leaves out.
 
     `kv_heads` None is one for each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which
-    null means the same as None here.
+    null means the same as None here. `attention_bias` and `mlp_bias`: whether config.json says if there are any;
+    `qkv_bias`: there always are. `window`: when a layer has a sliding one: never, with the flag use_sliding_window (of
+    some layers, as layer_types or max_window_layers say, or of all), or wherever sliding_window is a number.
+    `expert_names`: of an expert's tensors, as `names.py` lists them.
     """
 
     architecture: str
+    qkv_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: Literal["never", "flag", "flag by layer", "number"] = "never"
+    whole_heads: bool = False  # hidden_size must be a multiple of the heads, also where head_dim is given
+    yarn_needs_head_dim: bool = False
     max_positions: int = 32768
     rope_theta: float = 10000.0
     rms_eps: float = 1e-6
@@ -30,17 +41,43 @@ class Family:
     nullable: tuple[str, ...] = ("num_key_value_heads",)
     experts: int = 0
     experts_per_token: int = 0
+    expert_names: Literal["", "qwen", "mixtral"] = ""
+
+    @property
+    def variants(self) -> list[tuple[bool, bool, bool, bool]]:
+        """The (qkv_bias, o_bias, mlp_bias, qk_norm) that a config.json of the family can express."""
+        attention = (False, True) if self.attention_bias else (False,)
+        mlp = (False, True) if self.mlp_bias else (False,)
+        return [(bias or self.qkv_bias, bias, more, self.qk_norm) for bias in attention for more in mlp]
 
 
 FAMILIES = {
     "llama": Family(
-        "LlamaForCausalLM", max_positions=2048, kv_heads=None, nullable=("num_key_value_heads", "head_dim")
+        "LlamaForCausalLM",
+        attention_bias=True,
+        mlp_bias=True,
+        whole_heads=True,
+        max_positions=2048,
+        kv_heads=None,
+        nullable=("num_key_value_heads", "head_dim"),
     ),
-    "qwen2": Family("Qwen2ForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM", head_dim=128),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", kv_heads=4, nullable=(), experts=128, experts_per_token=8),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, window="flag by layer"),
+    "qwen3": Family("Qwen3ForCausalLM", attention_bias=True, qk_norm=True, window="flag by layer", head_dim=128),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        attention_bias=True,
+        qk_norm=True,
+        window="flag",
+        kv_heads=4,
+        nullable=(),
+        experts=128,
+        experts_per_token=8,
+        expert_names="qwen",
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
+        window="number",
+        yarn_needs_head_dim=True,
         max_positions=131072,
         rope_theta=1e6,
         rms_eps=1e-5,
@@ -48,6 +85,7 @@ FAMILIES = {
         nullable=("head_dim",),
         experts=8,
         experts_per_token=2,
+        expert_names="mixtral",
     ),
 }
 _WINDOW, _WINDOW_FROM_LAYER = 4096, 28  # of Qwen's, where use_sliding_window is true
@@ -88,15 +126,15 @@ def flag(values: Mapping[str, Any], key: str, where: str, default: bool = False)
     return value
 
 
-def refuse_windows(values: Mapping[str, Any], where: str, layers: int, max_positions: int) -> None:
+def refuse_windows(values: Mapping[str, Any], where: str, family: Family, layers: int, max_positions: int) -> None:
     """IsobitError if a layer does not see all earlier positions.
 
     A window of `max_positions` or more hides none: position q sees those above q - window.
     """
     kinds = _layer_kinds(values, where, layers)
-    if "sliding_attention" in kinds and not _may_slide(values, where):
+    if "sliding_attention" in kinds and not _may_slide(values, where, family):
         raise IsobitError(f"{where}: layer_types has sliding_attention, but no window is in use; take full_attention")
-    window = _window(values, where, layers, "sliding_attention" in kinds if kinds else None)
+    window = _window(values, where, family, layers, "sliding_attention" in kinds if kinds else None)
     if window is not None and window < max_positions:
         raise IsobitError(
             f"{where}: sliding-window attention is not supported: sliding_window {window} is below "
@@ -117,24 +155,20 @@ def _layer_kinds(values: Mapping[str, Any], where: str, layers: int) -> list[str
     return kinds
 
 
-def _may_slide(values: Mapping[str, Any], where: str) -> bool:
-    family = values["model_type"]
-    if family.startswith("qwen"):
+def _may_slide(values: Mapping[str, Any], where: str, family: Family) -> bool:
+    if family.window.startswith("flag"):
         return flag(values, "use_sliding_window", where)
-    return family == "mixtral" and values.get("sliding_window") is not None
+    return family.window == "number" and values.get("sliding_window") is not None
 
 
-def _window(values: Mapping[str, Any], where: str, layers: int, listed: bool | None) -> int | None:
-    """The window that some layer has, in tokens. `listed`: whether layer_types has a sliding layer, if it is given.
-
-    Llama has none whatever config.json says; of the others only Qwen2 and Qwen3 heed layer_types.
-    """
-    if not _may_slide(values, where):
+def _window(values: Mapping[str, Any], where: str, family: Family, layers: int, listed: bool | None) -> int | None:
+    """The window that some layer has, in tokens. `listed`: whether layer_types has a sliding layer, if it is given."""
+    if not _may_slide(values, where, family):
         return None
     if values.get("sliding_window", _WINDOW) is None:
         return None
     window = whole(values, "sliding_window", where, _WINDOW)
-    if values["model_type"] in ("qwen2", "qwen3"):
+    if family.window == "flag by layer":
         first = whole(values, "max_window_layers", where, _WINDOW_FROM_LAYER, least=0)
         slides = first < layers if listed is None else listed
         return window if slides else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.model.config import ModelConfig
+from isobit.model.families import FAMILIES
 from isobit.model.transformer import parameter_shapes
 
 _OUTSIDE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
@@ -25,7 +26,7 @@ _INSIDE = {
     "down": ("mlp.down_proj",),
 }
 _MIXTURE = {
-    "qwen3_moe": {
+    "qwen": {
         "router": ("mlp.gate",),
         "gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         "down": ("mlp.experts.{}.down_proj",),
@@ -94,7 +95,7 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         suffix = "bias" if name.endswith("_bias") else "weight"
         heights = {"qkv": qkv, "gate_up": (shape[0] // 2,) * 2}.get(base, (shape[0],))
         if inside or base == "router":
-            modules = [module.format(*inside[1:]) for module in _MIXTURE[config.family][base]]
+            modules = [module.format(*inside[1:]) for module in _MIXTURE[FAMILIES[config.family].expert_names][base]]
         else:
             modules = list(_INSIDE[base])
         names = [f"model.layers.{index}.{module}.{suffix}" for module in modules]

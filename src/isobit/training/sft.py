@@ -22,6 +22,7 @@ from isobit.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
+from isobit.model.families import FAMILIES
 from isobit.report.intervals import Estimate, proportion
 from isobit.rewards.pool import RewardPool
 from isobit.rl import learning_rate
@@ -130,8 +131,8 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         num_kv_heads=init.num_kv_heads or init.num_heads,
         head_dim=init.head_dim or init.hidden_size // init.num_heads,
         rope=Rope(init.rope_theta),
-        qkv_bias=init.family == "qwen2",
-        qk_norm=init.family.startswith("qwen3"),
+        qkv_bias=FAMILIES[init.family].qkv_bias,
+        qk_norm=FAMILIES[init.family].qk_norm,
         tie_embeddings=init.tie_embeddings,
         max_positions=init.max_positions,
         eos_ids=tokenizer.eos_ids,
