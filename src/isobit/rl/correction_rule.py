@@ -55,8 +55,8 @@ class CorrectionRule:
     `weight`: none (1), token (exp(lr)) or sequence (exp of the sum of lr, for all its tokens); clamped to [`floor`,
     `cap`]; with `normalize` divided by its mean over the batch before anything is rejected: over all tokens, or, for
     weights of sequences, over all sequences that have tokens. `rejection`, and `veto`: a sequence is rejected if any of
-    its tokens has a ratio below it. `denominator`: the loss is averaged over all tokens, or over those that are kept, and
-    then a penalty in the loss is too (veRL, whose mask of the response loses what is rejected)."""
+    its tokens has a ratio below it. `denominator`: the loss is averaged over all tokens, or over those that are kept,
+    and then a penalty in the loss is too (veRL, whose mask of the response loses what is rejected)."""
 
     weight: Annotated[str, OneOf(WEIGHTS)] = "none"
     cap: Annotated[float | None, above(0), "largest weight; default: none"] = None
