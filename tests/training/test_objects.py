@@ -4,7 +4,7 @@ import asyncio
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 
 from isobit import IsobitError, cli, resume, train
 from isobit.errors import RunFailed
+from isobit.rl import Sample
+from isobit.rl.advantages import Advantage
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.objects import NO_OBJECTS, Given
@@ -176,6 +178,41 @@ def test_what_a_callback_raises_ends_the_run_as_it_is(tmp_path: Path, base_model
     assert resume(tmp_path / "run", rewards=digits, data=ROWS).metrics[-1]["step"] == 4
 
 
+def test_what_a_measure_returns_is_logged_and_learning_is_the_same(tmp_path: Path, base_model: Path) -> None:
+    def longest(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> dict[str, float]:
+        assert len(samples) == len(advantages)
+        return {"longest": max(len(sample.completion_ids) for sample in samples), "count/all": len(samples)}
+
+    with_measure = train(settings(tmp_path, base_model), rewards=digits, data=ROWS, measures=longest)
+    without = train(settings(tmp_path, base_model, "without"), rewards=digits, data=ROWS)
+    for row in with_measure.metrics:
+        assert row["custom/count/all"] == 16
+        assert row["custom/longest"] >= row["length/mean"]
+    same = [{**fingerprint(result.run_dir), "metrics": ""} for result in (with_measure, without)]
+    assert same[0] == same[1]
+    assert not any(name.startswith("custom/") for row in without.metrics for name in row)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (3, "measures: measure: returned int, expected a mapping of names to numbers"),
+        ({"a b": 1.0}, "metric 'a b': expected letters, digits, _, - and /"),
+        ({"text": "long"}, "metric 'text' is 'long', expected a number"),
+    ],
+)
+def test_a_measure_that_cannot_be_logged_ends_the_run_in_one_line(
+    tmp_path: Path, base_model: Path, returned: Any, message: str
+) -> None:
+    def measure(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> Any:
+        return returned
+
+    with pytest.raises(RunFailed) as caught:
+        train(settings(tmp_path, base_model), rewards=digits, data=ROWS, measures=[measure])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def mistakes() -> list[tuple[dict[str, Any], str]]:
     return [
         ({"rewards": 3}, "rewards: expected functions, reward(prompts, completions, **columns)"),
@@ -198,6 +235,7 @@ def mistakes() -> list[tuple[dict[str, Any], str]]:
         ({"data": []}, "data: no examples in it"),
         ({"held_out": [{"prompt": "1"}]}, "held_out, row 1"),
         ({"callbacks": [3]}, "callbacks: expected functions on_step(step, metrics), got 3"),
+        ({"measures": [3]}, "measures: expected functions measure(samples, advantages) -> numbers by name, got 3"),
     ]
 
 

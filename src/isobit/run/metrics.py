@@ -56,6 +56,7 @@ METRICS: dict[str, str] = {
     "correction/largest_ratio": "largest weight before truncation",
     "correction/effective_sample_size": "1 / mean((w / mean w)²) of the truncated weights (veRL)",
     "correction/effective_sample_size_untruncated": "the same of the untruncated weights, where heavy tails show",
+    "custom/*": "a number that one of the `measures` given to `train` returned",
     "shadow/ratio_error_*": "mean |log ratio under the flow - in BF16|, of positive or negative advantage",
     "shadow/ratio_bias_*": "the same without the absolute value",
     "shadow/clipped_by_noise_*": "tokens that the clip cuts under the flow, and would not cut in BF16",

@@ -10,6 +10,7 @@ from isobit.rl.correction import small_step
 from isobit.rl.learner import Learned
 from isobit.training.agreement import failure, warning_of
 from isobit.training.context import Context
+from isobit.training.objects import Measure, measured
 from isobit.training.quantization import LearnerTotals
 from isobit.training.statistics import recorded
 
@@ -17,8 +18,8 @@ from isobit.training.statistics import recorded
 class Learning:
     """`from_rollouts`: the run learns from what another one recorded."""
 
-    def __init__(self, context: Context, from_rollouts: bool) -> None:
-        self._context, self._from_rollouts = context, from_rollouts
+    def __init__(self, context: Context, measures: Sequence[Measure], from_rollouts: bool) -> None:
+        self._context, self._measures, self._from_rollouts = context, measures, from_rollouts
         self._warned = False
         self.totals: LearnerTotals
         """How activations and gradients of the present step are quantized."""
@@ -28,6 +29,8 @@ class Learning:
         the learner where the flow promises that they do not."""
         parts, state, saver = self._context.parts, self._context.state, self._context.saver
         meter, step = self._context.meter, state.step + 1
+        for measure in self._measures:
+            meter.metrics |= measured(measure, samples, advantages)
         parts.sleep()
         self.totals = LearnerTotals(parts.model)
         due = recorded(step, parts.config.run.quantization_every)

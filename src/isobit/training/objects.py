@@ -1,21 +1,24 @@
-"""What a run takes as Python objects: reward functions, rows of data, and callbacks, as in a notebook.
+"""What a run takes as Python objects: reward functions, rows of data, callbacks and measures, as in a notebook.
 
 A run keeps its config in a file, where objects have no place. Names stand for them there, `<python>:NAME` for a reward
 function and `<python>:HASH` for rows, so that a run that goes on needs the objects again, and refuses others. Callbacks
-change nothing that is recorded, and leave no name. Left out: how functions are called (`rewards/pool.py`).
+and measures change nothing that is learned, and leave no name. Left out: how functions are called (`rewards/pool.py`).
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isobit.config import Config, parse_config
 from isobit.data.arrow_rows import plain
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RunFailed
 from isobit.options import plain as plain_values
 from isobit.rewards.spec import OBJECT
+from isobit.rl import Sample
+from isobit.rl.advantages import Advantage
 
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Sequence[RewardFunction | str | tuple[RewardFunction | str, float]]
@@ -24,6 +27,9 @@ Rows = Iterable[Mapping[str, Any] | str]
 """Rows of data: mappings of columns, or prompts."""
 OnStep = Callable[[int, Mapping[str, float]], object]
 """Called after every step with its number and its row of metrics.jsonl; what it returns is dropped."""
+Measure = Callable[[Sequence[Sample], Sequence[Advantage]], Mapping[str, float]]
+"""Numbers to log of the samples that a step learns from and their advantages, one of a completion or one for each of
+its trained tokens: name to value."""
 _SIGNATURE = "reward(prompts, completions, **columns) -> list of numbers"
 
 
@@ -34,6 +40,7 @@ class Objects:
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
     rows: Mapping[str, Sequence[dict[str, Any]]] = field(default_factory=dict)
     callbacks: Sequence[OnStep] = ()
+    measures: Sequence[Measure] = ()
 
     def require(self, config: Config) -> None:
         """Raise IsobitError if the config speaks of an object that is not here."""
@@ -61,6 +68,7 @@ class Given:
     data: Rows | None = None
     held_out: Rows | None = None
     callbacks: Sequence[OnStep] = ()
+    measures: Sequence[Measure] = ()
 
     def into(self, config: Config) -> tuple[Config, Objects]:
         """(the config with the objects' names in it, the objects). Raises IsobitError for what is no reward, row or
@@ -78,7 +86,12 @@ class Given:
             found = _rows(table, what)
             name = f"{OBJECT}{_digest(found)}"
             rows[name], values["task"][key] = found, name
-        return parse_config(Config, values, "settings"), Objects(functions, rows, _callbacks(self.callbacks))
+        return parse_config(Config, values, "settings"), Objects(
+            functions,
+            rows,
+            _functions(self.callbacks, "callbacks", "on_step(step, metrics)"),
+            _functions(self.measures, "measures", "measure(samples, advantages) -> numbers by name"),
+        )
 
     def again(self, config: Config) -> Objects:
         """The objects for the names in the config of a run that goes on. Raises IsobitError for others than it began
@@ -105,6 +118,28 @@ class Given:
         return [(key, what, table) for key, what, table in both if table is not None]
 
 
+def measured(measure: Measure, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> dict[str, float]:
+    """What a measure returns, by the names that it is logged under. Raises RunFailed for what cannot be logged."""
+    what = f"measures: {_name(measure)}"
+    try:
+        found = measure(samples, advantages)
+    except Exception as error:  # the user's function may raise anything
+        raise RunFailed(f"{what}: {type(error).__name__}: {error}") from None
+    if not isinstance(found, Mapping):
+        raise RunFailed(f"{what}: returned {type(found).__name__}, expected a mapping of names to numbers")
+    for name, value in found.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w/-]+", name):
+            raise RunFailed(f"{what}: metric {name!r}: expected letters, digits, _, - and /")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise RunFailed(f"{what}: metric {name!r} is {value!r}, expected a number")
+    return {f"custom/{name}": float(value) for name, value in found.items()}
+
+
+def _name(function: Callable[..., Any]) -> str:
+    inner = getattr(function, "func", function)  # of functools.partial
+    return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
+
+
 def _names(config: Config) -> list[str]:
     """The names of objects in a config."""
     paths = [path for path in (config.task.path, config.task.held_out_path) if path is not None]
@@ -128,8 +163,7 @@ def _reward(given: object, functions: dict[str, RewardFunction]) -> dict[str, An
         return {"function": function, "weight": weight}
     if not callable(function) or isinstance(function, type):
         raise IsobitError(f"rewards: expected functions, {_SIGNATURE}, got {function!r}")
-    inner = getattr(function, "func", function)  # of functools.partial
-    name = str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
+    name = _name(function)
     if f"{OBJECT}{name}" in functions:
         raise IsobitError(f"rewards: two functions are called {name!r}; give each a name of its own with def")
     functions[f"{OBJECT}{name}"] = function
@@ -157,10 +191,10 @@ def _digest(rows: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _callbacks(callbacks: Sequence[OnStep]) -> Sequence[OnStep]:
-    if callable(callbacks):
-        return (callbacks,)
-    for callback in callbacks:
-        if not callable(callback):
-            raise IsobitError(f"callbacks: expected functions on_step(step, metrics), got {callback!r}")
-    return tuple(callbacks)
+def _functions(given: Any, what: str, form: str) -> Sequence[Callable[..., Any]]:
+    """One function or several."""
+    listed = (given,) if callable(given) else tuple(given)
+    for function in listed:
+        if not callable(function):
+            raise IsobitError(f"{what}: expected functions {form}, got {function!r}")
+    return listed

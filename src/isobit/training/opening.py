@@ -27,7 +27,7 @@ def open_session(config: Config, objects: Objects, *, quiet: bool) -> Session:
     runs.refuse_existing(Path(config.run.dir))
     parts = open_parts(config, quiet=quiet, objects=objects)
     run = Run.create(Path(config.run.dir), dump_config(parts.config))
-    return Session(parts, run, State(), quiet=quiet, callbacks=objects.callbacks)
+    return Session(parts, run, State(), quiet=quiet, objects=objects)
 
 
 def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet: bool) -> Session:
@@ -40,7 +40,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         parts = open_parts(config, quiet=quiet, objects=objects)
         run = Run(run_dir, runs.NOTHING_WRITTEN, dump_config(config))
-        return Session(parts, run, State(), quiet=quiet, callbacks=objects.callbacks)
+        return Session(parts, run, State(), quiet=quiet, objects=objects)
     path = runs.newest_checkpoint(run_dir)
     parts = open_parts(config, quiet=quiet, checkpoint=path, objects=objects)
     counted = load_state(path, parts)
@@ -51,7 +51,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     run = Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config))
-    session = Session(parts, run, state, quiet=quiet, callbacks=objects.callbacks)
+    session = Session(parts, run, state, quiet=quiet, objects=objects)
     session.saver.saved_step = state.step
     session.best.restore(counted.get("best"))
     return session

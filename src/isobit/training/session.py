@@ -1,7 +1,7 @@
 """An open run: what the loop of `loop.py` works with, put together, and what is due before its first step and after its
 last. Left out: how it is opened (`opening.py`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ from isobit.training.context import Context
 from isobit.training.learning import Learning
 from isobit.training.lengths import endless
 from isobit.training.meter import Meter
-from isobit.training.objects import OnStep
+from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.plan import too_large
 from isobit.training.policy import Policy
@@ -38,7 +38,7 @@ class Session:
         *,
         quiet: bool,
         recorded: Iterator[list[Group]] | None = None,
-        callbacks: Sequence[OnStep] = (),
+        objects: Objects = NO_OBJECTS,
     ) -> None:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
         self.model, self.objective = parts.model, parts.objective
@@ -60,11 +60,11 @@ class Session:
         self.saver = Saver(parts, run, state, self.best, meter)
         context = Context(parts, run, state, meter, self.display, self.saver)
         self.policy = Policy(context)
-        self.learning = Learning(context, from_rollouts=recorded is not None)
+        self.learning = Learning(context, objects.measures, from_rollouts=recorded is not None)
         source: Rollouts = Recorded(recorded) if recorded is not None else Sampled(context)
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
         self.rollouts = Replayed(Ahead(source, state, ahead), state, parts.replay)
-        self.recorder = Recorder(context, self.policy, self.learning, self.trackers, callbacks)
+        self.recorder = Recorder(context, self.policy, self.learning, self.trackers, objects.callbacks)
         self._stack = ExitStack()
 
     def __enter__(self) -> "Session":

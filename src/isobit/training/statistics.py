@@ -19,7 +19,7 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
     groups = batch.scored or batch.groups
     samples = [sample for group in groups for sample in group]
     rewards = [s.reward for s in samples if s.reward is not None]
-    lengths = [len(s.completion_ids) for s in samples]
+    lengths = [s.num_trained for s in samples]
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": _deviation(rewards),

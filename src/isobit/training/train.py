@@ -9,7 +9,7 @@ from typing import Any
 from isobit.config import Config, load_config
 from isobit.run.directory import METRICS, read_jsonl
 from isobit.training.loop import training_loop
-from isobit.training.objects import Given, OnStep, Rewards, Rows
+from isobit.training.objects import Given, Measure, OnStep, Rewards, Rows
 from isobit.training.opening import open_replay, open_resumed, open_session
 from isobit.training.session import Session
 
@@ -31,17 +31,20 @@ def train(
     data: Rows | None = None,
     held_out: Rows | None = None,
     callbacks: Sequence[OnStep] = (),
+    measures: Sequence[Measure] = (),
     quiet: bool = True,
 ) -> TrainResult:
     """Train in a new run directory, as a config says: one that was loaded, a YAML file, or a mapping of settings.
 
     `rewards`, `data` and `held_out` may be objects instead of files: functions, alone or in pairs with a weight, and
     rows, each a mapping of columns or a prompt. Functions that are objects are called in this process, without a
-    deadline. Each of the `callbacks` is called as `on_step(step, metrics)` after every step.
+    deadline. Each of the `callbacks` is called as `on_step(step, metrics)` after every step. Each of the `measures` is
+    called as `measure(samples, advantages)` before a step learns from them, and returns numbers by name, which are
+    logged as `custom/NAME`.
 
     Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run that had to stop.
     """
-    loaded, objects = Given(rewards, data, held_out, callbacks).into(load_config(config, overrides))
+    loaded, objects = Given(rewards, data, held_out, callbacks, measures).into(load_config(config, overrides))
     with open_session(loaded, objects, quiet=quiet) as session:
         return _run(session)
 
@@ -54,6 +57,7 @@ def resume(
     data: Rows | None = None,
     held_out: Rows | None = None,
     callbacks: Sequence[OnStep] = (),
+    measures: Sequence[Measure] = (),
     quiet: bool = True,
 ) -> TrainResult:
     """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
@@ -62,7 +66,7 @@ def resume(
     The objects that the run began with must be given again. `overrides` may change steps, on_mismatch, run.* and
     tracking.* (except run.dir).
     """
-    given = Given(rewards, data, held_out, callbacks)
+    given = Given(rewards, data, held_out, callbacks, measures)
     with open_resumed(Path(run_dir), overrides, given, quiet=quiet) as session:
         return _run(session)
 
