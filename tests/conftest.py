@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels then run on the CPU, slowly
 
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from tests.order import longest_first
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -66,6 +67,17 @@ def gsm8k_test() -> Path:
     if not path.is_file():
         pytest.skip(f"the data file {path} is not here")
     return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under several workers, the long tests first."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        items[:] = longest_first(items, workers, lambda item: str(item.path), _is_slow)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2

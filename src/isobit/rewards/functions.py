@@ -104,11 +104,12 @@ def split_reference(reference: str, what: str = "reward function") -> tuple[str,
     return home, function
 
 
-def check_reference(reference: str) -> None:
-    """Raise IsobitError for a reference of a wrong form or a file that is not there, without importing anything."""
-    home, _ = split_reference(reference)
+def check_reference(reference: str, what: str = "reward function") -> tuple[str, str]:
+    """`split_reference`, without importing anything. Raises IsobitError also for a file that is not there."""
+    home, function = split_reference(reference, what)
     if home.endswith(".py") and not Path(home).is_file():
-        raise IsobitError(f"reward function {reference!r}: no file {home}")
+        raise IsobitError(f"{what} {reference!r}: no file {home}")
+    return home, function
 
 
 def load_function(reference: str) -> LoadedFunction:
@@ -123,9 +124,7 @@ def load_function(reference: str) -> LoadedFunction:
 def find_function(reference: str, what: str = "reward function") -> tuple[Callable[..., Any], str]:
     """(the function that a reference names, its file), imported. Raises IsobitError for whatever goes wrong on the way;
     `what` it is, in errors."""
-    home, name = split_reference(reference, what)
-    if home.endswith(".py") and not Path(home).is_file():
-        raise IsobitError(f"{what} {reference!r}: no file {home}")
+    home, name = check_reference(reference, what)
     try:
         module = _import_file(Path(home)) if home.endswith(".py") else _import_module(home)
     except BaseException as error:  # the user's module may raise anything while it is imported, also SystemExit
