@@ -10,7 +10,7 @@ import pytest
 
 from isobit.cli.completion import schema_keys
 from isobit.config import CompareConfig, Config, SftConfig, parse_config
-from isobit.options import options_of, sections, type_text
+from isobit.options.declare import options_of, sections, type_text
 from isobit.options.precisions import PRECISIONS
 from isobit.precision import PRESETS as FLOWS
 from isobit.precision import precision_from

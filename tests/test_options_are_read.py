@@ -15,7 +15,7 @@ import isobit
 from isobit import train
 from isobit.commands.compare import compare
 from isobit.config import CompareConfig, Config, SftConfig, load_compare_config, load_config, load_sft_config
-from isobit.options import options_of, plain, sections
+from isobit.options.declare import options_of, plain, sections
 from isobit.training.sft import supervised_run
 from tests.runs import write_config
 from tests.training.test_scoring import reward_model

@@ -66,7 +66,7 @@ def consistencies(incomplete: str) -> list[str]:
 
 def schema_keys(schema: type, prefix: str = "") -> Iterator[Key]:
     """Every dotted key of a config that takes a value, and those of its sections; not those of sections in a list."""
-    from isobit.options import choices, members, options_of
+    from isobit.options.declare import choices, members, options_of
 
     for name, option in options_of(schema).items():
         inner = [kind for kind in members(option.kind) if isinstance(kind, type) and is_dataclass(kind)]

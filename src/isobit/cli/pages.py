@@ -53,7 +53,7 @@ def track(
     isobit track runs/quickstart tracking.trackers=[wandb] tracking.wandb.entity=mine
     """
     from isobit.config import load_config
-    from isobit.options import plain
+    from isobit.options.declare import plain
     from isobit.run.directory import CONFIG, require_run
     from isobit.trackers.process import send_run
 

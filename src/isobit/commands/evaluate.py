@@ -20,7 +20,7 @@ from isobit.evaluation.progress import ProgressLine
 from isobit.evaluation.result import Question, Result, read_result
 from isobit.evaluation.shown import is_saved, show
 from isobit.model import Model
-from isobit.options import plain
+from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
 from isobit.run import directory as runs
 from isobit.tasks import Task, load_task

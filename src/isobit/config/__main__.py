@@ -3,7 +3,7 @@
 from dataclasses import is_dataclass
 
 from isobit.config.schema import CompareConfig, Config, SftConfig
-from isobit.options import REQUIRED, Option, options_of, sections, type_text
+from isobit.options.declare import REQUIRED, Option, options_of, sections, type_text
 
 _HEAD = """# Configuration
 

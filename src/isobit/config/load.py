@@ -16,7 +16,8 @@ from isobit.config.reading import Source, read_source
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.config.sections import RewardsConfig
 from isobit.errors import IsobitError
-from isobit.options import OptionError, plain, read
+from isobit.options.declare import plain
+from isobit.options.reading import OptionError, read
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from isobit.config.elsewhere import counterpart
-from isobit.options import OptionError, UnknownOption, options_of, sections
+from isobit.options.declare import options_of, sections
+from isobit.options.reading import OptionError, UnknownOption
 
 
 def describe(error: OptionError, schema: type) -> str:

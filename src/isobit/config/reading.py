@@ -13,7 +13,7 @@ import yaml
 from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
 from isobit.errors import IsobitError
-from isobit.options import plain
+from isobit.options.declare import plain
 from isobit.rl.objective import without_preset
 
 Source = str | Path | Mapping[str, Any] | Config | SftConfig

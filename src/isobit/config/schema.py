@@ -25,7 +25,8 @@ from isobit.config.sections import (
 )
 from isobit.config.tracking import TrackingConfig, without_credentials
 from isobit.errors import IsobitError
-from isobit.options import Before, OptionError, above, at_least, at_most, below, text_as
+from isobit.options.declare import Before, above, at_least, at_most, below, text_as
+from isobit.options.reading import OptionError
 from isobit.rl.correction_rule import CorrectionRule
 from isobit.rl.objective import Objective, with_preset
 from isobit.rl.replay import ReplaySettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.options import Such, Suggested, above, at_least, at_most, text_as
+from isobit.options.declare import Such, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
 from isobit.rewards.spec import RewardSpec
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.options import OneOf, OptionError, above, at_least
+from isobit.options.declare import OneOf, above, at_least
+from isobit.options.reading import OptionError
 from isobit.trackers.table import TRACKERS
 
 _CREDENTIALS = {

@@ -27,7 +27,7 @@ from typing import Any
 
 from isobit.data.dataset import completion_text
 from isobit.errors import IsobitError
-from isobit.options import OptionError
+from isobit.options.reading import OptionError
 from isobit.rewards import named
 
 

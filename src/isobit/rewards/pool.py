@@ -22,7 +22,7 @@ from typing import Any
 
 from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError, RunFailed, did_you_mean
-from isobit.options import OptionError
+from isobit.options.reading import OptionError
 from isobit.rewards.exchange import Exchange
 from isobit.rewards.functions import answer, check_reference, loaded_object
 from isobit.rewards.named import NamedReward

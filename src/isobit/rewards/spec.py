@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from isobit.options import OptionError, above
+from isobit.options.declare import above
+from isobit.options.reading import OptionError
 from isobit.rewards import named
 
 OBJECT = "<python>:"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from isobit.errors import IsobitError
-from isobit.options import OneOf, above, at_least, below
+from isobit.options.declare import OneOf, above, at_least, below
 
 DENOMINATORS = ("all", "kept")
 WEIGHTS = ("none", "token", "sequence")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from isobit.options import Form, Internal, OneOf, above, at_least, at_most
+from isobit.options.declare import Form, Internal, OneOf, above, at_least, at_most
 from isobit.rewards.functions import split_reference
 from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
 

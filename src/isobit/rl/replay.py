@@ -13,7 +13,7 @@ from statistics import pstdev
 from typing import Annotated
 
 from isobit.errors import IsobitError
-from isobit.options import above, at_least
+from isobit.options.declare import above, at_least
 from isobit.rl.advantages import has_spread
 from isobit.rl.samples import Group
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from isobit.options import Internal, above, at_least, at_most, below
+from isobit.options.declare import Internal, above, at_least, at_most, below
 
 Beta = Annotated[float, at_least(0), below(1)]
 

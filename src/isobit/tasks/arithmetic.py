@@ -12,7 +12,8 @@ from typing import Annotated, Any, overload
 
 from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, completion_text, random_words
 from isobit.errors import IsobitError
-from isobit.options import Form, OptionError, at_least, at_most
+from isobit.options.declare import Form, at_least, at_most
+from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
 from isobit.tasks.task import (
     SEED,

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, completion_text, random_words
 from isobit.errors import IsobitError
-from isobit.options import OptionError, at_least, at_most
+from isobit.options.declare import at_least, at_most
+from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
 from isobit.tasks.task import (
     SEED,

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from isobit.data.dataset import Dataset
 from isobit.errors import IsobitError
-from isobit.options import Internal, at_least, at_most, read
+from isobit.options.declare import Internal, at_least, at_most
+from isobit.options.reading import read
 from isobit.rewards.spec import RewardSpec
 
 

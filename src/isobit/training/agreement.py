@@ -7,7 +7,7 @@ from pathlib import Path
 from isobit.config import Config, load_config
 from isobit.errors import NonFiniteError, RunFailed
 from isobit.inspection.locate import locate
-from isobit.options import options_of
+from isobit.options.declare import options_of
 from isobit.rl.agreement import Disagreement
 from isobit.rl.learner import Learner
 from isobit.rl.packing import micro_batches

@@ -15,7 +15,7 @@ from typing import Any
 from isobit.config import Config, parse_config
 from isobit.data.arrow_rows import plain
 from isobit.errors import IsobitError, RunFailed
-from isobit.options import plain as plain_values
+from isobit.options.declare import plain as plain_values
 from isobit.rewards.spec import OBJECT
 from isobit.rl import Sample
 from isobit.rl.advantages import Advantage

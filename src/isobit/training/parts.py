@@ -24,7 +24,7 @@ from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model, RewardModel
 from isobit.model.checkpoint import save_tensors
-from isobit.options import plain
+from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
 from isobit.rl import Objective, for_precision
 from isobit.rl.functions import check_functions, digests

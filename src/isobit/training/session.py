@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from isobit.evaluation.best import Best
-from isobit.options import plain
+from isobit.options.declare import plain
 from isobit.report import write_report
 from isobit.rl import Group
 from isobit.run import directory as runs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
-from isobit.options import OptionError
+from isobit.options.reading import OptionError
 from isobit.rewards.named import NAMES, Unscored, build, markdown
 from isobit.rewards.named.math_answer import last_answer
 from isobit.rewards.pool import RewardPool

@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.options import OptionError, options_of, read, type_text
+from isobit.options.declare import options_of, type_text
+from isobit.options.reading import OptionError, read
 from isobit.rewards.named.base import NamedReward, Unscored
 from isobit.rewards.named.code import Code
 from isobit.rewards.named.length import LengthPenalty

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from isobit.options import OptionError, at_least, at_most
+from isobit.options.declare import at_least, at_most
+from isobit.options.reading import OptionError
 from isobit.rewards.named.base import NamedReward, Unscored
 from isobit.rewards.sandbox.launch import Limits, check_cage, harness_source, run_caged
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from isobit.options import OptionError, at_least
+from isobit.options.declare import at_least
+from isobit.options.reading import OptionError
 from isobit.rewards.named.base import NamedReward, Unscored
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Annotated, Any, ClassVar
 
 from isobit.errors import IsobitError
-from isobit.options import at_least, at_most
+from isobit.options.declare import at_least, at_most
 from isobit.rewards.named.base import NamedReward, Unscored
 from isobit.rewards.named.text import marked, right_answers
 

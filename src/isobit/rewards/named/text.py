@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.options import OptionError, at_least, at_most
+from isobit.options.declare import at_least, at_most
+from isobit.options.reading import OptionError
 from isobit.rewards.named.base import NamedReward, Unscored
 
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
