@@ -14,28 +14,21 @@ opened (`opening.py`), and each verb itself (`policy.py`, `rollouts.py`, `learni
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from isobit.rl.collect import StepBatch, assign_credit
+from isobit.rl.objective import Objective
 from isobit.rl.samples import Group
-
-if TYPE_CHECKING:
-    from isobit.training.session import Session
-
-
-def training_loop(run: "Session") -> None:
-    """Until all steps are done, or someone interrupts."""
-    while run.unfinished:
-        training_step(run)
+from isobit.training.learning import Learning
+from isobit.training.policy import Policy
+from isobit.training.recorder import Recorder
 
 
-def training_step(run: "Session") -> None:
-    """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was recorded."""
-    run.policy.sync()
-    batch = run.rollouts.next()
-    samples, advantages = assign_credit([*batch.groups, *batch.replayed], run.objective)
-    learned = run.learning.learn(samples, advantages)
-    run.recorder.record(batch, learned)
+class Rollouts(Protocol):
+    """Where batches come from: sampled now, recorded by another run, ahead of the learner, or with past groups."""
+
+    def next(self) -> StepBatch:
+        """The batch of the next step, its groups scored."""
 
 
 class Prompts(Protocol):
@@ -46,6 +39,35 @@ class Prompts(Protocol):
 
     def score(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The same groups with rewards."""
+
+
+class Run(Protocol):
+    """An open run, as `session.py` puts it together."""
+
+    objective: Objective
+    policy: Policy
+    rollouts: Rollouts
+    learning: Learning
+    recorder: Recorder
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps are left to do, and nobody has interrupted."""
+
+
+def training_loop(run: Run) -> None:
+    """All steps that are left."""
+    while run.unfinished:
+        training_step(run)
+
+
+def training_step(run: Run) -> None:
+    """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was recorded."""
+    run.policy.sync()
+    batch = run.rollouts.next()
+    samples, advantages = assign_credit([*batch.groups, *batch.replayed], run.objective)
+    learned = run.learning.learn(samples, advantages)
+    run.recorder.record(batch, learned)
 
 
 def roll_out(batch: StepBatch, prompts: Prompts) -> None:

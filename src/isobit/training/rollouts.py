@@ -7,23 +7,15 @@ steps is in the run's `State`, which a checkpoint holds. Left out: how completio
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from isobit.engine import Completion
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.rl.replay import ReplayBuffer
 from isobit.training.context import Context
-from isobit.training.loop import roll_out
+from isobit.training.loop import Rollouts, roll_out
 from isobit.training.scoring import RolloutScoring
 from isobit.training.snapshot import State
-
-
-class Rollouts(Protocol):
-    """A source of batches."""
-
-    def next(self) -> StepBatch:
-        """The batch of the next step, its groups scored."""
 
 
 class Sampled:

@@ -15,13 +15,14 @@ from isobit.trackers.process import Trackers
 from isobit.training.context import Context
 from isobit.training.learning import Learning
 from isobit.training.lengths import endless
+from isobit.training.loop import Rollouts
 from isobit.training.meter import Meter
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.plan import too_large
 from isobit.training.policy import Policy
 from isobit.training.recorder import Recorder
-from isobit.training.rollouts import Ahead, Recorded, Replayed, Rollouts, Sampled
+from isobit.training.rollouts import Ahead, Recorded, Replayed, Sampled
 from isobit.training.saving import Saver
 from isobit.training.snapshot import State
 from isobit.view import Display
@@ -63,7 +64,7 @@ class Session:
         self.learning = Learning(context, objects.measures, from_rollouts=recorded is not None)
         source: Rollouts = Recorded(recorded) if recorded is not None else Sampled(context)
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
-        self.rollouts = Replayed(Ahead(source, state, ahead), state, parts.replay)
+        self.rollouts: Rollouts = Replayed(Ahead(source, state, ahead), state, parts.replay)
         self.recorder = Recorder(context, self.policy, self.learning, self.trackers, objects.callbacks)
         self._stack = ExitStack()
 
