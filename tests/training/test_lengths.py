@@ -18,8 +18,8 @@ from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
 from isobit.run.completions import COMPLETIONS, read
 from isobit.tasks import TaskSettings, load_task
+from isobit.training.assembly import open_parts
 from isobit.training.lengths import fit_prompts
-from isobit.training.parts import open_parts
 from isobit.training.train import resume, train
 from tests.conftest import tiny_model
 from tests.runs import fingerprint, write_config

@@ -11,7 +11,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.tasks.gsm8k import INSTRUCTION
-from isobit.training.parts import objective_of, open_parts
+from isobit.training.assembly import objective_of, open_parts
 from tests.conftest import tiny_model
 from tests.runs import write_config
 

@@ -12,8 +12,9 @@ from isobit.commands.dry_run import dry_run_report
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.training import host, plan
+from isobit.training.assembly import open_parts
 from isobit.training.live_bytes import LiveBytes
-from isobit.training.parts import Parts, open_parts
+from isobit.training.parts import Parts
 from isobit.training.train import resume, train
 from tests.runs import write_config
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from isobit.config import Config
 from isobit.run.directory import refuse_existing
+from isobit.training.assembly import open_parts
 from isobit.training.host import resident_bytes
 from isobit.training.lengths import endless, first_prompt
-from isobit.training.parts import open_parts
 from isobit.training.plan import Plan, advice, longest_sequence, measure_parts, plan
 
 

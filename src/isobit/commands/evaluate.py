@@ -24,8 +24,8 @@ from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
 from isobit.run import directory as runs
 from isobit.tasks import Task, load_task
+from isobit.training.assembly import evaluation_plan, held_out_judge, reward_models, sized_engine
 from isobit.training.lengths import fit_prompts
-from isobit.training.parts import evaluation_plan, held_out_judge, reward_models, sized_engine
 from isobit.training.scoring import Scorer
 
 DEFAULT_SAMPLES = 8

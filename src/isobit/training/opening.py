@@ -15,8 +15,9 @@ from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.directory import Run
 from isobit.training.agreement import unlike
+from isobit.training.assembly import open_parts
 from isobit.training.objects import Given, Objects
-from isobit.training.parts import load_state, open_parts
+from isobit.training.parts import load_state
 from isobit.training.recording import recorded_groups
 from isobit.training.session import Session
 from isobit.training.snapshot import State

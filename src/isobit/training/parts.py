@@ -1,12 +1,9 @@
-"""Opening what a config names: models, task, rewards, engine, optimizer; their checkpoint; what a dry run
-prints.
-
-Everything here runs before a run directory is written, so that a user's mistake costs nothing.
-"""
+"""What a run consists of, and what a checkpoint holds of it beside its counters (`snapshot.py`). Left out: how it is
+opened (`assembly.py`)."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +13,20 @@ from safetensors.torch import load_file
 
 from isobit.config import Config
 from isobit.engine import Calibrator, Engine, Sampling
-from isobit.engine.prompts import Prompt
 from isobit.errors import IsobitError
-from isobit.evaluation.answers import answer_extractor
-from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
-from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
+from isobit.evaluation.periodic import HeldOut
 from isobit.kernels import find_gpu, versions
-from isobit.model import Model, RewardModel
+from isobit.model import Model
 from isobit.model.checkpoint import save_tensors
-from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
-from isobit.rl import Objective, for_precision
-from isobit.rl.functions import check_functions, digests
+from isobit.rl import Objective
+from isobit.rl.functions import digests
 from isobit.rl.learner import Learner, LearnerState
 from isobit.rl.optim import Optimizer
 from isobit.rl.replay import ReplayBuffer
 from isobit.run import checkpoints
-from isobit.tasks import Task, load_task
-from isobit.trackers.process import check_trackers
-from isobit.training.lengths import fit_prompts
-from isobit.training.objects import NO_OBJECTS, Objects
-from isobit.training.plan import fitting_tokens
-from isobit.training.scoring import Scorer, WeightedModel
-from isobit.training.sft import cached_model
+from isobit.tasks import Task
+from isobit.training.scoring import Scorer
 
 _MIB = 1024 * 1024
 _TRAINER = "trainer"
@@ -102,171 +90,6 @@ class Parts:
         if self.scorer.models:
             found["memory/reward_models_mib"] = sum(m.model.nbytes() for m in self.scorer.models) / _MIB
         return found
-
-
-def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
-    """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit."""
-    objects.require(config)
-    check_trackers(plain(config.tracking))
-    task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
-    if config.evaluation.every and not len(task.held_out):
-        raise IsobitError("evaluation.every: the held-out split is empty; set task.held_out_size or task.held_out_path")
-    rewards = RewardPool(
-        config.rewards.functions or task.rewards,
-        deadline_s=config.rewards.deadline_s,
-        num_workers=config.rewards.num_workers,
-        on_error=config.rewards.on_error,
-        environment=config.rewards.environment,
-        objects=objects.functions,
-    )
-    try:
-        rewards.check_columns(task.train.examples[0].columns)
-        if not rewards.specs and not config.rewards.models:
-            raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
-        return _open_models(config, task, rewards, quiet, checkpoint)
-    except BaseException:
-        rewards.close()
-        raise
-
-
-def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, checkpoint: Path | None) -> Parts:
-    base = (
-        Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
-    )
-    model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
-    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
-        model.tokenizer.use_template(config.model.chat_template)
-    fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
-    task = fitted.task
-    scorer = Scorer(rewards, reward_models(config), config.rewards.on_error == "stop")
-    objective = replace(objective_of(config, model), reward_weights=scorer.weights)
-    if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
-        key = "router_replay" if objective.router_replay else "router_aux_coefficient"
-        raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
-    check_functions(objective)
-    reference = None
-    if objective.kl_coefficient > 0:
-        precision = config.reference.precision or config.precision
-        reference = Model.load(base, precision, config.backend, config.consistency)
-        reference.tokenizer = model.tokenizer  # with its chat template
-        Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
-        reference.transformer.freeze()
-    optimizer = Optimizer(model.named_parameters(), replace(config.optimizer, total_steps=config.steps))
-    given = config.optimizer.micro_batch_tokens
-    tokens = 1 if given == "auto" else given  # until it is known what fits
-    learner = Learner(
-        model,
-        optimizer,
-        objective,
-        reference=reference,
-        micro_batch_tokens=tokens,
-        recompute=config.optimizer.activation_checkpointing,
-        seed=config.seed,
-        on_mismatch=config.on_mismatch,
-    )
-    sampling = _sampling(config)
-    engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)
-    engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
-    parts = Parts(
-        config,
-        model,
-        reference,
-        task,
-        _held_out(config, model, task, scorer) if config.evaluation.every else None,
-        rewards,
-        scorer,
-        engine,
-        Calibrator(model, tokens),
-        ReplayBuffer(config.replay, config.seed),
-        sampling,
-        objective,
-        optimizer,
-        learner,
-    )
-    return _with_fitting_tokens(parts) if given == "auto" else parts
-
-
-def _with_fitting_tokens(parts: Parts) -> Parts:
-    """`micro_batch_tokens: auto` as a number, in the config too: how a batch is split decides how gradients are
-    rounded, so a run that goes on repeats the number, wherever it does."""
-    tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting_tokens(parts)
-    optimizer = replace(parts.config.optimizer, micro_batch_tokens=tokens)
-    return replace(parts, config=replace(parts.config, optimizer=optimizer))
-
-
-def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldOut:
-    plan = evaluation_plan(config)
-    examples = list(task.held_out.examples[: config.evaluation.samples])
-    prompts = [example.prompt for example in examples]
-    engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples))
-    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan)
-    held_out.check_metric(config.evaluation.best_by)
-    return held_out
-
-
-def evaluation_plan(config: Config) -> EvaluationPlan:
-    """How a run's config asks held-out prompts."""
-    evaluation, sampling = config.evaluation, config.sampling
-    return EvaluationPlan(
-        max_new_tokens=sampling.max_new_tokens,
-        num_samples=evaluation.num_samples,
-        ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
-        temperature=evaluation.temperature or sampling.temperature,
-        seed=(config.seed + SEED_OFFSET) % 2**63,
-        stop=sampling.stop,
-        ignore_eos=sampling.ignore_eos,
-        tag=evaluation.tag,
-        extract=answer_extractor(config.task.name, evaluation.answer_pattern),
-    )
-
-
-def held_out_judge(scorer: Scorer) -> Judge:
-    """What is correct is for functions to say, and for reward models where there are none."""
-    return scorer.pool if scorer.pool.specs else scorer
-
-
-def reward_models(config: Config) -> list[WeightedModel]:
-    """The reward models of a config, loaded."""
-    return [
-        WeightedModel(RewardModel.load(m.path, m.precision, config.backend, config.consistency), m.weight, m.name)
-        for m in config.rewards.models
-    ]
-
-
-def objective_of(config: Config, model: Model) -> Objective:
-    """The config's algorithm, with `auto` resolved and what the sampling decides."""
-    sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
-    given = replace(config.algorithm, max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature)
-    return for_precision(given, model.precision, stale=stale)
-
-
-def _sampling(config: Config) -> Sampling:
-    section = config.sampling
-    return Sampling(
-        n=section.group_size,
-        max_new_tokens=section.max_new_tokens,
-        temperature=section.temperature,
-        seed=config.seed,
-        stop=section.stop,
-        ignore_eos=section.ignore_eos,
-    )
-
-
-def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int) -> Engine:
-    """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds."""
-    section = config.engine
-    return Engine.sized_for(
-        model,
-        prompts,
-        sequences,
-        config.sampling.max_new_tokens,
-        kv_pages=section.kv_pages,
-        page_size=section.page_size,
-        max_batch_tokens=section.max_batch_tokens,
-        max_sequences=section.max_sequences,
-        cuda_graphs=section.cuda_graphs,
-        prefix_cache=section.prefix_cache,
-    )
 
 
 def save_checkpoint(

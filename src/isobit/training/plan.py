@@ -8,7 +8,6 @@ the measured peak. Left out: what an allocator keeps of freed memory, and proces
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +17,7 @@ from isobit.model import Model
 from isobit.rl.optim_8bit import quantizable
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveBytes
-
-if TYPE_CHECKING:
-    from isobit.training.parts import Parts
+from isobit.training.parts import Parts
 
 _MIB = 1024 * 1024
 _SHORT, _LONG = 8, 24  # tokens of the two passes that are measured
@@ -85,7 +82,7 @@ def measure(model: Model, recompute: bool = False) -> Learning:
     return Learning(lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
 
 
-def measure_parts(parts: "Parts", recompute: bool | None = None) -> Learning:
+def measure_parts(parts: Parts, recompute: bool | None = None) -> Learning:
     """`measure` of the policy, with scales where its KV cache is calibrated; `recompute`: by default as configured."""
     if parts.calibrator.active:
         parts.calibrator.calibrate([parts.task.train.examples[0].prompt])
@@ -122,7 +119,7 @@ def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def plan(parts: "Parts", learning: Learning, process: int, tokens: int) -> Plan:
+def plan(parts: Parts, learning: Learning, process: int, tokens: int) -> Plan:
     """For micro-batches of `tokens` tokens; `process`: bytes of Python and its libraries before any model."""
     model, config = parts.model, parts.config
     sizes, host = model.memory(), model.ops.device.type == "cpu"
@@ -163,19 +160,19 @@ def _held(model: Model) -> int:
     return sum(model.memory().values()) + model.transformer.packed_bytes()
 
 
-def longest_sequence(parts: "Parts") -> int:
+def longest_sequence(parts: Parts) -> int:
     """Tokens of the longest prompt and the longest completion."""
     return parts.engine.longest_prompt + parts.config.sampling.max_new_tokens
 
 
-def _update_bytes(parts: "Parts") -> int:
+def _update_bytes(parts: Parts) -> int:
     """The largest gradient in float64, or the moments of the largest parameter out of their 8 bits: four in float32."""
     parameters = parts.model.parameters()
     eight_bit = parts.config.optimizer.state == "8bit"
     return max((16 if eight_bit and quantizable(p) else 8) * p.numel() for p in parameters)
 
 
-def advice(parts: "Parts", learning: Learning, process: int) -> str:
+def advice(parts: Parts, learning: Learning, process: int) -> str:
     """Whether the plan fits, and if not, the keys that lower it, with the total that each would give."""
     limit, where = memory_limit(parts.model.ops.device)
     now = plan(parts, learning, process, parts.micro_batch_tokens).total
@@ -188,7 +185,7 @@ def advice(parts: "Parts", learning: Learning, process: int) -> str:
     return "\n".join(lines)
 
 
-def _alternatives(parts: "Parts", learning: Learning, process: int) -> list[tuple[str, int]]:
+def _alternatives(parts: Parts, learning: Learning, process: int) -> list[tuple[str, int]]:
     config, model = parts.config, parts.model
     tokens, longest = parts.micro_batch_tokens, longest_sequence(parts)
     now = plan(parts, learning, process, tokens)
@@ -205,7 +202,7 @@ def _alternatives(parts: "Parts", learning: Learning, process: int) -> list[tupl
     return found
 
 
-def fitting_tokens(parts: "Parts") -> int:
+def fitting_tokens(parts: Parts) -> int:
     """`optimizer.micro_batch_tokens: auto`: the most, in steps of 128, that fit into 90 % of the memory, up to the
     whole batch; the same for the same config on the same machine. Raises IsobitError if the longest sequence does not
     fit."""
@@ -236,7 +233,7 @@ def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> in
     return low * _STEP
 
 
-def too_large(parts: "Parts") -> str | None:
+def too_large(parts: Parts) -> str | None:
     """A line if a run cannot fit: what it holds whatever its micro-batches, with one set of gradients, is too much."""
     sizes = parts.model.memory()
     least = sizes["masters"] + _held(parts.model) + parts.optimizer.nbytes + parts.kv_bytes
