@@ -225,24 +225,27 @@ def test_control_a_pack_from_before_a_sync_is_noticed(
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize(
-    ("preset", "family", "name"),
+    ("preset", "family", "changes", "name"),
     [
-        ("fp8", "llama-tied", "embed"),
-        ("fp8", "qwen2", "layers.1.qkv_bias"),
-        ("bf16", "qwen3_moe", "layers.0.experts.2.down"),
-        ("fp8-rollout", "llama-biases", "layers.1.gate_up"),
+        ("fp8", "llama", {"tie_embeddings": True}, "embed"),
+        ("fp8", "qwen2", {}, "layers.1.qkv_bias"),
+        ("bf16", "qwen3_moe", {}, "layers.0.experts.2.down"),
+        ("fp8-rollout", "llama", {"qkv_bias": True, "o_bias": True, "mlp_bias": True}, "layers.1.gate_up"),
     ],
 )
-def test_a_master_is_replaced_by_its_name_alone(preset: str, family: str, name: str, backend: str) -> None:
+def test_one_master_is_synced_by_its_name(
+    preset: str, family: str, changes: dict[str, bool], name: str, backend: str
+) -> None:
     """Its working weights are those of a model made so; the control: those of every other name keep their bits, which
     a whole sync after other masters have changed does not leave them."""
-    model = random_model(preset, backend, family)
+    model = random_model(preset, backend, family, **changes)
     other_name = "layers.1.o"
     before, version = _working_bits(model), model.weights_version
     other = model.named_parameters()[other_name].detach()
     kept = other.clone()
     other.mul_(1.5)  # and not synced
-    model.transformer.replace_master(name, 1.3 * model.named_parameters()[name].detach())
+    model.named_parameters()[name].detach().mul_(1.3)
+    model.transformer.sync(names=(name,))
     after = _working_bits(model)
     assert {key for key in before if not torch.equal(before[key], after[key])} == {
         (use, name) for use in ("rollout", "learner")

@@ -8,10 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.errors import IsobitError
-from isobit.precision import BF16, E4M3, E5M2, QuantSpec, quantize, scales, statistics
+from isobit.precision import BF16, E4M3, E5M2, QTensor, QuantSpec, QuantTotals, quantize, scales
+from isobit.precision.quantize import QuantStats
 
 GRANULARITIES = ("1x128", "128x128", "128x1", "row", "column", "tensor")
 finite_floats = st.floats(-(2.0**100), 2.0**100, allow_nan=False, width=32)
+
+
+def statistics(x: torch.Tensor, quantized: QTensor) -> QuantStats:
+    totals = QuantTotals()
+    totals.add(x, quantized)
+    return totals.stats()
 
 
 def e4m3_values() -> torch.Tensor:

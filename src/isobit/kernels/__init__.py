@@ -3,13 +3,12 @@
 from isobit.kernels.composed import Composed
 from isobit.kernels.gpu import find_gpu, versions
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
-from isobit.kernels.table import BACKENDS, CONSISTENCIES, get_ops, separate_ops
+from isobit.kernels.table import BACKENDS, get_ops, separate_ops
 from isobit.kernels.types import KVStore, Layout, Ops
 from isobit.kernels.watching import Watching
 
 __all__ = [
     "BACKENDS",
-    "CONSISTENCIES",
     "Composed",
     "KVStore",
     "Layout",

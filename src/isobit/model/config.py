@@ -89,7 +89,49 @@ class ModelConfig:
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
         """From the parsed config.json. Raises IsobitError for an unsupported architecture or feature."""
-        return _from_hf(values, where)
+        name = values.get("model_type")
+        if name not in FAMILIES:
+            named = name or ", ".join(values.get("architectures") or ["none"])
+            raise IsobitError(f"{where}: unsupported architecture {named!r}: supported are {', '.join(FAMILIES)}")
+        family = FAMILIES[name]
+        _refuse_unsupported(values, where)
+        num_heads, hidden = (whole(values, key, where) for key in ("num_attention_heads", "hidden_size"))
+        if family.whole_heads and hidden % num_heads:
+            raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
+        layers = whole(values, "num_hidden_layers", where)
+        max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
+        refuse_windows(values, where, family, layers, max_positions)
+        rope = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions)
+        head_dim = optional_whole(values, "head_dim", where, family, family.head_dim)
+        if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
+            raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")  # as in transformers
+        bias = family.attention_bias and flag(values, "attention_bias", where)
+        try:
+            ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
+        except ValueError as error:
+            raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
+        return ModelConfig(
+            family=name,
+            vocab_size=whole(values, "vocab_size", where),
+            hidden_size=hidden,
+            intermediate_size=whole(values, "intermediate_size", where),
+            num_layers=layers,
+            num_heads=num_heads,
+            num_kv_heads=optional_whole(values, "num_key_value_heads", where, family, family.kv_heads) or num_heads,
+            head_dim=head_dim or hidden // num_heads,
+            rms_eps=real(values, "rms_norm_eps", where, family.rms_eps),
+            rope=rope,
+            qkv_bias=bias or family.qkv_bias,
+            o_bias=bias,
+            mlp_bias=family.mlp_bias and flag(values, "mlp_bias", where),
+            qk_norm=family.qk_norm,
+            tie_embeddings=flag(values, "tie_word_embeddings", where),
+            max_positions=max_positions,
+            bos_id=_first(ids["bos"]),
+            eos_ids=ids["eos"],
+            pad_id=_first(ids["pad"]),
+            experts=_experts_from_hf(values, where, family, layers) if family.experts else None,
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both know."""
@@ -121,52 +163,6 @@ class ModelConfig:
         if family.window.startswith("flag"):
             values["use_sliding_window"] = False
         return values if self.experts is None else values | _experts_to_hf(self.experts, family)
-
-
-def _from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
-    name = values.get("model_type")
-    if name not in FAMILIES:
-        named = name or ", ".join(values.get("architectures") or ["none"])
-        raise IsobitError(f"{where}: unsupported architecture {named!r}: supported are {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    _refuse_unsupported(values, where)
-    num_heads, hidden = (whole(values, key, where) for key in ("num_attention_heads", "hidden_size"))
-    if family.whole_heads and hidden % num_heads:
-        raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
-    layers = whole(values, "num_hidden_layers", where)
-    max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
-    refuse_windows(values, where, family, layers, max_positions)
-    rope = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions)
-    head_dim = optional_whole(values, "head_dim", where, family, family.head_dim)
-    if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
-        raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")  # as in transformers
-    bias = family.attention_bias and flag(values, "attention_bias", where)
-    try:
-        ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
-    except ValueError as error:
-        raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
-    return ModelConfig(
-        family=name,
-        vocab_size=whole(values, "vocab_size", where),
-        hidden_size=hidden,
-        intermediate_size=whole(values, "intermediate_size", where),
-        num_layers=layers,
-        num_heads=num_heads,
-        num_kv_heads=optional_whole(values, "num_key_value_heads", where, family, family.kv_heads) or num_heads,
-        head_dim=head_dim or hidden // num_heads,
-        rms_eps=real(values, "rms_norm_eps", where, family.rms_eps),
-        rope=rope,
-        qkv_bias=bias or family.qkv_bias,
-        o_bias=bias,
-        mlp_bias=family.mlp_bias and flag(values, "mlp_bias", where),
-        qk_norm=family.qk_norm,
-        tie_embeddings=flag(values, "tie_word_embeddings", where),
-        max_positions=max_positions,
-        bos_id=_first(ids["bos"]),
-        eos_ids=ids["eos"],
-        pad_id=_first(ids["pad"]),
-        experts=_experts_from_hf(values, where, family, layers) if family.experts else None,
-    )
 
 
 def _experts_from_hf(values: Mapping[str, Any], where: str, family: Family, layers: int) -> Experts:

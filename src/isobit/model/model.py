@@ -5,7 +5,7 @@ tokens.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import USES, Transformer, parameter_shapes
 from isobit.precision import Precision, precision_from
 
-_PASS_TOKENS = 8192  # rows of one forward of `logprobs`
+_PASS_TOKENS = 8192
 
 
 class Model:
@@ -137,14 +137,7 @@ class Model:
         if not (isinstance(temperature, (int, float)) and temperature > 0 and math.isfinite(temperature)):
             raise IsobitError(f"temperature: log-probabilities need one above 0, got {temperature!r}")
         sequences = token_sequences(sequences, self.config.vocab_size, self.config.max_positions)
-        results: list[Tensor] = []
-        batch: list[Sequence[int]] = []
-        for sequence in sequences:
-            if batch and sum(map(len, batch)) + len(sequence) > _PASS_TOKENS:
-                results += self._packed_logprobs(batch, temperature, use)
-                batch = []
-            batch.append(sequence)
-        return results + self._packed_logprobs(batch, temperature, use) if batch else results
+        return [row for batch in passes(sequences) for row in self._packed_logprobs(batch, temperature, use)]
 
     def save(self, directory: str | Path, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES) -> None:
         """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the directory as it is.
@@ -198,6 +191,18 @@ class Model:
         logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()
         ops.raise_faults()
         return list(logprobs.split([len(row) for row in inputs]))
+
+
+def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """The sequences in order, as many in each forward as stay within `_PASS_TOKENS` rows, but at least one."""
+    batch: list[Sequence[int]] = []
+    for sequence in sequences:
+        if batch and sum(map(len, batch)) + len(sequence) > _PASS_TOKENS:
+            yield batch
+            batch = []
+        batch.append(sequence)
+    if batch:
+        yield batch
 
 
 def token_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, longest: int) -> list[Sequence[int]]:

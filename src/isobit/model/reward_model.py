@@ -16,12 +16,12 @@ from isobit.kernels import Layout, get_ops
 from isobit.model import names
 from isobit.model.checkpoint import model_folder, read_json, read_weights
 from isobit.model.config import ModelConfig
+from isobit.model.model import passes
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import Transformer
 from isobit.precision import Precision, precision_from
 
 Prompt = str | Sequence[Mapping[str, str]]
-_PASS_TOKENS = 8192
 
 
 class RewardModel:
@@ -82,14 +82,7 @@ class RewardModel:
                 raise IsobitError(
                     f"reward model: sequence {index} has {len(sequence)} tokens, expected 1 to {config.max_positions}"
                 )
-        found: list[float] = []
-        batch: list[Sequence[int]] = []
-        for sequence in sequences:
-            if batch and sum(map(len, batch)) + len(sequence) > _PASS_TOKENS:
-                found += self._score(batch)
-                batch = []
-            batch.append(sequence)
-        return found + self._score(batch) if batch else found
+        return [score for batch in passes(sequences) for score in self._score(batch)]
 
     def _score(self, batch: Sequence[Sequence[int]]) -> list[float]:
         lengths = [len(sequence) for sequence in batch]

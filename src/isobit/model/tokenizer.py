@@ -96,10 +96,6 @@ class Tokenizer:
         whole, before = self.decode([*prompt, *completion]), self.decode(prompt)
         return whole[len(before) :] if whole.startswith(before) else self.decode(completion)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a rendered conversation; the template writes its own special tokens."""
-        return self.encode(self.render_chat(messages), add_special=False)
-
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The conversation, with the start of the assistant's turn unless it is whole, as the template writes it."""
         if self._compiled is None:

@@ -77,13 +77,6 @@ class Transformer:
         """Counts syncs: every change of the working weights."""
         return self._version
 
-    @torch.no_grad()
-    def replace_master(self, name: str, values: Tensor) -> None:
-        """Give one master other values, and make its working weights of them, as `sync` does."""
-        assert values.shape == self.parameters[name].shape
-        self.parameters[name].copy_(values)
-        self.sync(names=(name,))
-
     def count_from(self, version: int) -> None:
         """Number the present working weights: a resumed run goes on counting, and an evaluation is not counted."""
         self._version = version

@@ -1,13 +1,12 @@
 """Formats, scales, blocks, quantized tensors, and `Precision`: which tensor is in what format."""
 
 from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
-from isobit.precision.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP32, Format
+from isobit.precision.formats import BF16, E2M1, E4M3, E5M2, FP32, Format
 from isobit.precision.options import precision_from
 from isobit.precision.quantize import (
     BLOCK,
     QTensor,
     QuantSpec,
-    QuantStats,
     QuantTotals,
     along_rows,
     expand_scale,
@@ -15,7 +14,6 @@ from isobit.precision.quantize import (
     quantize,
     quantize_with_scale,
     scales,
-    statistics,
 )
 
 __all__ = [
@@ -24,7 +22,6 @@ __all__ = [
     "E2M1",
     "E4M3",
     "E5M2",
-    "FORMATS",
     "FP32",
     "PRESETS",
     "Calibration",
@@ -33,7 +30,6 @@ __all__ = [
     "Precision",
     "QTensor",
     "QuantSpec",
-    "QuantStats",
     "QuantTotals",
     "along_rows",
     "expand_scale",
@@ -42,5 +38,4 @@ __all__ = [
     "quantize",
     "quantize_with_scale",
     "scales",
-    "statistics",
 ]

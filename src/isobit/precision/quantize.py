@@ -245,10 +245,3 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: QuantSpec) -> QTensor:
 def nonfinite_message(name: str, spec: QuantSpec) -> str:
     """The line that every quantizer raises on NaN or infinity."""
     return f"cannot quantize {name} to {spec.format}: it holds NaN or infinity"
-
-
-def statistics(x: Tensor, quantized: QTensor) -> QuantStats:
-    """Compare a matrix with its quantization: fractions clamped and flushed to zero, relative error."""
-    totals = QuantTotals()
-    totals.add(x, quantized)
-    return totals.stats()
