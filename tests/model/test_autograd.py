@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import Composed, KVStore, Layout, Ops, get_ops
+from isobit.kernels import Composed, Heads, KVStore, Layout, Ops, get_ops
 from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.head import head_logprobs
@@ -210,8 +210,9 @@ def test_attention_inputs_are_normed_rotated_and_stored(ops: Ops, normed: bool) 
     tables, weights = (angles.cos(), angles.sin()), [_random(6, seed=s, dtype=torch.float32) for s in (1, 2)]
     vectors = [Vector("norm", torch.nn.Parameter(w.clone()), w) for w in weights]
     store = KVStore.allocate(layout.num_slots, 2, 6, None, FP32)
-    norms = (vectors[0], vectors[1]) if normed else None
-    found = autograd.attention_inputs(qkv, norms, 1e-5, tables, store, layout, ops)
+    heads = Heads((weights[0], weights[1]) if normed else None, 1e-5, tables)
+    masters = (vectors[0].master, vectors[1].master) if normed else None
+    found = autograd.attention_inputs(qkv, heads, masters, store, layout, ops)
     gradients = [_random(*x.shape, seed=5 + i, dtype=torch.float32) for i, x in enumerate(found)]
     torch.autograd.backward(found, gradients)
     exact, scale = qkv.detach().double().requires_grad_(), [w.double().requires_grad_() for w in weights]

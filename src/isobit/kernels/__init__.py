@@ -4,12 +4,13 @@ from isobit.kernels.composed import Composed
 from isobit.kernels.gpu import find_gpu, versions
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
-from isobit.kernels.types import KVStore, Layout, Ops
+from isobit.kernels.types import Heads, KVStore, Layout, Ops
 from isobit.kernels.watching import Watching
 
 __all__ = [
     "BACKENDS",
     "Composed",
+    "Heads",
     "KVStore",
     "Layout",
     "Operand",

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.matrices import Operand, Prepared, Stacked, plain, values
-from isobit.kernels.types import KVStore, Layout, Ops, Temperature
+from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import Precision, QTensor, QuantSpec, along_rows
-
-Norms = tuple[Tensor, Tensor] | None
 
 
 class Composed(Ops):
@@ -86,33 +84,28 @@ class Composed(Ops):
         return self.quantize(self.silu_mul(gate_up), spec, name)
 
     def attention_inputs(
-        self, qkv: Tensor, norms: Norms, eps: float, tables: tuple[Tensor, Tensor], store: KVStore, layout: Layout
+        self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads, dim = store.k.shape[1:]
         q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-        if norms is not None:
-            q, k = (self.rms_norm(x.reshape(-1, dim), w, eps)[0].view(x.shape) for x, w in zip((q, k), norms))
-        q, k = (self.rotary(x, *tables, layout.positions) for x in (q, k))
+        if heads.norms is not None:
+            pairs = zip((q, k), heads.norms)
+            q, k = (self.rms_norm(x.reshape(-1, dim), w, heads.eps)[0].view(x.shape) for x, w in pairs)
+        q, k = (self.rotary(x, *heads.tables, layout.positions) for x in (q, k))
         self.kv_write(store, k, v, layout)
         return q, k, v
 
     def attention_inputs_backward(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        qkv: Tensor,
-        norms: Norms,
-        eps: float,
-        tables: tuple[Tensor, Tensor],
-        positions: Tensor,
+        self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dq, dk, dv = gradients
-        dq, dk = (self.rotary(dx.contiguous(), *tables, positions, inverse=True) for dx in (dq, dk))
-        if norms is None:
+        dq, dk = (self.rotary(dx.contiguous(), *heads.tables, positions, inverse=True) for dx in (dq, dk))
+        if heads.norms is None:
             return torch.cat((dq, dk, dv), dim=1), None, None
         found = []
-        for dx, x, weight in zip((dq, dk), qkv.split((dq.shape[1], dk.shape[1], dv.shape[1]), dim=1), norms):
+        for dx, x, weight in zip((dq, dk), qkv.split((dq.shape[1], dk.shape[1], dv.shape[1]), dim=1), heads.norms):
             rows = x.reshape(-1, x.shape[-1])
-            _, summed, rstd = self.rms_norm(rows, weight, eps)
+            _, summed, rstd = self.rms_norm(rows, weight, heads.eps)
             dx, dweight = self.rms_norm_backward(dx.reshape(rows.shape), summed, weight, rstd)
             found.append((dx.view(x.shape), dweight))
         (dq, dq_norm), (dk, dk_norm) = found

@@ -151,6 +151,16 @@ class KVStore:
         return decode(picked, self.kv.format.dtype, torch.float32) * scale[slots].unsqueeze(-1)
 
 
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """How queries and keys are made of a projection's heads: `norms` [D] of queries and of keys, if any, with `eps`;
+    then rotation by the cosines and sines `tables`, each [positions, D / 2] float32."""
+
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+    tables: tuple[Tensor, Tensor]
+
+
 class Ops(Protocol):
     """The operators of one backend. No autograd: forwards and explicit backwards.
 
@@ -237,25 +247,13 @@ class Ops(Protocol):
         back."""
 
     def attention_inputs(
-        self,
-        qkv: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        tables: tuple[Tensor, Tensor],
-        store: KVStore,
-        layout: Layout,
+        self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed per head by `norms`, each [D], and
-        rotated to the layout's positions; k and v stored. The bits of `rms_norm`, `rotary` and `kv_write` in turn."""
+        """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed and rotated to the layout's positions;
+        k and v stored. The bits of `rms_norm`, `rotary` and `kv_write` in turn."""
 
     def attention_inputs_backward(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        qkv: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        tables: tuple[Tensor, Tensor],
-        positions: Tensor,
+        self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(gradient of qkv, of the two norms' weights [D] float32), of those of q, k and v; straight through the
         store."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import KVStore, Layout, Operand, Ops, Prepared, plain, weight_of
+from isobit.kernels import Heads, KVStore, Layout, Operand, Ops, Prepared, plain, weight_of
 from isobit.precision import QTensor, QuantSpec, along_rows, quantize_with_scale
 
 ALONG_INPUTS = ("1x32", "1x16", "row")
@@ -88,20 +88,13 @@ def gated_linear(gate_up: Tensor, weight: Weight, ops: Ops) -> Tensor:
 
 
 def attention_inputs(
-    qkv: Tensor,
-    norms: tuple[Vector, Vector] | None,
-    eps: float,
-    tables: tuple[Tensor, Tensor],
-    store: KVStore,
-    layout: Layout,
-    ops: Ops,
+    qkv: Tensor, heads: Heads, masters: tuple[Tensor, Tensor] | None, store: KVStore, layout: Layout, ops: Ops
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: normed and rotated; keys and values stored."""
-    working = None if norms is None else (norms[0].working, norms[1].working)
+    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: normed and rotated; keys and values stored. `masters`
+    are those of the norms."""
     if torch.is_grad_enabled():
-        masters = (None, None) if norms is None else (norms[0].master, norms[1].master)
-        return _AttentionInputs.apply(qkv, *masters, working, eps, tables, store, layout, ops)
-    return ops.attention_inputs(qkv, working, eps, tables, store, layout)
+        return _AttentionInputs.apply(qkv, *(masters or (None, None)), heads, store, layout, ops)
+    return ops.attention_inputs(qkv, heads, store, layout)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, store: KVStore, layout: Layout, scale: float, ops: Ops) -> Tensor:
@@ -310,25 +303,21 @@ class _AttentionInputs(Function):
         qkv: Tensor,
         q_master: Tensor | None,
         k_master: Tensor | None,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        tables: tuple[Tensor, Tensor],
+        heads: Heads,
         store: KVStore,
         layout: Layout,
         ops: Ops,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.norms, ctx.eps, ctx.tables, ctx.positions, ctx.ops = norms, eps, tables, layout.positions, ops
+        ctx.heads, ctx.positions, ctx.ops = heads, layout.positions, ops
         ctx.save_for_backward(qkv)
-        q, k, v = ops.attention_inputs(qkv, norms, eps, tables, store, layout)
+        q, k, v = ops.attention_inputs(qkv, heads, store, layout)
         return q, k, v.view_as(v)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.ops.attention_inputs_backward(
-            gradients, *ctx.saved_tensors, ctx.norms, ctx.eps, ctx.tables, ctx.positions
-        )
-        return (*found, None, None, None, None, None, None)
+        found = ctx.ops.attention_inputs_backward(gradients, *ctx.saved_tensors, ctx.heads, ctx.positions)
+        return (*found, None, None, None, None)
 
 
 class _Attention(Function):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout, Ops
+from isobit.kernels import Heads, KVStore, Layout, Ops
 from isobit.model import autograd
 from isobit.model.config import ModelConfig
 from isobit.model.kv_scales import KVScales, scales_of
@@ -85,7 +85,10 @@ def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tenso
     """Attention and its output projection: qkv [T, (H + 2 KV) · D] to [T, hidden]."""
     dim, flow, store = one.config.head_dim, layer.flow, one.store_of(index, layer)
     qkv = qkv.view(qkv.shape[0], qkv.shape[1] // dim, dim)
-    q, k, v = autograd.attention_inputs(qkv, layer.head_norms, one.config.rms_eps, one.tables, store, one.layout, ops)
+    norms = layer.head_norms
+    masters = None if norms is None else (norms[0].master, norms[1].master)
+    heads = Heads(None if norms is None else (norms[0].working, norms[1].working), one.config.rms_eps, one.tables)
+    q, k, v = autograd.attention_inputs(qkv, heads, masters, store, one.layout, ops)
     if flow.query is not None and not (one.calibrating and flow.calibrated_queries):
         scale = scales_of(one.scales)[index, 2:] if flow.calibrated_queries else None
         q = autograd.rounded(q, flow.query, ops, scale)

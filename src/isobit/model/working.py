@@ -74,16 +74,10 @@ class Layer:
     flow: Flow
     input_norm: Vector
     qkv: Weight
-    q_norm: Vector | None
-    k_norm: Vector | None
+    head_norms: tuple[Vector, Vector] | None
     o: Weight
     post_norm: Vector
     mlp: Mlp | Mixture
-
-    @property
-    def head_norms(self) -> tuple[Vector, Vector] | None:
-        """The norms of queries and keys, where the architecture has them."""
-        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +227,9 @@ def _make_layer(
     prefix = f"layers.{index}."
     dgrad, wgrad = precision.backward(index, config.num_layers)
 
+    def vector(name: str) -> Vector:
+        return _vector(prefix + name, flow, masters)
+
     def working(name: str) -> Operand:
         master, spec = masters[prefix + name].detach(), precision.linear_flow(flow, name.rpartition(".")[2]).weight
         if spec is not None:
@@ -265,12 +262,11 @@ def _make_layer(
 
     return Layer(
         flow=flow,
-        input_norm=_vector(prefix + "input_norm", flow, masters),
+        input_norm=vector("input_norm"),
         qkv=weight("qkv"),
-        q_norm=_vector(prefix + "q_norm", flow, masters) if config.qk_norm else None,
-        k_norm=_vector(prefix + "k_norm", flow, masters) if config.qk_norm else None,
+        head_norms=(vector("q_norm"), vector("k_norm")) if config.qk_norm else None,
         o=weight("o"),
-        post_norm=_vector(prefix + "post_norm", flow, masters),
+        post_norm=vector("post_norm"),
         mlp=mixture() if config.is_mixture(index) else Mlp(weight("gate_up"), weight("down")),
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels import KVStore, Layout, get_ops
+from isobit.kernels import Heads, KVStore, Layout, get_ops
 from isobit.kernels.triton import heads, heads_backward
 from isobit.kernels.triton.launch import record_launches
 from isobit.model.rope import Rope
@@ -35,7 +35,7 @@ SHAPES = ((4, 2, 16), (9, 3, 10))
 """Query heads, key heads, head dimension: one group of heads; and two, with ragged halves."""
 LENGTHS, CONTEXTS, EPS = (3, 1, 2), (0, 5, 17), 1e-6
 STEP = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
-Inputs = tuple[Tensor, tuple[Tensor, Tensor] | None, float, tuple[Tensor, Tensor]]
+Inputs = tuple[Tensor, Heads]
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +79,13 @@ def inputs(shape: tuple[int, int, int], dtype: torch.dtype, norms: bool = True, 
     q_heads, kv_heads, dim = shape
     weights = (draw(1, dim, dtype=dtype, spread=0.2), draw(2, dim, dtype=dtype, spread=0.2)) if norms else None
     qkv = draw(3, sum(LENGTHS), q_heads + 2 * kv_heads, dim, dtype=dtype, spread=spread)
-    return qkv, weights, EPS, Rope().tables(20, dim)
+    return qkv, Heads(weights, EPS, Rope().tables(20, dim))
 
 
 def on_device(given: Inputs) -> Inputs:
-    qkv, norms, eps, (cos, sin) = given
-    weights = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE))
-    return qkv.to(DEVICE), weights, eps, (cos.to(DEVICE), sin.to(DEVICE))
+    qkv, how = given
+    weights = None if how.norms is None else (how.norms[0].to(DEVICE), how.norms[1].to(DEVICE))
+    return qkv.to(DEVICE), Heads(weights, how.eps, (how.tables[0].to(DEVICE), how.tables[1].to(DEVICE)))
 
 
 def flag() -> Tensor:
@@ -144,19 +144,20 @@ def test_the_kernel_is_its_parts_in_turn(name: str, shape: tuple[int, int, int])
     given = inputs(shape, dtype)
     wanted = make_store(name, shape, layout)
     expected = OPS.attention_inputs(*given, make_store(name, shape, layout), layout)
-    qkv, norms, eps, tables = on_device(given)
+    qkv, how = on_device(given)
+    tables = how.tables
     store, placed = moved(wanted), layout.to(DEVICE)
-    q, k, v = heads.attention_inputs(qkv, norms, eps, tables, store, placed, flag())
+    q, k, v = heads.attention_inputs(qkv, how, store, placed, flag())
     still = (torch.ones_like(tables[0]), torch.zeros_like(tables[1]))
-    normed = heads.attention_inputs(qkv, norms, eps, still, moved(wanted), placed, flag())[:2]
+    normed = heads.attention_inputs(qkv, replace(how, tables=still), moved(wanted), placed, flag())[:2]
     starts = (0, shape[0], shape[0] + shape[1])
-    for x, y, z, weight, start, stop in zip((q, k), normed, expected, given[1] or (), starts, starts[1:]):
+    for x, y, z, weight, start, stop in zip((q, k), normed, expected, given[1].norms or (), starts, starts[1:]):
         assert same(x, heads.rotary(y, *tables, placed.positions))
         rows = given[0][:, start:stop].reshape(-1, shape[2])
-        by_row = OPS.rms_norm(rows, weight, eps)[0].view(y.shape).float()
+        by_row = OPS.rms_norm(rows, weight, EPS)[0].view(y.shape).float()
         off = (STEP[dtype] + 2.0**-20) * by_row.abs()
         assert bool(((y.cpu().float() - by_row).abs() <= off).all())
-        c, s = (t[layout.positions].unsqueeze(1).abs() for t in given[3])
+        c, s = (t[layout.positions].unsqueeze(1).abs() for t in given[1].tables)
         low, high = off.chunk(2, -1)
         passed_on = torch.cat((low * c + high * s, high * c + low * s), -1)
         assert bool(((x.cpu().float() - z.float()).abs() <= passed_on + STEP[dtype] * z.float().abs()).all())
@@ -182,13 +183,13 @@ def test_the_comparison_of_stored_bytes_can_fail() -> None:
 @pytest.mark.parametrize("name", ["bf16", "ue8m0"])
 def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(name: str) -> None:
     shape, layout = SHAPES[1], make_layout()
-    qkv, *rest = on_device(inputs(shape, torch.bfloat16))
+    qkv, how = on_device(inputs(shape, torch.bfloat16))
     store = moved(make_store(name, shape, layout))
-    together = heads.attention_inputs(qkv, *rest, store, layout.to(DEVICE), flag())
+    together = heads.attention_inputs(qkv, how, store, layout.to(DEVICE), flag())
     for row in (0, 3, 5):
         one = replace(layout, positions=layout.positions[row : row + 1], slots=layout.slots[row : row + 1]).to(DEVICE)
         other = moved(make_store(name, shape, layout))
-        alone = heads.attention_inputs(qkv[row : row + 1].clone(), *rest, other, one, flag())
+        alone = heads.attention_inputs(qkv[row : row + 1].clone(), how, other, one, flag())
         assert all(same(x, y[row : row + 1]) for x, y in zip(alone, together))
         assert same(other.k[one.slots], store.k[one.slots])
         assert same(other.v[one.slots], store.v[one.slots])
@@ -226,10 +227,10 @@ def test_no_value_is_read_on_the_host() -> None:
     layout = Layout(*where, 16, *(empty(5000, dtype=torch.int64) for _ in range(2)), 4000, 4000, 8192)
     store = KVStore.allocate(8192, 4, 128, STORES["ue8m0"][1], BF16, device="meta")
     qkv, norm, table = empty(5000, 40, 128), empty(128), empty(4096, 64, dtype=torch.float32)
-    rest = ((norm, norm), EPS, (table, table))
+    how = Heads((norm, norm), EPS, (table, table))
     with record_launches() as found:
-        gradients = heads.attention_inputs(qkv, *rest, store, layout, empty(1, dtype=torch.int32))
-        heads_backward.attention_inputs_backward(gradients, qkv, *rest, layout.positions)
+        gradients = heads.attention_inputs(qkv, how, store, layout, empty(1, dtype=torch.int32))
+        heads_backward.attention_inputs_backward(gradients, qkv, how, layout.positions)
     assert [launch.grid for launch in found] == [(5000, 6), (512, 6), (2, 4)]
 
 
@@ -260,11 +261,12 @@ def test_gradients_are_the_references_to_a_bound(
     """
     monkeypatch.setattr(heads_backward, "_CHUNKS", chunks)
     layout, gradients = make_layout(), gradient_inputs(shape, dtype)
-    qkv, norms, eps, tables = inputs(shape, dtype)
+    qkv, how = inputs(shape, dtype)
+    norms, eps, tables = how.norms, how.eps, how.tables
     assert norms is not None
-    wanted = OPS.attention_inputs_backward(gradients, qkv, norms, eps, tables, layout.positions)
+    wanted = OPS.attention_inputs_backward(gradients, qkv, how, layout.positions)
     moved_gradients = tuple(dx.to(DEVICE) for dx in gradients)
-    given = (*on_device((qkv, norms, eps, tables)), layout.positions.to(DEVICE))
+    given = (*on_device((qkv, how)), layout.positions.to(DEVICE))
     found = heads_backward.attention_inputs_backward(moved_gradients, *given)
     start = 0
     for index in range(3):
@@ -290,7 +292,9 @@ def test_gradients_are_the_references_to_a_bound(
     again = heads_backward.attention_inputs_backward(moved_gradients, *given)
     assert all(same(one, other) for one, other in zip(found, again) if one is not None and other is not None)
     # the control: another eps
-    other_eps = heads_backward.attention_inputs_backward(moved_gradients, given[0], given[1], 0.5, *given[3:])
+    other_eps = heads_backward.attention_inputs_backward(
+        moved_gradients, given[0], replace(given[1], eps=0.5), given[2]
+    )
     assert not bool(((other_eps[0].cpu() - wanted[0]).abs() <= 2 * STEP[dtype] * wanted[0].abs()).all())
 
 

@@ -19,10 +19,8 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch
-from isobit.kernels.types import KVStore, Layout
+from isobit.kernels.types import Heads, KVStore, Layout
 from isobit.precision import E4M3
-
-Norms = tuple[Tensor, Tensor] | None
 
 _HEADS = 8
 """Heads of a program, at most: with 2 warps a thread then reads 16 bytes of each half of a head of 128."""
@@ -56,15 +54,9 @@ def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout, flag: Tensor)
 
 
 def attention_inputs(
-    qkv: Tensor,
-    norms: Norms,
-    eps: float,
-    tables: tuple[Tensor, Tensor],
-    store: KVStore,
-    layout: Layout,
-    flag: Tensor,
+    qkv: Tensor, how: Heads, store: KVStore, layout: Layout, flag: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed per head by `norms` (each [D]) and rotated
+    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed per head and rotated, as `how` says,
     to the layout's positions; k and v stored as by `kv_write`. v is a view of qkv, q and k are new and contiguous.
     """
     qkv = qkv.contiguous()
@@ -74,11 +66,11 @@ def attention_inputs(
     q, k = (torch.empty((rows, count, dim), dtype=qkv.dtype, device=qkv.device) for count in (q_heads, kv_heads))
     tile = heads_at_once(max(q_heads, kv_heads))
     grid = (rows, num_groups(q_heads, tile) + 2 * num_groups(kv_heads, tile))
-    q_norm, k_norm = norms if norms is not None else (None, None)
+    q_norm, k_norm = how.norms if how.norms is not None else (None, None)
     launch(
-        _attention_inputs, grid, qkv, q, k, q_norm, k_norm, *tables, layout.positions, *_stored(store), layout.slots,
-        flag, rows, eps, num_warps=2, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile, WIDTH=half_width(dim),
-        **_how(store),
+        _attention_inputs, grid, qkv, q, k, q_norm, k_norm, *how.tables, layout.positions, *_stored(store),
+        layout.slots, flag, rows, how.eps, num_warps=2, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile,
+        WIDTH=half_width(dim), **_how(store),
     )  # fmt: skip
     return q, k, qkv[:, q_heads + kv_heads :]
 

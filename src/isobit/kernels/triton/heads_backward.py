@@ -13,7 +13,6 @@ from torch import Tensor
 
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.heads import (
-    Norms,
     half_width,
     heads_at_once,
     inverse_norm,
@@ -28,6 +27,7 @@ from isobit.kernels.triton.heads import (
     vector,
 )
 from isobit.kernels.triton.launch import launch
+from isobit.kernels.types import Heads
 
 _CHUNKS = 512
 """Shares of the tokens, at most: 16 programs of 2 warps a multiprocessor for 16 + 2 * 8 heads."""
@@ -35,12 +35,7 @@ _SUM_ROWS = tl.constexpr(64)
 
 
 def attention_inputs_backward(
-    gradients: tuple[Tensor, Tensor, Tensor],
-    qkv: Tensor,
-    norms: Norms,
-    eps: float,
-    tables: tuple[Tensor, Tensor],
-    positions: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, how: Heads, positions: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(gradient of qkv [T, H + 2 KV, D], of the two norms' weights [D] float32) of dq [T, H, D], dk, dv [T, KV, D].
 
@@ -55,13 +50,13 @@ def attention_inputs_backward(
     dqkv = torch.empty_like(qkv)
     tile = heads_at_once(max(q_heads, kv_heads))
     q_groups, kv_groups = num_groups(q_heads, tile), num_groups(kv_heads, tile)
-    q_norm, k_norm = norms if norms is not None else (None, None)
+    q_norm, k_norm = how.norms if how.norms is not None else (None, None)
     chunks = min(rows, _CHUNKS)
     normed_groups = q_groups + kv_groups
-    partial = torch.empty((normed_groups, chunks, dim), dtype=torch.float32, device=qkv.device) if norms else None
+    partial = torch.empty((normed_groups, chunks, dim), dtype=torch.float32, device=qkv.device) if how.norms else None
     launch(
         _attention_inputs_backward, (chunks, normed_groups + kv_groups), dq, dk, dv, qkv, dqkv, q_norm, k_norm,
-        *tables, positions, partial, rows, -(-rows // max(chunks, 1)), eps, num_warps=2, Q_STRIDE=q_stride,
+        *how.tables, positions, partial, rows, -(-rows // max(chunks, 1)), how.eps, num_warps=2, Q_STRIDE=q_stride,
         K_STRIDE=k_stride, V_STRIDE=v_stride, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile,
         WIDTH=half_width(dim),
     )  # fmt: skip

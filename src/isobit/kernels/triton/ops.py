@@ -22,7 +22,6 @@ from isobit.kernels.triton import (
     gate,
     grouped,
     head,
-    heads,
     heads_backward,
     norm,
     product,
@@ -30,9 +29,10 @@ from isobit.kernels.triton import (
     routing,
     sampling,
 )
+from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults
-from isobit.kernels.types import KVStore, Layout, Ops, Temperature
+from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import E4M3, Precision, QTensor, QuantSpec
 
 _ALLOWED = {
@@ -125,32 +125,20 @@ class TritonOps(Ops):
         return norm.rms_norm_backward(dy, summed, weight, rstd)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        return heads.rotary(x, cos, sin, positions, inverse)
+        return head_kernels.rotary(x, cos, sin, positions, inverse)
 
     def attention_inputs(
-        self,
-        qkv: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        tables: tuple[Tensor, Tensor],
-        store: KVStore,
-        layout: Layout,
+        self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return heads.attention_inputs(qkv, norms, eps, tables, store, layout, self._faults.of("keys and values"))
+        return head_kernels.attention_inputs(qkv, heads, store, layout, self._faults.of("keys and values"))
 
     def attention_inputs_backward(
-        self,
-        gradients: tuple[Tensor, Tensor, Tensor],
-        qkv: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        tables: tuple[Tensor, Tensor],
-        positions: Tensor,
+        self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return heads_backward.attention_inputs_backward(gradients, qkv, norms, eps, tables, positions)
+        return heads_backward.attention_inputs_backward(gradients, qkv, heads, positions)
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        heads.kv_write(store, k, v, layout, self._faults.of("keys and values"))
+        head_kernels.kv_write(store, k, v, layout, self._faults.of("keys and values"))
 
     def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
         return attention.attention(q, store, layout, scale)
