@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from isobit.kernels.triton.launch import Launch
+from isobit.kernels.triton.launch import KernelLaunch
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -52,12 +52,12 @@ class Compiled:
         return "+".join(sorted({name.split(".")[0] for name in self.instructions})) or "none"
 
 
-def kernel_name(launch: Launch) -> str:
+def kernel_name(launch: KernelLaunch) -> str:
     """Its module and function, such as product_kernels.block_product."""
     return f"{launch.kernel.fn.__module__.rsplit('.', 1)[-1]}.{launch.kernel.__name__.strip('_')}"
 
 
-def compile_launch(launch: Launch, capability: int = 90) -> Compiled:
+def compile_launch(launch: KernelLaunch, capability: int = 90) -> Compiled:
     """Compile what `launch` would have run, with the specialization that Triton would have chosen."""
     signature, constants, attributes = {}, {}, {}
     given = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.constants

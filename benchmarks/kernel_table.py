@@ -20,7 +20,7 @@ import torch
 from benchmarks.cross_compile import Compiled, compile_launch, kernel_name
 from benchmarks.gpu.shapes import SHAPES
 from isobit.kernels import KVStore, Layout
-from isobit.kernels.triton.launch import Launch, record_launches
+from isobit.kernels.triton.launch import KernelLaunch, record_launches
 from isobit.kernels.triton.ops import TritonOps
 from isobit.model import ModelConfig
 from isobit.model.transformer import Transformer, parameter_shapes
@@ -31,7 +31,7 @@ MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B")
 _PRESETS = ("fp8", "fp8-unified", "bf16")
 
 
-def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, Launch]]:
+def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelLaunch]]:
     """(phase, launch) of one layer and what is outside the layers: sync, decoding, prefill, learner."""
     config = replace(config, num_layers=1)
     ops = TritonOps("bitwise", "recorded", META)
@@ -52,7 +52,7 @@ def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, Launch]
     yield from (("learn", launch) for launch in found)
 
 
-def _decode(transformer: Transformer, batch: int) -> Sequence[Launch]:
+def _decode(transformer: Transformer, batch: int) -> Sequence[KernelLaunch]:
     ops, pages = transformer.ops["rollout"], 256
     table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
     layout = Layout.build([1] * batch, [4000] * batch, table, 16)
@@ -70,7 +70,7 @@ def _store(transformer: Transformer, layout: Layout) -> KVStore:
     return KVStore.allocate(*shape, flow.kv, flow.compute, None, META)
 
 
-def signature(launch: Launch) -> tuple[object, ...]:
+def signature(launch: KernelLaunch) -> tuple[object, ...]:
     """What makes Triton compile a kernel anew: types, constants, and which integers are 1 or multiples of 16."""
     parts: list[object] = [kernel_name(launch), launch.num_warps, launch.num_stages]
     parts += sorted((name, str(value)) for name, value in launch.constants.items())
@@ -87,7 +87,7 @@ def signature(launch: Launch) -> tuple[object, ...]:
 def compiled(models: Sequence[str] = MODELS, presets: Sequence[str] = _PRESETS) -> list[dict[str, object]]:
     """A row for every distinct kernel of these models, with the models and phases that run it."""
     uses: dict[tuple[object, ...], set[str]] = {}
-    first: dict[tuple[object, ...], Launch] = {}
+    first: dict[tuple[object, ...], KernelLaunch] = {}
     for name in models:
         for preset in presets:
             for phase, launch in launches(SHAPES[name], preset):

@@ -59,7 +59,7 @@ class _Sums:
         return Health(layer, role, snr, found.saturated, found.flushed, outliers, peak)
 
 
-class _Quantizing(Watching):
+class _Measuring(Watching):
     """Looks at what a layer quantizes and stores; fused operators in turn, so that this sees what is between them."""
 
     rms_norm_quantized = Composed.rms_norm_quantized
@@ -106,7 +106,7 @@ def activation_health(model: Model, sequences: Sequence[Sequence[int]]) -> list[
     sums: dict[tuple[int, str], _Sums] = {}
 
     def watch(ops: Ops, layer: int | None) -> object:
-        return ops if layer is None else _Quantizing(ops, sums, layer)
+        return ops if layer is None else _Measuring(ops, sums, layer)
 
     with model.transformer.watched(watch):
         model.logprobs(sequences)

@@ -87,13 +87,13 @@ class _Experts(Function):
         return dx, dgates, None, None, None, *dup, *ddown
 
 
-Plan = tuple[Tensor, Tensor, Tensor]
+Places = tuple[Tensor, Tensor, Tensor]
 """Of rows sorted by expert: the token of each [T k], the places of a token's [T, k], where every expert's begin."""
 
 
 def _forward(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
-) -> tuple[Tensor, Plan, Operand, Tensor, Operand, Tensor]:
+) -> tuple[Tensor, Places, Operand, Tensor, Operand, Tensor]:
     """(sums [T, H], plan, operand of x [T, H]; of the sorted rows gate_up [T k, 2I], operand, results [T k, H])."""
     first = layer.experts[0]
     order, offsets = by_expert(chosen, len(layer.experts))

@@ -16,7 +16,7 @@ from isobit.kernels.matrices import Operand
 from isobit.kernels.reference.product import product as reference_product
 from isobit.kernels.triton import product as module
 from isobit.kernels.triton.product import gradient_product, product
-from isobit.kernels.triton.product_plan import FEW_ROWS, Plan, plan, splits_of
+from isobit.kernels.triton.product_plan import FEW_ROWS, ProductPlan, plan, splits_of
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, expand_scale, quantize
 
 from ..helpers import draw, same
@@ -257,7 +257,7 @@ def test_plans_split_k_by_the_weight_alone(columns: int, inner: int, dtype: torc
         check_resources(chosen, dtype)
 
 
-def check_resources(chosen: Plan, dtype: torch.dtype) -> None:
+def check_resources(chosen: ProductPlan, dtype: torch.dtype) -> None:
     """One instruction class; all warps stand along the rows of b; shared memory fits, 227 KiB on Hopper."""
     assert (chosen.tile_n, chosen.tile_m, chosen.num_warps) in TILES[dtype]
     assert dtype == torch.float32 or chosen.num_warps == chosen.tile_n // 16

@@ -23,7 +23,7 @@ from isobit.precision.quantize import QuantSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
+class KernelLaunch:
     """One launch: the kernel, its arguments in order, its compile-time constants, and how it was to be compiled."""
 
     kernel: Any
@@ -34,7 +34,7 @@ class Launch:
     num_stages: int
 
 
-_recorded: list[Launch] | None = None
+_recorded: list[KernelLaunch] | None = None
 
 
 def launch(
@@ -44,13 +44,13 @@ def launch(
     if 0 in grid:
         return
     if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+        _recorded.append(KernelLaunch(kernel, grid, arguments, constants, num_warps, num_stages))
         return
     kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
 
 
 @contextmanager
-def record_launches() -> Iterator[list[Launch]]:
+def record_launches() -> Iterator[list[KernelLaunch]]:
     """Inside, kernels are noted in the list instead of running; their outputs stay unwritten."""
     global _recorded
     before, _recorded = _recorded, []

@@ -20,7 +20,7 @@ from isobit.kernels.triton import cublas
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.operands import check_blocks, codes_along_inner, padded, row_stride, scale_strides
 from isobit.kernels.triton.product_kernels import block_product, ordered_sum, plain_product
-from isobit.kernels.triton.product_plan import FEW_ROWS, Plan, plan
+from isobit.kernels.triton.product_plan import FEW_ROWS, ProductPlan, plan
 from isobit.precision import QTensor
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
@@ -85,7 +85,7 @@ def _plain(a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype) -> Tenso
 
 def _run(
     kernel: Any,
-    chosen: Plan,
+    chosen: ProductPlan,
     operands: tuple[Tensor, ...],
     bias: Tensor | None,
     out: torch.dtype,

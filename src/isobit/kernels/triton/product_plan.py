@@ -31,7 +31,7 @@ FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """Tiles of tile_n rows of b by tile_m rows of a, and K in `splits` chunks of `chunk` steps of `step` elements.
 
     `apart`: every chunk has its own programs, and a second kernel adds their sums in order; else one program does both.
@@ -56,12 +56,14 @@ def splits_of(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int]:
     return -(-blocks // chunk), chunk
 
 
-def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Plan:
+def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> ProductPlan:
     """The plan of a product of M = `rows`, N = `columns`, K = `inner`; codes count as uint8."""
     splits, blocks = splits_of(columns, inner, dtype)
     tile_n, tile_m, num_warps, num_stages = _tile(rows, columns, splits, dtype)
     apart = splits > 1 and rows <= FEW_ROWS
-    return Plan(tile_n, tile_m, STEP[dtype], splits, blocks * (BLOCK // STEP[dtype]), apart, num_warps, num_stages)
+    return ProductPlan(
+        tile_n, tile_m, STEP[dtype], splits, blocks * (BLOCK // STEP[dtype]), apart, num_warps, num_stages
+    )
 
 
 def _lowest(dtype: torch.dtype) -> int:
