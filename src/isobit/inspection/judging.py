@@ -1,7 +1,7 @@
-"""How far a precision flow moves the scores of a reward model, and what that does to advantages.
+"""How far a precision flow moves the scores of a reward model, and how that changes advantages.
 
-Completions are scored in BF16 and under the flow. What matters to learning is the order inside a group and the sign of
-each advantage: Kendall's tau (Kendall 1938; tau-a, so that a tie counts as neither) and the fraction of samples whose
+Completions are scored in BF16 and under the flow. Learning depends on the order inside a group and the sign of each
+advantage: Kendall's tau (Kendall 1938; tau-a, so that a tie counts as neither) and the fraction of samples whose
 r - mean changes its sign.
 """
 
@@ -17,8 +17,8 @@ from isobit.model import RewardModel
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of one flow: mean |score - BF16's| over the scores' spread, mean tau of the groups, advantages of changed sign,
-    and what the model takes."""
+    """One flow's mean |score - BF16's| over the scores' spread, mean tau of the groups, fraction of advantages with
+    another sign, and the model's memory in MiB."""
 
     preset: str
     relative_shift: float
@@ -49,7 +49,7 @@ def judge(
 
 
 def compare_scores(preset: str, reference: Sequence[float], scores: Sequence[float], n: int, mib: float) -> Judgement:
-    """What another flow did to the scores of groups of `n`."""
+    """Compare another flow's scores with the reference, in groups of `n`."""
     spread = max(reference) - min(reference)
     shift = sum(abs(a - b) for a, b in zip(reference, scores)) / len(scores)
     taus, flips = [], 0

@@ -1,8 +1,8 @@
-"""Where two computations of one sequence begin to differ: the first layer and operator whose rows have other bits.
+"""Finds where two computations of one sequence begin to differ: the first layer and operator with other bits in a row.
 
 A sequence is computed alone, among the sequences that it was learned with, and token by token over a cache, as a
-rollout does. Of every operator's result a checksum of each row is kept, not the result, so that this fits beside a
-model of any size. Left out: operators inside a fused one, and the rows of single experts, which show in their sum.
+rollout does. Only a checksum of each row of every operator's result is kept, so the memory is small for any
+model. Left out: operators inside a fused one, and the rows of single experts, which show in their sum.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _PLACES = {
     "attention": "attention",
     "sum_of_rows": "experts",
 }
-"""Operators that are watched, and what they are of where no argument says it."""
+"""The operators that are watched, with their place in the layer if no argument names it."""
 _HASHED_ROWS = 256  # at a time: elements become 8 bytes wide
 
 
@@ -56,7 +56,7 @@ def locate(
 
 
 _Trace = list[tuple[str, Tensor]]
-"""Of every call in order: where it was, and a checksum of each row of the sequence [rows] int64."""
+"""For every call in order: its place, and a checksum of each row of the sequence [rows] int64."""
 
 
 class _Summing(Watching):
@@ -144,7 +144,7 @@ def _first_difference(alone: _Trace, other: _Trace, how: str, bits: float, other
 
 
 def _checksums(result: object, rows: int) -> Tensor:
-    """[rows] int64 on the CPU, over all results that have something for each row."""
+    """[rows] int64 on the CPU, over all results that have a part for each row."""
     total = torch.zeros(rows, dtype=torch.int64)
     for place, part in enumerate(_tensors(result)):
         if not part.numel() or part.shape[0] % rows:

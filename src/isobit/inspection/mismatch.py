@@ -1,4 +1,4 @@
-"""The distance between rollout and learner of a precision flow, measured by a rollout; and its sources.
+"""The distance between rollout and learner of a precision flow, measured on a rollout, and its sources.
 
 `decompose` breaks the gap of a flow down, on the same tokens: with only one source switched on over a rollout that is
 otherwise the learner, and with only one switched off. The sources interact, so they do not add up; hence two columns.
@@ -22,7 +22,7 @@ _BEARABLE_ERROR = 1.05
 
 @dataclass(frozen=True)
 class Gap:
-    """The mismatch metrics of one flow, and what to make of them."""
+    """The mismatch metrics of one flow, and a verdict."""
 
     preset: str
     metrics: dict[str, float]
@@ -41,7 +41,7 @@ class Gap:
 
 
 def roll_out(model: Model, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[Completion], dict[str, float]]:
-    """Completions of the prompts by the model's own rollout flow, and what a calibrated cache clamped."""
+    """Completions of the prompts by the model's rollout flow, and the metrics of its cache."""
     engine = Engine.sized_for(model, prompts, len(prompts) * sampling.n, sampling.max_new_tokens)
     engine.calibrate(prompts)
     completions = [completion for group in engine.generate(prompts, sampling) for completion in group]
@@ -62,8 +62,8 @@ def decompose(
 ) -> list[tuple[str, Gap, Gap | None]]:
     """(source, the gap with it alone, the gap without it) of each source that the flow has; the first is all of them.
 
-    Compared are the learner's flow and variants of the rollout's, on tokens that the flow itself sampled. `stale`: the
-    model some steps before, whose weights a late sync would leave in the rollout.
+    The learner's flow is compared with variants of the rollout's, on tokens that the flow itself sampled. `stale`: the
+    model some steps before, with the weights that a late sync would leave in the rollout.
     """
     completions, _ = roll_out(model.under(precision), prompts, sampling)
     sequences = [c.prompt_token_ids + c.token_ids for c in completions]
@@ -89,7 +89,7 @@ def _sources(precision: Precision) -> list[str]:
 
 
 def _variant(precision: Precision, parts: set[str]) -> Precision:
-    """The learner's flow, with those parts of the rollout's that are named."""
+    """The learner's flow with the named parts taken from the rollout's."""
     rollout, learner = precision.rollout, precision.learner
 
     def pick(part: str) -> Flow:

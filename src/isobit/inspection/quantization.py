@@ -36,7 +36,7 @@ class Health:
 
 
 class _Sums:
-    """What `Health` is computed from, summed over forwards."""
+    """The sums from which `Health` is computed, over all forwards."""
 
     def __init__(self) -> None:
         self.totals = QuantTotals()
@@ -54,13 +54,13 @@ class _Sums:
         median = float(self.channels.median())
         peak = float(self.channels.max())
         found = self.totals.stats()
-        snr = -20 * math.log10(max(found.relative_error, 1e-16))  # where there is no noise at all, that of float64
+        snr = -20 * math.log10(max(found.relative_error, 1e-16))  # without any noise, that of float64
         outliers = peak / median if median > 0 else float(peak > 0) * 1e9
         return Health(layer, role, snr, found.saturated, found.flushed, outliers, peak)
 
 
 class _Measuring(Watching):
-    """Looks at what a layer quantizes and stores; fused operators in turn, so that this sees what is between them."""
+    """Measures what a layer quantizes and stores. Fused operators run as their parts, so that their inputs are seen."""
 
     rms_norm_quantized = Composed.rms_norm_quantized
     silu_mul_quantized = Composed.silu_mul_quantized
@@ -91,7 +91,7 @@ class _Measuring(Watching):
 
 
 def weight_health(model: Model) -> list[Health]:
-    """Of every quantized weight of the rollout, by layer; the experts of a layer together."""
+    """The health of every quantized weight of the rollout, by layer; the experts of a layer together."""
     sums: dict[tuple[int, str], _Sums] = {}
     masters = model.named_parameters()
     for weight in model.transformer.rollout_weights():
@@ -102,7 +102,7 @@ def weight_health(model: Model) -> list[Health]:
 
 @torch.no_grad()
 def activation_health(model: Model, sequences: Sequence[Sequence[int]]) -> list[Health]:
-    """Of the inputs of every quantized product, and of keys and values, in the learner's forward."""
+    """The health of the inputs of quantized products, and of keys and values, in the learner's forward."""
     sums: dict[tuple[int, str], _Sums] = {}
 
     def watch(ops: Ops, layer: int | None) -> object:

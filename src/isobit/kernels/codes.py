@@ -1,4 +1,4 @@
-"""Decode FP8 codes through a table of their 256 values: what PyTorch's own cast gives, several times faster on a CPU.
+"""Decode FP8 codes through a table of their 256 values: the result of PyTorch's cast, several times faster on a CPU.
 
 Left out: encoding, which is the quantizer's (`isobit.precision.quantize`).
 """

@@ -1,6 +1,6 @@
-"""Operators that are several others in turn: what a fused kernel must return, bit for bit.
+"""Operators composed of other operators: a fused kernel must return the same bits.
 
-A backend inherits them and overrides those that it computes in one kernel. Left out: the arithmetic itself.
+A backend inherits these and overrides the ones that it computes in a single kernel. Left out: the arithmetic itself.
 """
 
 from itertools import pairwise
@@ -14,7 +14,7 @@ from isobit.precision import Precision, QTensor, QuantSpec, along_rows
 
 
 class Composed(Ops):
-    """The part of `isobit.kernels.types.Ops` that follows from the rest; for backends that raise at once."""
+    """The part of `isobit.kernels.types.Ops` that follows from the rest, for backends that raise errors at once."""
 
     device = torch.device("cpu")
     fused_head = False
@@ -23,7 +23,7 @@ class Composed(Ops):
         """Every flow can be computed."""
 
     def raise_faults(self) -> None:
-        """Nothing is put off: operators raise where they meet NaN or infinity."""
+        """Nothing to do: operators raise at once when they meet NaN or infinity."""
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
         return weight

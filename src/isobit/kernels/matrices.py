@@ -1,7 +1,7 @@
 """Matrices as products take them: plain or quantized (`Operand`), a weight with what a backend packed of it (`Packed`),
 and the weights of several experts in one storage (`Stacked`).
 
-Left out: the products (`Ops`), and what a pack looks like, which is the backend's.
+Left out: the products (`Ops`), and the layout of packs, which each backend chooses.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,8 +20,8 @@ Operand = Tensor | QTensor
 class Packed:
     """A weight [N, K], and its values in the order in which a backend's inner loop reads them (`Ops.prepare`).
 
-    `panels` are the backend's own; `values` [N, K], where it needs them, are the dequantized weight. Both are of the
-    weight as it was when it was prepared: whoever writes into a weight prepares it again.
+    The backend alone reads `panels`; `values` [N, K], if it needs them, are the dequantized weight. Both hold the
+    weight as it was when it was prepared: after writing into a weight, prepare it again.
     """
 
     weight: Operand
@@ -34,7 +34,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies; the weight is not one."""
+        """Bytes of the copies, without the weight."""
         return sum(t.numel() * t.element_size() for t in (self.panels, self.values) if t is not None)
 
 
@@ -43,7 +43,7 @@ Prepared = Operand | Packed
 
 
 def weight_of(prepared: Prepared) -> Operand:
-    """The weight without what was packed of it."""
+    """The weight without its packs."""
     return prepared.weight if isinstance(prepared, Packed) else prepared
 
 
@@ -63,7 +63,7 @@ class Stacked:
     """E matrices [N, K] of one shape and format, in one storage: the weights of a layer's experts.
 
     data [E, N, K]; quantized: E4M3 or another format of `spec`, with scale [E, block rows, block columns] float32. Else
-    a plain type, without scale and spec. `prepared`: every matrix as `Ops.prepare` returned it, if it did.
+    a plain type, without scale and spec. `prepared`: every matrix as `Ops.prepare` returned it, if it was prepared.
     """
 
     data: Tensor
@@ -117,5 +117,5 @@ class Stacked:
         return Stacked(self.data.transpose(1, 2), scale, None if self.spec is None else self.spec.transpose())
 
     def map(self, change: Callable[[Operand], Operand]) -> "Stacked":
-        """Every matrix changed, in a storage of their own."""
+        """Every matrix changed, in a new storage."""
         return Stacked.of((change(matrix) for matrix in self.experts), len(self.experts))

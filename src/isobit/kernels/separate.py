@@ -1,12 +1,12 @@
-"""The operators of a second engine: what an inference engine of the field computes, where it differs from a trainer.
+"""The operators of a second engine: they round where common inference engines round, and trainers do not.
 
-The values are those of the same precision flow; rounding and order are not. Sums are float32 in the order of the BLAS,
+The precision flow is the same; rounding and the order of sums differ. Sums are float32 in the order of the BLAS,
 which depends on the batch; between them stand the roundings to BF16 that inference kernels have (vLLM's, as they were
 in 2025): the normalized row before the norm's weight, silu(gate) before it meets up, the probabilities before P·V, and
 the logits. FP8 products add their scaled blocks of 128 in float32. docs/numerics.md, section 5, lists all of it.
 
-What both engines compute alike (quantization, rotary embedding, cache writes, sampling) is left to the learner's
-operators. For the rollout only, so there is no backward of its own; under float32 nothing is rounded to BF16.
+Quantization, rotary embedding, cache writes and sampling are the same in both engines: the learner's operators compute
+them. Only the rollout uses these operators, so there is no backward; under float32 nothing is rounded to BF16.
 """
 
 import torch
@@ -56,7 +56,7 @@ class SeparateOps(ReferenceOps):
             return (total if bias is None else total + bias.float()).to(out)
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return functional.linear(a, b, bias).to(out)
-        total = functional.linear(values(a).float(), values(b).float())  # one operand quantized: for taking apart
+        total = functional.linear(values(a).float(), values(b).float())  # one operand quantized: for inspection
         return (total if bias is None else total + bias.float()).to(out)
 
     def rms_norm(

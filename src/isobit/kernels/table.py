@@ -22,8 +22,8 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     """The operators of a backend.
 
     `triton` runs on an H100 or H200; `native` is C++ and needs a compiler on first use; `reference` is PyTorch. `auto`
-    is triton where there is such a GPU, else native where that works. The result's `why` says what was chosen and
-    for what reason. Raises IsobitError for an unknown name, and where a backend was asked for by name and cannot work.
+    is triton where there is such a GPU, else native where that works. The result's `why` names the choice
+    and the reason. Raises IsobitError for an unknown name, and if the named backend cannot work here.
     """
     if backend not in BACKENDS:
         raise IsobitError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
@@ -70,9 +70,9 @@ def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
 
 
 def separate_ops(learner: Ops) -> Ops:
-    """The operators of a rollout that runs in an engine of its own, beside a learner with these.
+    """The operators of a rollout on a separate engine; `learner` are those of the learner.
 
-    On a GPU another engine means other kernels: the machine's own products, as under `consistency: fast`.
+    On a GPU these are other kernels: cuBLAS products, as under `consistency: fast`.
     """
     if learner.backend == "triton":
         return triton_ops("fast")

@@ -1,9 +1,9 @@
-"""What the operators work on: rows in sequences (`Layout`), stored keys and values (`KVStore`), and their signatures
-(`Ops`).
+"""The operators' signatures (`Ops`) and the values they take: rows in sequences (`Layout`), stored keys and values
+(`KVStore`).
 
 A *row* is one token of one sequence. Rows of a sequence stand together and in order. A *slot* is the place of one
-token's key and value: `page * page_size + offset`. Rollout and learner describe their work in these terms, and so
-call the same operators. Left out: what products multiply (`matrices.py`), who owns the pages (`isobit.engine`) and the
+token's key and value: `page * page_size + offset`. Rollout and learner describe their work in these terms, so they
+call the same operators. Left out: operands of products (`matrices.py`), who owns the pages (`isobit.engine`) and the
 arithmetic (`reference`, `native`).
 """
 
@@ -29,8 +29,8 @@ class Layout:
     row_start [S+1] int64: rows of sequence s are row_start[s] to row_start[s+1]. context [S] int64: position of its
     first row, that is how many keys are stored before. page_table [S, P] int32. positions, slots [T] int64: of every
     row. max_rows, max_keys: the most rows of a sequence, and the most keys that one of its rows sees. num_slots: slots
-    that a store must have to hold every page of the table. These three are on the host, whatever device the tensors
-    are on, so that nothing waits for a GPU to know them.
+    that a store must have to hold every page of the table. These three are on the host, so reading
+    them never waits for a GPU.
     """
 
     row_start: Tensor
@@ -71,7 +71,7 @@ class Layout:
 
     @staticmethod
     def packed(lengths: Sequence[int], page_size: int = 16) -> "Layout":
-        """Whole sequences one after the other, each in contiguous pages of its own: the learner's layout."""
+        """The learner's layout: whole sequences one after the other, each in its own contiguous pages."""
         pages = [-(-length // page_size) for length in lengths]
         first = torch.cumsum(torch.tensor([0, *pages[:-1]]), 0)
         table = first.unsqueeze(1) + torch.arange(max(pages, default=0)).unsqueeze(0)
@@ -181,26 +181,25 @@ class Ops(Protocol):
         """Raise IsobitError for a precision flow that this backend does not compute."""
 
     def raise_faults(self) -> None:
-        """Raise NonFiniteError if an operator has met NaN or infinity since the last call and could not raise then:
-        on a GPU nobody waits for the result. To be called where results are read."""
+        """Raise NonFiniteError if an operator has met NaN or infinity since the last call and could not raise then,
+        because on a GPU operators do not wait for results. Call it where results are read."""
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         """`isobit.precision.quantize`, bit for bit."""
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
-        """A weight that is multiplied often, with what this backend packs of it, if it does: products of it are those
-        of the weight, bit for bit. `into`: the same weight, prepared before it was overwritten; its packs are written
-        where they are."""
+        """A weight that is multiplied often, with this backend's packs of it, if any; products have the same bits as
+        with the weight itself. `into`: the same weight, prepared before it was overwritten; its packs are overwritten
+        in place."""
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in docs/numerics.md."""
 
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
-        """xᵀ [C, T] of x [T, C], quantized along the tokens: `spec` is that of x, or of a gradient, along its
-        columns."""
+        """xᵀ [C, T] of x [T, C], quantized along the tokens; `spec` describes x, or a gradient, along its columns."""
 
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-        """`product` for a backward: it repeats, but a row may depend on its batch."""
+        """`product` for a backward: the same inputs give the same bits, but a row may depend on its batch."""
 
     def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
         """`product` of every row of a [R, K] with the weights [N, K] of its expert: [R, N]. Rows offsets[e] to

@@ -1,10 +1,10 @@
-"""Operators that look at what passes through them, and otherwise are those of a backend."""
+"""A backend's operators, some of which look at their inputs and results."""
 
 from isobit.kernels.types import Ops
 
 
 class Watching:
-    """Has the operators of `ops`; a subclass defines those that it looks at, which return what these return."""
+    """The operators of `ops`; a subclass overrides those that it looks at, and returns the same results."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops

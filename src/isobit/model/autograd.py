@@ -38,7 +38,7 @@ class Weight:
     gradient: QuantSpec | None = None
     dgrad: str = "bf16"
     wgrad: str = "bf16"
-    own_copy: bool = False  # WGrad's activation is quantized along the tokens in the forward, from the unquantized one
+    own_copy: bool = False  # the forward also quantizes the unquantized activation along the tokens, for WGrad
 
     @property
     def working(self) -> Operand:
@@ -98,15 +98,15 @@ def attention_inputs(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, store: KVStore, layout: Layout, scale: float, ops: Ops) -> Tensor:
-    """Attend over all that is stored: [T, H, D]; k and v, which are stored, receive gradients."""
+    """Attention over the stored keys and values: [T, H, D]. k and v, stored already, receive gradients."""
     if torch.is_grad_enabled():
         return _Attention.apply(q, k, v, store, layout, scale, ops)
     return ops.attention(q, store, layout, scale)[0]
 
 
 def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -> Tensor:
-    """x [T, H, D] quantized per row, or by a `scale` [1] that is given, and back, in x's dtype; the gradient goes
-    straight through."""
+    """x [T, H, D] quantized and dequantized, in x's dtype: with a scale per row, or with the given `scale` [1]. The
+    gradient goes straight through."""
     flat = x.reshape(-1, x.shape[-1]).detach()
     if scale is None:
         quantized = ops.quantize(flat, spec, "queries")
@@ -139,8 +139,8 @@ class _Linear(Function):
 
 
 def _kept(operand: Operand, x: Tensor, weight: Weight, ops: Ops) -> tuple[Tensor, ...]:
-    """What WGrad needs of an operand that was quantized from x [T, K]: its parts, or those of a copy of x along the
-    tokens. DGrad needs nothing of it."""
+    """The tensors that WGrad needs later: the parts of `operand`, which was quantized from x [T, K], or those of a copy
+    of x quantized along the tokens. DGrad needs neither."""
     if weight.activation is None or not has_own_copy(weight):
         return parts(operand)
     return parts(ops.quantize_along_tokens(x, weight.activation, weight.name))
@@ -151,25 +151,25 @@ def _quantized(x: Tensor, weight: Weight, ops: Ops) -> Operand:
 
 
 def has_own_copy(weight: Weight) -> bool:
-    """Whether WGrad multiplies an own copy of the activation."""
+    """Whether WGrad multiplies a second copy of the activation, quantized along the tokens."""
     return weight.own_copy and weight.wgrad == "fp8" and weight.activation is not None
 
 
 def copy_spec(weight: Weight) -> QuantSpec:
-    """The spec of an own copy [K, T]."""
+    """The spec of that copy [K, T]."""
     assert weight.activation is not None
     return along_rows(weight.activation).transpose()
 
 
 def parts(operand: Operand) -> tuple[Tensor, ...]:
-    """What an operand is saved as."""
+    """The tensors as which an operand is saved for the backward."""
     return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
 
 
 def _linear_backward(
     ctx: Any, dy: Tensor, saved: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(gradient of the operand, of the weight, of the bias), as far as `needed`; `saved` are the operand's parts."""
+    """(gradient of the operand, of the weight, of the bias), None if not `needed`; `saved` are the operand's parts."""
     weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
     spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
     operand = QTensor(saved[0], saved[1], spec) if len(saved) == 2 else saved[0]
@@ -193,8 +193,8 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
 
 
 def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor:
-    """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens; `saved` is x [T, K], or its own copy
-    [K, T], which is quantized so already."""
+    """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens; `saved` is x [T, K], or its copy
+    [K, T] that is already quantized along the tokens."""
     if weight.wgrad == "fp8" and isinstance(saved, QTensor) and weight.gradient is not None:
         gradient = ops.quantize_along_tokens(dy, weight.gradient, f"output gradient of {weight.name}")
         if has_own_copy(weight):

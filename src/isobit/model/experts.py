@@ -1,12 +1,12 @@
-"""Rows through the experts that serve them: sorted by expert, one grouped product for each of the two matrices.
+"""Rows go through their experts sorted by expert: one grouped product for each of the two matrices.
 
-A token stands in the sorted rows once for every expert that serves it. Activations are quantized row by row, so once
-for a token, whoever serves it; a row's bits are those of the expert's MLP over that row alone (`tests/model/
-test_experts.py`). The forward asks no size of the device, unless WGrad has own copies: it never waits for a GPU. The
-backward does, once for each of the two matrices, because an expert without rows has no gradient at all.
+A token is in the sorted rows once for every expert that serves it. Activations are quantized row by row, so once per
+token; a row's bits are those of the expert's MLP over that row alone (`tests/model/test_experts.py`). The forward never
+waits for a GPU, unless WGrad has copies of its own. The backward waits once for each of the two matrices, because an
+expert without rows gets no gradient.
 
 Activations or gradients whose rows share scales (granularity `tensor`, and the like) are quantized expert by expert, as
-matrices of their own. Left out: which experts serve a token (`moe.py`).
+separate matrices. Left out: which experts serve a token (`moe.py`).
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ def through_experts(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, op
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(order [T k], offsets [count + 1]), int64, of choices [T, k]: places of the flattened choices sorted by expert,
-    then by row; and where each expert's begin, the last offset being their number."""
+    """(order [T k], offsets [count + 1]), int64, of choices [T, k]: the flattened choices sorted by expert, then by
+    row; and where each expert's rows begin, with their number at the end."""
     assert count < 1 << 15
     found = chosen.flatten().to(torch.int16).sort(stable=True)  # few bits to sort by: a GPU takes them in passes
     return found.indices, torch.searchsorted(
@@ -57,15 +57,15 @@ class _Experts(Function):
     def forward(
         ctx: Any, x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, *masters: Tensor
     ) -> Tensor:
-        total, plan, inputs, gate_up, hidden, results = _forward(x, gates, chosen, layer, ops)
-        (rows, _, offsets), up, down = plan, layer.experts[0].gate_up, layer.experts[0].down
+        total, places, inputs, gate_up, hidden, results = _forward(x, gates, chosen, layer, ops)
+        (rows, _, offsets), up, down = places, layer.experts[0].gate_up, layer.experts[0].down
         kept, kept_hidden = autograd.parts(inputs), autograd.parts(hidden)
         if autograd.has_own_copy(up):
             kept = _copies(x.index_select(0, rows), up, offsets, ops)
         if autograd.has_own_copy(down):
             kept_hidden = _copies(ops.silu_mul(gate_up), down, offsets, ops)
         ctx.layer, ctx.ops, ctx.num_inputs = layer, ops, len(kept)
-        ctx.save_for_backward(gates, *plan, gate_up, results, *kept, *kept_hidden)
+        ctx.save_for_backward(gates, *places, gate_up, results, *kept, *kept_hidden)
         return total
 
     @staticmethod
@@ -88,13 +88,14 @@ class _Experts(Function):
 
 
 Places = tuple[Tensor, Tensor, Tensor]
-"""Of rows sorted by expert: the token of each [T k], the places of a token's [T, k], where every expert's begin."""
+"""Of the rows sorted by expert: each row's token [T k], the rows of each token [T, k], and where every expert's rows
+begin [experts + 1]."""
 
 
 def _forward(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
 ) -> tuple[Tensor, Places, Operand, Tensor, Operand, Tensor]:
-    """(sums [T, H], plan, operand of x [T, H]; of the sorted rows gate_up [T k, 2I], operand, results [T k, H])."""
+    """(sums [T, H], places, operand of x [T, H]; of the sorted rows gate_up [T k, 2I], operand, results [T k, H])."""
     first = layer.experts[0]
     order, offsets = by_expert(chosen, len(layer.experts))
     rows, place = order // chosen.shape[1], _inverse(order).view(chosen.shape)
@@ -134,8 +135,8 @@ def _weight_gradients(
     needed: tuple[bool, ...],
     ops: Ops,
 ) -> list[Tensor | None]:
-    """dW [N, K] float32 of every expert that has rows and needs one. `saved`: the parts of an operand, whose `rows` are
-    those of dy, by default all; or of own copies."""
+    """dW [N, K] float32 of every expert that has rows and needs one. `saved`: the parts of an operand, of which dy has
+    the `rows`, by default all; or those of the copies that `_copies` made."""
     if not any(needed):
         return [None] * len(needed)
     name = _name(weight)
@@ -153,8 +154,8 @@ def _weight_gradients(
 
 
 def _copies(x: Tensor, weight: Weight, offsets: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
-    """Codes [K, R] and scales [K, blocks] of x [R, K] quantized along the tokens, expert by expert; asks a GPU where
-    each expert's rows begin."""
+    """Codes [K, R] and scales [K, blocks] of x [R, K] quantized along the tokens, expert by expert; waits for the
+    GPU, to know where each expert's rows begin."""
     assert weight.activation is not None
     bounds = [pair for pair in pairwise(offsets.tolist()) if pair[1] > pair[0]]
     found = [ops.quantize_along_tokens(x[i:j], weight.activation, _name(weight)) for i, j in bounds]
@@ -165,7 +166,7 @@ def _copies(x: Tensor, weight: Weight, offsets: Tensor, ops: Ops) -> tuple[Tenso
 
 
 def _split(saved: list[Tensor], weight: Weight, offsets: Tensor) -> Iterator[tuple[int, tuple[int, int], QTensor]]:
-    """(expert, its rows, its own copy [K, rows]) of every expert that has rows."""
+    """(expert, its rows, its copy [K, rows]) of every expert that has rows."""
     (codes, scales), spec, column = saved, autograd.copy_spec(weight), 0
     for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
         if stop > start:
@@ -190,7 +191,7 @@ def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: O
 
 
 def _specs(weight: Weight) -> list[QuantSpec]:
-    """Of what is quantized along its rows."""
+    """The specs of the activation and of the output gradient, if they are quantized."""
     gradient = weight.gradient if weight.dgrad == "fp8" else None
     return [spec for spec in (weight.activation, gradient) if spec is not None]
 
@@ -215,5 +216,5 @@ def _operand(parts: list[Tensor], weight: Weight) -> Operand:
 
 
 def _name(weight: Weight) -> str:
-    """Of all experts' weights: `layers.3.experts.down`."""
+    """The name of all experts' weights together: `layers.3.experts.down`."""
     return weight.name.replace(".experts.0.", ".experts.")

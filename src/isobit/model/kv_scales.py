@@ -1,8 +1,8 @@
-"""Static scales of an FP8 KV cache, one for K and one for V in each layer, and one for the queries where these are
-calibrated too; and the amax that they are made of.
+"""Static scales of an FP8 KV cache: one for K and one for V in each layer, and one for the queries if these are
+calibrated too. Includes the recorder of the amax from which they are computed.
 
 NeMo RL's rule: amax of K, V and Q after QK-norm and rotary embedding, per batch and layer; a percentile over the
-batches; times a margin; over 448. Left out: what is run to find them (`engine/calibration.py`).
+batches; times a margin; over 448. Left out: the forwards that are recorded (`engine/calibration.py`).
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from isobit.precision import E4M3, Calibration
 
 @dataclass(frozen=True, eq=False)
 class KVScales:
-    """`values` [layers, 2 or 3] float32, on the CPU: scales of K, of V, and of Q where queries are calibrated;
-    `version`: of the weights that they were computed with."""
+    """`values` [layers, 2 or 3] float32, on the CPU: scales of K, of V, and of Q if queries are calibrated;
+    `version`: the version of the weights that they were computed with."""
 
     values: Tensor
     version: int
@@ -32,14 +32,14 @@ class KVScales:
 def scales_of(scales: KVScales | None) -> Tensor:
     """The values of calibrated scales. Raises IsobitError if there are none."""
     if scales is None:
-        raise IsobitError("the KV cache has calibrated scales, and none yet: call Engine.calibrate(prompts)")
+        raise IsobitError("the KV cache needs calibrated scales: call Engine.calibrate(prompts)")
     return scales.values
 
 
 class AmaxRecorder:
-    """Largest magnitudes of K and V, and of Q with `queries`, per forward and layer; a `Watch` of forwards.
+    """Records the largest magnitudes of K and V, and of Q with `queries`, per forward and layer; a `Watch`.
 
-    Each stays where it was computed until `amax` asks, so that a forward waits for none of them.
+    They stay on their device until `amax` reads them, so that no forward waits.
     """
 
     def __init__(self, num_layers: int, queries: bool = False) -> None:
@@ -47,7 +47,7 @@ class AmaxRecorder:
         self.batches: list[dict[tuple[int, int], Tensor]] = []
 
     def __call__(self, ops: Ops, layer: int | None) -> Any:
-        """The operators that record; outside the layers, which come first, a forward begins."""
+        """The recording operators of a layer; the call for those outside the layers comes first and begins a batch."""
         if layer is None:
             self.batches.append({})
             return ops
@@ -77,6 +77,6 @@ class _Recording(Watching):
 
 
 def scales_from(amax: Tensor, calibration: Calibration, version: int) -> KVScales:
-    """amax · margin / 448, and 1 where nothing but zeros was seen."""
+    """amax · margin / 448, or 1 where only zeros were seen."""
     values = amax * calibration.margin / E4M3.max
     return KVScales(torch.where(amax > 0, values, 1.0), version)

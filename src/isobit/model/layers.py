@@ -1,7 +1,7 @@
 """One forward of the model over rows: its layers, and `Pass`, which is all that they share.
 
-Left out: the operators with their gradients (`autograd.py`), experts (`moe.py`), and what is kept from one forward to
-the next (`transformer.py`).
+Left out: the operators with their gradients (`autograd.py`), experts (`moe.py`), and state that outlives a forward
+(`transformer.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ from isobit.model.recompute import recomputed
 from isobit.model.working import Layer, Mixture, Working
 
 Watch = Callable[[Ops, int | None], Any]
-"""(operators, index of the layer that computes with them, or None outside the layers) to those that it computes with
-instead: they return the same, and may look at it (`isobit.kernels.Watching`)."""
+"""Called with the operators and the index of the layer that uses them (None outside the layers); returns the operators
+to use instead. These return the same results, and may look at them (`isobit.kernels.Watching`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +97,8 @@ def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tenso
 
 
 def _recomputed_layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
-    """`_layer`, of which the backward makes its own. The second forward tells the tape nothing; a router's
-    probabilities have a gradient, and so are one of the results."""
+    """`_layer`, computed again in the backward. The tape records the first forward only; a router's probabilities have
+    a gradient, so they are among the results."""
     tape = one.tape if isinstance(layer.mlp, Mixture) else None
     given = tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
     chosen: list[Tensor] = []

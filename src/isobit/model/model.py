@@ -45,7 +45,7 @@ class Model:
             )
         self.transformer = transformer
         self.tokenizer = tokenizer
-        self.generation: dict[str, object] = {}  # of generation_config.json: kept for `save`
+        self.generation: dict[str, object] = {}  # generation_config.json, kept for `save`
         self.config = config
         self.precision = transformer.precision
         self.ops = transformer.ops["learner"]
@@ -112,7 +112,7 @@ class Model:
         return self.transformer.weights_version
 
     def sync(self, rollout: bool = True) -> None:
-        """Requantize the working weights from the masters; `rollout` False leaves a separate engine's copy alone."""
+        """Make the working weights again from the masters; with `rollout` False, not those of a separate engine."""
         self.transformer.sync(rollout)
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -129,7 +129,7 @@ class Model:
     ) -> list[Tensor]:
         """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 | tokens up to t).
 
-        The probabilities are of softmax(logits / temperature). Raises IsobitError for a token outside the vocabulary
+        The probabilities are softmax(logits / temperature). Raises IsobitError for a token outside the vocabulary,
         for a sequence longer than the model's context, for a temperature that is not above 0 and for another `use`.
         """
         if use not in USES:
@@ -142,8 +142,8 @@ class Model:
     def save(self, directory: str | Path, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES) -> None:
         """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the directory as it is.
 
-        Weights above `shard_bytes` are written in several files. Raises IsobitError for what is no directory or no
-        dtype.
+        Weights above `shard_bytes` are written in several files. Raises IsobitError if `directory`
+        is a file or `dtype` is not a floating-point dtype.
         """
         if not isinstance(directory, (str, Path)) or Path(directory).is_file():
             raise IsobitError(f"save: expected the path of a directory, got {str(directory)!r}")
@@ -172,8 +172,8 @@ class Model:
         self.tokenizer.save(directory)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of masters, of the rollout's working weights, and of those that the learner has besides; those of packs
-        are `Transformer.packed_bytes`."""
+        """Bytes of the masters, of the rollout's working weights, and of the learner's that are not shared with it;
+        packs are counted by `Transformer.packed_bytes`."""
         masters = sum(p.numel() * p.element_size() for p in self.named_parameters().values())
         rollout, learner = self.transformer.working_bytes()
         return {"masters": masters, "rollout": rollout, "learner": learner}
@@ -206,8 +206,8 @@ def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 
 def token_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, longest: int) -> list[Sequence[int]]:
-    """The sequences, with tensors and arrays as lists. Raises IsobitError for what is no list of sequences of ids of
-    the vocabulary, each of at most `longest`."""
+    """The sequences, with tensors and arrays turned into lists. Raises IsobitError unless they are a list of sequences
+    of token ids below `vocab_size`, each at most `longest` long."""
     wanted = "sequences: expected a list of sequences of token ids, such as [[1, 5]]"
     if hasattr(sequences, "tolist"):
         sequences = sequences.tolist()

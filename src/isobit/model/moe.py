@@ -6,9 +6,9 @@ rows). The token's rows go through the experts as through any MLP, and gate time
 order of the slots, the largest gate first, and rounded once. So a token's bits depend on the token and the weights,
 whoever else an expert serves (`tests/model/test_moe.py`). How rows get to their experts is in `experts.py`.
 
-`RouteTape` follows one forward: which experts were chosen, or which must be (router replay, R3: Ma et al. 2025, arXiv
-2510.11370), and what the load-balancing loss is made of. Left out: experts over several processes, capacity limits,
-shared experts.
+`RouteTape` records which experts a forward chose, or prescribes them (router replay, R3: Ma et al. 2025, arXiv
+2510.11370), and collects the probabilities for the load-balancing loss. Left out: experts over several processes,
+capacity limits, shared experts.
 """
 
 import base64
@@ -28,11 +28,11 @@ from isobit.model.working import Mixture
 
 
 class RouteTape:
-    """What the routers of one forward over T rows do, MoE layer by MoE layer.
+    """A record of the routers in one forward over T rows, one entry per MoE layer.
 
-    `chosen` holds [T, k] int64 per layer. With `given` [T, layers, k] the routers take those experts instead, with
-    gates from their own probabilities, and `chosen` is what they would have taken. `probabilities` holds, per layer,
-    each expert's probability summed over the rows, [E] float32, with gradient: what a load-balancing loss is made of.
+    `chosen` holds [T, k] int64 per layer. With `given` [T, layers, k] the routers must use those experts, with gates
+    from their own probabilities, and `chosen` holds the experts that they would have used. `probabilities` holds, per
+    layer, each expert's probability summed over the rows, [E] float32, with gradient, for a load-balancing loss.
     """
 
     def __init__(self, given: Tensor | None = None) -> None:
@@ -48,7 +48,7 @@ class RouteTape:
         return self.given[:, len(self.chosen)]
 
     def follow(self, probabilities: Tensor, chosen: Tensor) -> None:
-        """Take a layer's choice down."""
+        """Record a layer's choice."""
         self.chosen.append(chosen.detach())
         self.probabilities.append(probabilities.sum(0))
 

@@ -1,7 +1,7 @@
 """Hugging Face tensor names to fused masters, and back.
 
 `q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` (Mixtral: w1, w3) those of
-`gate_up`. Every expert has tensors of its own.
+`gate_up`. Every expert has its own tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -64,7 +64,7 @@ def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[st
 
 
 def _check_tied(tensors: Mapping[str, Tensor], where: str) -> None:
-    """A head of its own in a checkpoint whose config.json ties it: `transformers` takes the head that is there."""
+    """Refuse a head that differs from the embedding where config.json ties them: `transformers` would take the head."""
     embed = tensors.get(_OUTSIDE["embed"])
     if embed is None or torch.equal(tensors[_OUTSIDE["head"]], embed):
         return
@@ -103,6 +103,7 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
 
 
 def layer_and_role(name: str) -> tuple[int, str]:
-    """Of a linear layer's name: `layers.3.qkv` is (3, qkv), `layers.3.experts.7.down` is (3, experts down)."""
+    """Layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts down) from
+    `layers.3.experts.7.down`."""
     parts = name.split(".")
     return int(parts[1]), f"{'experts ' if 'experts' in parts else ''}{parts[-1]}"

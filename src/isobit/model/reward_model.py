@@ -1,4 +1,4 @@
-"""A reward model: a sequence-classification checkpoint with one label, frozen, under a precision flow of its own.
+"""A reward model: a frozen sequence-classification checkpoint with one label and its own precision flow.
 
 The score of prompt and completion is the one label's logit at their last token (`LlamaForSequenceClassification` and
 its like in transformers); the linear layers run in the flow's formats, the score itself in float32. Only the working
@@ -39,10 +39,10 @@ class RewardModel:
         backend: str = "auto",
         consistency: str = "bitwise",
     ) -> "RewardModel":
-        """A Hugging Face directory. Raises IsobitError for one that is no reward model with a single label."""
+        """Load a Hugging Face directory. Raises IsobitError unless it is a reward model with a single label."""
         directory = model_folder(path, "reward model")
         values = read_json(directory / "config.json")
-        # there is no output head; a tied one needs no tensor
+        # a reward model has no output head, and a tied head needs no tensor
         config = ModelConfig.from_hf(values | {"tie_word_embeddings": True}, str(directory / "config.json"))
         flow = precision_from(precision)
         if flow.learner.calibrated or flow.learner.calibrated_queries:
@@ -64,7 +64,7 @@ class RewardModel:
         return RewardModel(transformer, score, Tokenizer.load(directory))
 
     def encode(self, prompt: Prompt, completion: str) -> list[int]:
-        """Tokens of a completion after its prompt: a chat with its template, or text followed by text."""
+        """Token ids of prompt and completion: a chat through the chat template, or the two texts joined."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt + completion)
         chat = [*prompt, {"role": "assistant", "content": completion}]

@@ -1,9 +1,9 @@
 """One transformer for rollout, learner and reference: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral in the same forward.
 
-FP32 masters are the parameters. `sync` makes *working* weights of them, once per flow: quantized, or in the compute
-format. Where rollout and learner have one flow, the working weights are one storage, and cannot be stale; a rollout
-with an engine of its own is sent a copy, and has operators of its own. The forward takes rows and a layout, so that
-decoding, chunked prefill and the learner's packed sequences are the same code.
+The parameters are FP32 masters. `sync` makes *working* weights of them, once per flow: quantized, or in the compute
+format. A rollout and a learner with one flow share one storage of working weights, so neither can be stale; a rollout
+on a separate engine receives a copy and has its own operators. The forward takes rows and a layout, so decoding,
+chunked prefill and the learner's packed sequences are the same code.
 
 Query, key and value projections are one matrix, and so are gate and up. Left out: where weights come from (`model.py`).
 """
@@ -28,7 +28,7 @@ from isobit.model.working import Made, Working, make_working, map_parts, nbytes,
 from isobit.precision import Precision
 
 USES = ("rollout", "learner")
-_HEAD_ELEMENTS = 1 << 22  # logits held at a time by head_logprobs on a CPU, where they should stay near its caches
+_HEAD_ELEMENTS = 1 << 22  # logits that head_logprobs holds at a time on a CPU, few enough for its caches
 _HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 
 
@@ -36,7 +36,7 @@ class Transformer:
     """Masters, working weights and the forward.
 
     `parameters` maps names to FP32 masters, in a fixed order: that of `parameter_shapes`, which defines the names.
-    Whoever changes a master calls `sync`, with its name if it is the only one.
+    After changing masters call `sync`, with their names if not all of them changed.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, ops: Ops, masters: dict[str, Tensor]) -> None:
@@ -57,10 +57,9 @@ class Transformer:
 
     @torch.no_grad()
     def sync(self, rollout: bool = True, names: Collection[str] | None = None) -> None:
-        """Make working weights of the masters of these names, by default of all, where those of the last sync were;
-        both uses change at once, and the version with them.
+        """Overwrite the working weights of these masters, by default of all, for both uses, and count up the version.
 
-        With separate engines the rollout is sent its own copy, unless `rollout` is False. Raises RunFailed, naming the
+        A separate rollout engine receives its copy, unless `rollout` is False. Raises RunFailed, naming the
         tensor, if one arrives broken.
         """
         assert self.parameters, "a frozen model has no masters to sync from"
@@ -78,7 +77,7 @@ class Transformer:
         return self._version
 
     def count_from(self, version: int) -> None:
-        """Number the present working weights: a resumed run goes on counting, and an evaluation is not counted."""
+        """Set the version of the working weights: a resumed run continues its count, an evaluation adds nothing."""
         self._version = version
 
     @torch.no_grad()
@@ -93,7 +92,7 @@ class Transformer:
             self._receiver.receive(self._working["rollout"], self.ops["learner"], names)
 
     def freeze(self) -> None:
-        """Keep the learner's working weights only: no masters, no gradient, no rollout, no further sync."""
+        """Keep only the learner's working weights; after this there is no gradient, no rollout weights and no sync."""
         nothing = torch.empty(0)
 
         def without_master(part: Weight | Vector) -> Weight | Vector:
@@ -106,7 +105,7 @@ class Transformer:
 
     @property
     def sync_bytes(self) -> int:
-        """Bytes that the last sync sent to the rollout: none where the engines share one storage."""
+        """Bytes that the last sync sent to the rollout: 0 if the engines share one storage."""
         return 0 if self._receiver is None else self._receiver.bytes
 
     def hidden(
@@ -123,7 +122,7 @@ class Transformer:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
         `stores` hold the keys and values of earlier rows and receive the new ones, one per layer; without them the rows
-        are whole packed sequences, and temporary stores serve. The rest is of `Pass`.
+        are whole packed sequences, stored for this forward only. The other arguments are described in `Pass`.
         """
         ops = self.ops[use]
         tokens, layout = tokens.to(ops.device), layout.to(ops.device)
@@ -144,8 +143,8 @@ class Transformer:
 
     @contextmanager
     def watched(self, watch: Watch, use: str = "learner") -> Iterator[None]:
-        """Meanwhile the forwards of a use compute with what `watch` makes of its operators, layer by layer; a watch
-        that is there already waits."""
+        """Inside, forwards of a use compute with the operators that `watch` returns for each layer; an earlier watch is
+        suspended."""
         before = self._watches
         self._watches = before | {use: watch}
         try:
@@ -162,17 +161,17 @@ class Transformer:
         return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
 
     def head_weight(self, use: str = "learner") -> Prepared:
-        """The output head [vocabulary, hidden], as it is multiplied."""
+        """The output head [vocabulary, hidden], prepared for products."""
         return self._working[use].outside.head.prepared
 
     def rollout_storage(self) -> tuple[int, ...]:
-        """The addresses of the rollout's working weights: what a captured graph reads."""
+        """The addresses of the rollout's working weights, from which a captured graph reads."""
         operands = (operand for _, operand, _ in self._working["rollout"].tensors())
         return tuple(tensor.data_ptr() for operand in operands for tensor in tensors_of(operand))
 
     @property
     def rope_tables(self) -> tuple[Tensor, Tensor]:
-        """The rotary tables that forwards read now; a longer context replaces them."""
+        """The present rotary tables; a forward with a longer context replaces them."""
         return self._tables
 
     @property
@@ -186,7 +185,7 @@ class Transformer:
         return list(self._working["rollout"].linear_layers())
 
     def working_names(self, use: str) -> dict[int, str]:
-        """The names of a use's working weights, by `id` of what the operators are given."""
+        """The names of a use's working weights, by `id` of the object that operators receive."""
         working = self._working[use]
         packs = {key: packed.weight for key, packed in working.packs().items()}
         names = {id(operand): name for name, operand, _ in working.tensors()}
@@ -198,17 +197,17 @@ class Transformer:
         return sum(rollout.values()), sum(size for key, size in learner.items() if key not in rollout)
 
     def packed_bytes(self) -> int:
-        """Bytes of what the backend packed of the working weights, besides these."""
+        """Bytes of the backend's packs, which come on top of the working weights."""
         packs = {key: packed for working in self._working.values() for key, packed in working.packs().items()}
         return sum(packed.nbytes for packed in packs.values())
 
     @property
     def kv_scales(self) -> KVScales | None:
-        """The calibrated scales of the KV cache, and of queries, as far as the flow has them."""
+        """The calibrated scales of the KV cache, and of queries if the flow has them; None before calibration."""
         return self._kv_scales
 
     def calibrate(self, scales: KVScales | None) -> None:
-        """Take these scales from now on."""
+        """Use these scales from now on."""
         self._kv_scales = scales
 
     def layer_scales(self, layer: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Weight sync to a second engine: the rollout's own copy, received into buffers of its own and checked every time.
+"""Weight sync to a second engine: the rollout has its own copy of the weights, which is checked at every sync.
 
-Before a sync every buffer is poisoned with NaN, so that one that nothing writes cannot pass for weights; after it each
+Before a sync every buffer is poisoned with NaN, so that one that was not written cannot pass for weights; after it each
 tensor is compared with its master. Silent corruption at this point (experts never quantized, stale layouts, unwritten
 buffers) is the worst class of bug in two-engine systems. Left out: the transport, which here is a copy in memory.
 """
@@ -16,8 +16,8 @@ from isobit.model.working import Working, made_like, nbytes, tensors_of, write
 from isobit.precision import QTensor
 
 _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
-"""Relative error (norms) above which a received tensor is broken; healthy E4M3 blocks have 0.026 to 0.053, broken ones
-1 and more. An element of E4M3 is off by 2^-4 at most where it is normal, one of BF16 by 2^-9."""
+"""Relative error (norms) above which a received tensor is broken. Healthy E4M3 blocks have 0.026 to 0.053, broken ones
+1 and more: a normal E4M3 number is off by at most 2^-4, a BF16 number by at most 2^-9."""
 
 
 class Receiver:
@@ -27,8 +27,8 @@ class Receiver:
         self.bytes = 0
 
     def receive(self, working: Working, ops: Ops, names: Collection[str]) -> None:
-        """Overwrite the copy with what the learner's side makes of these masters by its `ops` and sends, one tensor
-        after the other. Raises RunFailed, naming the tensor, if one did not arrive whole."""
+        """Overwrite the copies of these masters, one tensor after the other; `ops`, the learner's, quantize them.
+        Raises RunFailed, naming the tensor, if one arrives broken."""
         tensors = [found for found in working.tensors() if found[0] in names]
         for _, buffer, _ in tensors:
             poison(buffer)
@@ -62,7 +62,7 @@ def _distance(buffer: Operand, master: Tensor) -> Tensor:
 
 
 def _check(name: str, buffer: Operand, norm: float, error: float) -> None:
-    """Raise RunFailed unless a received tensor is its master, up to the rounding of its format."""
+    """Raise RunFailed unless a received tensor equals its master up to the rounding of its format."""
     quantized = isinstance(buffer, QTensor)
     form = buffer.spec.format.name if isinstance(buffer, QTensor) else _FORM[buffer.dtype]
     limit = _LARGEST_ERROR.get(form, 0.25)

@@ -1,8 +1,8 @@
-"""Working weights: what is multiplied, made of the FP32 masters once per sync, for each distinct flow.
+"""Working weights: the tensors that products multiply, made of the FP32 masters at each sync for each distinct flow.
 
-Where two uses have one flow and one engine, the result is one storage, which cannot be stale. A sync writes it again
-where it is (`remake`), and what the backend packed of it, so that addresses stay: a captured CUDA graph reads from
-them. Left out: when they are made (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
+Uses with one flow and one engine share one storage, so neither can be stale. A sync overwrites it and its packs in
+place (`remake`), because a captured CUDA graph reads from these addresses. Left out: when they are made
+(`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ class Mlp:
 class Mixture:
     """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1 if `normalize`.
 
-    `gate_up` and `down` are the storages of all experts' working weights, of which each expert's own are views.
+    `gate_up` and `down` store the working weights of all experts; each expert's weights are views of them.
     """
 
     router: Weight
@@ -49,8 +49,8 @@ class Mixture:
     normalize: bool
 
     def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
-        """With other experts: over the present storages if their working weights are in these, else over new ones, and
-        then not prepared."""
+        """The same with other experts: over the present storages if their working weights are there, else over new
+        ones, which are not prepared."""
         if all(
             new.gate_up.working is old.gate_up.working and new.down.working is old.down.working
             for new, old in zip(experts, self.experts)
@@ -107,7 +107,7 @@ class Working:
 
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
-"""What is made already, by layer and flow: what two uses have in common."""
+"""The parts made so far, by layer and flow; uses with the same flow share them."""
 
 
 def make_working(
@@ -119,8 +119,8 @@ def make_working(
     made: Made,
     multiplying: Ops,
 ) -> Working:
-    """Working weights of a use; takes from `made` what is there, and adds what is not. `ops` quantize, and
-    `multiplying` are those that the use multiplies with."""
+    """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops` quantize; the use
+    multiplies with `multiplying`, which prepare the weights."""
     parts: list[Layer | Outside] = []
     for index in (None, *range(config.num_layers)):
         flow = precision.flow(use, index, config.num_layers)
@@ -138,7 +138,7 @@ def make_working(
 
 
 def remake(uses: Iterable[Working], ops: Ops, names: Collection[str]) -> None:
-    """Write the working weights of these masters again, where they are, and then their packs; what uses share, once."""
+    """Overwrite the working weights of these masters, and then their packs, in place; shared ones once."""
     written, packed_again = set[int](), set[int]()
     for working in uses:
         for name, target, master in working.tensors():
@@ -152,7 +152,7 @@ def remake(uses: Iterable[Working], ops: Ops, names: Collection[str]) -> None:
 
 
 def made_like(target: Operand, master: Tensor, ops: Ops, name: str) -> Operand:
-    """What a working tensor is to hold: the master in its format."""
+    """The master in the format of a working tensor."""
     master = master.detach()
     return ops.quantize(master, target.spec, name) if isinstance(target, QTensor) else master.to(target.dtype)
 
@@ -184,7 +184,7 @@ def nbytes(operand: Operand) -> int:
 
 
 def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
-    """What an operand stores: itself, or codes and scales."""
+    """The tensors of an operand: itself, or codes and scales."""
     return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
 
 

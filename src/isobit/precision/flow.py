@@ -1,7 +1,7 @@
-"""`Precision`: one frozen value that says which tensor is stored and multiplied in which format.
+"""`Precision`: one frozen value that gives every tensor its format, in memory and in products.
 
 A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the backward's formats and
-the layers that are excepted. The presets are the rows of `docs/numerics.md`; `options.py` composes any other flow.
+the layers that stay unquantized. The presets are the rows of `docs/numerics.md`; `options.py` composes any other flow.
 Left out: the arithmetic itself (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
@@ -40,7 +40,7 @@ class Flow:
 
     @property
     def calibrated_queries(self) -> bool:
-        """The same of queries."""
+        """Whether queries have static scales."""
         return self.query is not None and self.query.granularity == "tensor"
 
 
@@ -59,26 +59,26 @@ class Calibration:
     prompts: int = 8
 
 
-_NOT_GIVEN = Flow()  # told by identity from a flow that is given; what it becomes is an equal one
+_NOT_GIVEN = Flow()  # compared by identity, since a given flow may equal it
 _WORDS = {"dgrad": ("fp8", "bf16"), "wgrad": ("fp8", "bf16"), "engines": ("shared", "separate")}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The whole precision flow of a run: a preset by its name alone, `Precision("fp8")`, or flows of your own.
+    """The whole precision flow of a run: a preset by its name alone, `Precision("fp8")`, or your own flows.
 
-    Wherever a `Precision` is taken, a preset's name is too, with options `"fp8[wgrad=bf16]"` or as a mapping
-    `{"preset": "fp8", "wgrad": "bf16"}`.
-    Raises IsobitError for a name that is no preset where no flow is given, and for a word that is not known.
+    Every argument that takes a `Precision` also takes a preset's name, with options (`"fp8[wgrad=bf16]"`), or a mapping
+    (`{"preset": "fp8", "wgrad": "bf16"}`). Raises IsobitError for an unknown preset, if no flow is given, and for an
+    unknown word.
 
     `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has its own copy of the
     weights, sent at every sync, and rounds like an inference engine: `isobit.kernels.separate`). `gradient` quantizes
     output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized
     operands of the forward). `wgrad_activation`: FP8 WGrad takes the forward's codes `requantized` along the tokens, or
     an `own-copy`, quantized along the tokens in the forward from the activation itself (as Transformer Engine does).
-    On both sides the first and last layers may stay in the compute format, and so may the linear layers that
-    `bf16_layers` names, in every layer. `correction` is what the objective applies by default; `calibration` is of a KV
-    cache with static scales.
+    On both sides the first and last layers may stay in the compute format, and so may the linear layers named in
+    `bf16_layers`, in every layer. `correction` is the objective's default; `calibration` is for a KV cache with static
+    scales.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Precision:
                 )
 
     def _take_preset(self) -> None:
-        """Become the preset of this name; nothing else may be given beside it."""
+        """Take all fields from the preset of this name; no other argument may be given."""
         preset = preset_named(self.name)
         for each in fields(self):
             if each.name not in ("name", "rollout", "learner") and getattr(self, each.name) != each.default:
@@ -176,7 +176,7 @@ class Precision:
         return None
 
     def table(self, num_layers: int | None = None) -> str:
-        """A table, in plain text, of which tensor is in which format in the rollout and in the learner."""
+        """A plain-text table of every tensor's format in the rollout and in the learner."""
         rows = [("tensor", "rollout", "learner")]
         for label, role in _ROLES:
             rows.append((label, _cell(self.rollout, role), _cell(self.learner, role)))
@@ -265,6 +265,6 @@ def preset_named(name: object) -> Precision:
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:
-    """A hint at the choice that is spelled most like a name, or nothing."""
+    """A hint at the choice with the most similar spelling, or an empty string."""
     close = get_close_matches(str(name), list(choices), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,9 +1,10 @@
-"""The number formats of isobit: what a tensor is stored in.
+"""The number formats in which isobit stores tensors.
 
 E4M3 and E5M2 are the 8-bit floats of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433): E4M3 in
 its finite-only variant (`float8_e4m3fn`, no infinities, largest value 448), E5M2 with infinities (largest finite value
 57,344). E2M1 is the 4-bit float of the OCP Microscaling specification (v1.0, section 5.3.3): 0, 0.5, 1, 1.5, 2, 3, 4,
-6. It is kept in E4M3 codes, a byte each, which hold all its values: the format can be judged, but it saves nothing.
+6. It is stored in E4M3 codes, a byte each, which hold all its values: its effect can be measured, but it saves no
+memory.
 """
 
 from dataclasses import dataclass

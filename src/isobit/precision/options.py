@@ -1,6 +1,6 @@
 """`precision_from`: a precision flow from a preset's name, or from a mapping that changes one.
 
-Every option is checked here, and what cannot work is refused with the reason. Left out: the flows themselves.
+Every option is checked here; combinations that cannot work are refused with the reason. Left out: the flows themselves.
 """
 
 from collections.abc import Callable, Mapping
@@ -157,7 +157,7 @@ def _apply(precision: Precision, options: Mapping[str, Any]) -> Precision:
         bf16_layers=_names(options.get(_NAMES, ())),
     )
     if options.get("wgrad_activation") == "own-copy" and changed.wgrad != "fp8":
-        raise IsobitError("precision.wgrad_activation: own-copy is what WGrad multiplies in FP8; set wgrad: fp8")
+        raise IsobitError("precision.wgrad_activation: own-copy is for a WGrad in FP8; set wgrad: fp8")
     return replace(changed, calibration=_calibration(changed, options))
 
 

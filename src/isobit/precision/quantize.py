@@ -4,7 +4,7 @@ For every block of a matrix: `scale = amax / max` (or that, rounded up to a powe
 -max, max))`, `value = code * scale`. There is no floor under amax; an all-zero block has scale 1. Every other
 implementation (native, GPU) must return these bits; `tests/kernels` compares them.
 
-Left out: which tensor is quantized how (`flow.py`), and rounding modes other than round-to-nearest-even.
+Left out: the choice of formats per tensor (`flow.py`), and rounding modes other than round-to-nearest-even.
 """
 
 import math
@@ -100,7 +100,7 @@ class QTensor:
 
 @dataclass(frozen=True)
 class QuantStats:
-    """What a quantization did. Fractions are of all elements; the error is the norm's, relative to the input's."""
+    """The effect of a quantization: fractions of all elements, and the norm of the error relative to the input's."""
 
     saturated: float
     flushed: float
@@ -110,7 +110,7 @@ class QuantStats:
 class QuantTotals:
     """The statistics of several tensors together, each element with the same weight.
 
-    The figures of each stay where it is until `stats` asks for them, so that nothing waits for a GPU before.
+    Figures stay on each tensor's device until `stats` reads them, so that nothing waits for a GPU before.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class QuantTotals:
     def add(self, x: Tensor, quantized: QTensor) -> None:
         """Take a matrix and its quantization into account."""
         values, restored = x.detach().float(), quantized.dequantize()
-        # of a zero no code is made but zero
+        # a zero always has the code of zero
         flushed = values.count_nonzero() - restored.count_nonzero()
         clamped = _clamped(values, quantized)
         norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (values, restored.sub_(values)))
@@ -128,7 +128,7 @@ class QuantTotals:
         self.count += values.numel()
 
     def merge(self, other: "QuantTotals") -> None:
-        """Take in what another has seen."""
+        """Add the figures of another."""
         self.count += other.count
         self._figures += other._figures
 
@@ -145,9 +145,9 @@ class QuantTotals:
 
 def _clamped(values: Tensor, quantized: QTensor) -> Tensor:
     """How many elements exceed what their scale can represent. A block's own maximum may do so by the rounding of its
-    scale: that does not count."""
+    scale; that is not counted."""
     limit = quantized.spec.format.max * (1 + 2**-20) * quantized.scale
-    # where asking costs no wait it saves the expansion
+    # on a CPU this check costs no wait, and saves the expansion
     if values.device.type == "cpu" and not bool((block_amax(values, quantized.block) > limit).any()):
         return torch.zeros(())
     return (values.abs() > expand_scale(limit, quantized.block, quantized.shape)).sum()

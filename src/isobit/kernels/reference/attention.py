@@ -48,7 +48,7 @@ def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
 
 
 def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tensor) -> Tensor:
-    """Codes of the rows under a scale that was found before; counts what it clamps."""
+    """Codes of the rows under a calibrated scale; counts the elements that it clamps."""
     flat = rows.reshape(-1, rows.shape[-1])
     if not torch.isfinite(flat).all():
         raise NonFiniteError(nonfinite_message("keys and values", spec))
@@ -80,8 +80,8 @@ def attend(
     dtype: torch.dtype,
     probabilities: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H]) in `dtype`, in the order of the BLAS; with `probabilities` the unnormalized ones are
-    rounded to it before P·V, but not in their sum."""
+    """(out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS. `probabilities`: the type to
+    which unnormalized probabilities are rounded before P·V, but not in their sum."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype):
@@ -112,12 +112,12 @@ def _in_order(
     normalizer: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Replace the results of rows whose rounding the order of sums might change by those of the trees.
+    """Where the order of sums might change the rounding of a row, replace its results by those of the trees.
 
     To first order, in units of 2^-53 and with B the largest |q|·|k|·scale: two orders of a score are (D + 12) B apart;
     a weight, relatively, twice that, 4 B for the roundings of its exponent and 16 for those of exp; numerator and
     denominator both that and K + 32 for their own sums; and P·V is a mean of values below the largest. That is
-    (4 D + 56) B + 2 K + 96, which the log-sum-exp stays below too; an eighth more covers what is of higher order.
+    (4 D + 56) B + 2 K + 96, which bounds the log-sum-exp too; an eighth more covers the higher orders.
     """
     reach = norm_bound(queries).unsqueeze(-1) * (norm_bound(keys).amax(-1)[..., None, None] * abs(scale))
     error = ((4.5 * queries.shape[-1] + 64) * reach + (2.25 * keys.shape[-2] + 128)) * UNIT
@@ -184,8 +184,7 @@ def _pieces(layout: Layout) -> Iterator[_Piece]:
 def _batches(layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype) -> Iterator["_Batch"]:
     """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory, to compute in `dtype`.
 
-    In which order the pieces of one sequence come, and so the order of the sums of `add_to_keys`, depends on the
-    sequence alone.
+    The order of the pieces of one sequence, and so of the sums in `add_to_keys`, depends on that sequence alone.
     """
     kv_heads, dim = store.k.shape[1:]
 

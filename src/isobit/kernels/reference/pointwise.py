@@ -3,7 +3,8 @@
 Reductions are float64 over a contiguous last dimension, whose order per row PyTorch fixes; elementwise functions are
 only those whose bits do not depend on shape (so silu is `x / (1 + exp(-x))`, not `F.silu`). So the bits of a row are
 the same in every batch: *proven* where functions are elementwise, and measured of PyTorch's row sums
-(`tests/kernels/test_pointwise.py`). Backwards are float32 inside: they need to repeat, not to agree with a rollout.
+(`tests/kernels/test_pointwise.py`). Backwards are float32 inside: they must repeat, but no rollout has to agree with
+them.
 """
 
 import torch

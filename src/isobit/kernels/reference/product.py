@@ -31,8 +31,8 @@ from isobit.precision import BLOCK, E5M2, QTensor, expand_scale
 def product(a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
     """a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`: [M, N].
 
-    Both operands quantized: blocks, as above. Else a quantized operand counts as its dequantized float32 values, and
-    the sum is plain.
+    Both operands quantized: blocks, as above. Else a quantized operand is replaced by its dequantized float32
+    values, and the sum is plain.
     """
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     b = weight_of(b)
@@ -74,7 +74,7 @@ def _blocks(a: QTensor, b: QTensor) -> Tensor:
 
 
 def _exact_parts(operand: QTensor) -> list[Tensor]:
-    """Float64 matrices that add up to the codes, such that a block of products of any two of them has an exact sum."""
+    """Float64 matrices that add up to the codes; sums of products of any two such matrices over a block are exact."""
     codes = decode(operand.data, operand.spec.format.dtype, torch.float64)
     if operand.spec.format is not E5M2:
         return [codes]
@@ -83,7 +83,7 @@ def _exact_parts(operand: QTensor) -> list[Tensor]:
 
 
 def _row_scales(operand: QTensor) -> Tensor:
-    """Scales with a row each, float64 [rows, blocks along K]; K blocks are 128 long, or one for all of K."""
+    """One row of scales per row of the operand: float64 [rows, blocks along K]."""
     block_rows, block_columns = operand.block
     columns = operand.shape[1]
     assert block_columns in (16, 32, BLOCK, columns), f"scales along K in blocks of {block_columns}"

@@ -1,12 +1,12 @@
-"""Sums in a fixed order, and where another order could lead to other bits.
+"""Sums in a fixed order, and a test of where another order could give other bits.
 
 The reference defines a sum of float64 terms by one tree (`tree_sum`), the same whatever else is in the batch. A BLAS is
-many times faster, but the order in which it adds depends on shapes and threads. Its number and the tree's are both
-near the true sum, within a bound (Higham 2002, sections 3.1 and 4.2). Where no boundary between two roundings lies
-within that bound, both round to the same bits, and the BLAS's number serves; elsewhere (`undecided`) the tree is taken.
+many times faster, but the order in which it adds depends on shapes and threads. Its result and the tree's are both
+within a known bound of the true sum (Higham 2002, sections 3.1 and 4.2). Where no boundary between two roundings lies
+within that bound, both round to the same bits, and the BLAS's result is used; elsewhere (`undecided`) the tree is.
 This is the rounding test of Ziv (1991). So results are the tree's at any shape and thread count: *proven* for finite
 operands and any BLAS that adds the products of an element and nothing else, in whatever order, fused or not
-(`tests/kernels/test_sums.py`). How wide a bound is decides how often the tree is needed, and never a bit.
+(`tests/kernels/test_sums.py`). A wider bound makes the tree needed more often, and never changes a bit.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _ROOM = 8  # half units in the last place, for the few roundings that follow a s
 _LOST_BITS = {torch.float32: 29, torch.bfloat16: 45}
 _DIGITS = {torch.bfloat16: 8, torch.float32: 24}
 _WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-_TILE = 1 << 15  # elements that are looked at together: they stay in the cache
+_TILE = 1 << 15  # elements that are tested together: they stay in the cache
 _CHUNK = 1 << 17  # products of the tree at a time
 
 
@@ -62,10 +62,10 @@ def undecided(x: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
 
 def product_sums(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The float64 matrix of tree_sum(a[i] · b[j]) + bias[j] for a [M, K], b [N, K], BF16 or FP32; elements may differ
-    in what rounding to `dtype` does not see.
+    from it only in ways that rounding to `dtype` removes.
 
     Products are exact in float64. A row's elements are multiples of a power of two; where sums of products of such
-    multiples need no more than 53 bits, every order is exact, and nothing is to be tested: so it is for most BF16 data.
+    multiples need no more than 53 bits, every order is exact and nothing need be tested, as for most BF16 data.
     """
     left, right = a.double(), b.double()
     total = left @ right.t()
@@ -85,7 +85,7 @@ def product_sums(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def _tiles(error_a: Tensor, error_b: Tensor) -> Iterator[slice]:
-    """Some rows at a time, unless nothing is to be tested."""
+    """Some rows at a time; none if every sum is exact."""
     if float(error_a.amax()) == 0 or float(error_b.amax()) == 0:
         return
     step = max(1, _TILE // error_b.shape[0])
@@ -107,8 +107,8 @@ def _errors(left: Tensor, a: Tensor, right: Tensor, b: Tensor) -> tuple[Tensor, 
 
 
 def _grid(x: Tensor) -> Tensor:
-    """For every row of BF16 or FP32 x a number, float64 [rows], that is no larger than the last place of any element
-    but 0; for zeros infinity."""
+    """For every row of BF16 or FP32 x a number, float64 [rows], that is no larger than the last place of any nonzero
+    element; infinity for a row of zeros."""
     word, infinity = _WORDS[x.dtype], x.new_full((), torch.inf)
     largest = torch.iinfo(word).max
     # sign off, then 0 becomes the largest of all, and the others the next smaller number

@@ -5,8 +5,8 @@ cuBLAS has for Hopper alone. It wants scales of rows M-major and M a multiple of
 and padded to a multiple of 4 along K, K and N multiples of 16 (PyTorch's ScaledBlas.cpp; cuBLAS manual, "Element-1D and
 128x128 2D block scaling"). `block_operands` brings operands into that form, with zero codes as padding along K and M.
 
-The bits of a row may depend on the batch: cuBLAS chooses its kernel by shape. Left out: what it does not take
-(`takes`), which is the caller's to compute.
+The bits of a row may depend on the batch: cuBLAS chooses its kernel by shape. Left out: products that it does not
+take (`takes`).
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def blocks_fit(a: QTensor, b: QTensor) -> bool:
 
 
 def cublas_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N]: [M, N] in `out`; for what `takes` accepts."""
+    """a [M, K] · b [N, K]ᵀ + bias [N]: [M, N] in `out`, for operands that `takes` accepts."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return _blocks(block_operands(a, b), a.shape[0], bias, out)
     assert isinstance(a, Tensor), "a product of one quantized operand"

@@ -4,9 +4,9 @@
 the bits are those of the source, whatever surrounds an expression, and whatever the default of a Triton version is.
 Nothing is autotuned.
 
-`record_launches` notes launches instead of running them. With tensors on PyTorch's meta device it tells which kernels a
-model of any size needs, with which types and constants; `benchmarks/kernel_table.py` compiles those for a GPU that is
-not there. Left out: what the kernels compute.
+`record_launches` records launches instead of running them. With tensors on PyTorch's meta device it lists the kernels
+that a model of any size needs, with their types and constants; `benchmarks/kernel_table.py` compiles them without a
+GPU. Left out: the kernels.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from isobit.precision.quantize import QuantSpec
 
 @dataclass(frozen=True, eq=False)
 class KernelLaunch:
-    """One launch: the kernel, its arguments in order, its compile-time constants, and how it was to be compiled."""
+    """One launch: the kernel, its arguments in order, its compile-time constants and compiler options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -51,7 +51,7 @@ def launch(
 
 @contextmanager
 def record_launches() -> Iterator[list[KernelLaunch]]:
-    """Inside, kernels are noted in the list instead of running; their outputs stay unwritten."""
+    """Inside, launches are added to the list instead of run; outputs stay unwritten."""
     global _recorded
     before, _recorded = _recorded, []
     try:
@@ -61,7 +61,7 @@ def record_launches() -> Iterator[list[KernelLaunch]]:
 
 
 class Faults:
-    """Where kernels note that they met NaN or infinity, for whoever reads results later.
+    """Flags that kernels set when they meet NaN or infinity, checked where results are read.
 
     A flag for every name, 16 bytes apart so that all pointers are aligned alike.
     """

@@ -1,10 +1,10 @@
-"""What every Triton kernel says about numbers: casts, scales, and the dot product, once for GPU and interpreter.
+"""Casts, scales and the dot product of all Triton kernels, for GPU and interpreter.
 
 On a GPU these are the hardware's instructions. Triton 3.6's interpreter, in which kernels are tested on a CPU, rounds
 float32 to FP8 and BF16 wrongly and multiplies BF16 as integers; there the same rounding is written out in integers.
 The results are the same bits (`tests/kernels/triton/test_numbers.py`; on a GPU against the reference quantizer).
 
-FP8 codes travel as uint8 pointers and are reinterpreted after the load: then kernels need no FP8 tensors from PyTorch.
+FP8 codes are passed as uint8 pointers and reinterpreted after the load, so kernels need no FP8 tensors from PyTorch.
 Left out: block sizes and launches (`launch.py`).
 """
 

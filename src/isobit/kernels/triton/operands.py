@@ -1,4 +1,4 @@
-"""What products on a GPU ask of quantized operands: known blocks, codes contiguous along K, strides of scales."""
+"""Quantized operands as products on a GPU take them: known blocks, codes contiguous along K, strides of scales."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from isobit.precision import BLOCK, E4M3, QTensor
 def check_blocks(a: QTensor, b: QTensor) -> None:
     """Raise IsobitError unless a has a scale for each row, b for each row or 128 rows, and both for 128 columns.
 
-    One scale for all rows or all columns will do too.
+    One scale for all rows or all columns is accepted too.
     """
     for operand, heights in ((a, (1,)), (b, (1, BLOCK))):
         high, wide = operand.block
@@ -30,7 +30,7 @@ def codes_along_inner(operand: QTensor) -> Tensor:
 
 
 def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Codes with zeros to `rows` and `columns`, contiguous; themselves if they are that."""
+    """Codes padded with zeros to `rows` and `columns`, contiguous; the same tensor if nothing need change."""
     if codes.shape != (rows, columns):
         return functional.pad(codes, (0, columns - codes.shape[1], 0, rows - codes.shape[0]))
     return codes.contiguous()

@@ -4,9 +4,9 @@ FP8 (`block_product`): a block of 128 along K is summed by the matrix unit from 
 added in ascending order in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3). Hopper's FP8 unit aligns the products
 of an instruction and keeps 13 to 14 bits of them (same section), so a block sum is not exact on a GPU. Plain operands
 (`plain_product`): float32 sums over ascending K. Long K over few columns is summed in chunks, as `product_plan.py`
-says. One operand quantized and one plain: as the reference, the product of the float32 values.
+says. With one operand quantized and one plain, the product is that of the float32 values, as in the reference.
 
-What is tested where: tests/kernels/triton/test_product.py. Left out: cuBLAS (`cublas.py`), experts (grouped products).
+Tests: tests/kernels/triton/test_product.py. Left out: cuBLAS (`cublas.py`), experts (grouped products).
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def product(a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtyp
 
 
 def gradient_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    """`product` for a backward, which has to repeat but may depend on the batch: by cuBLAS where that takes it."""
+    """`product` for a backward, which must repeat but may depend on the batch: by cuBLAS where it can."""
     device = a.device if isinstance(a, Tensor) else a.data.device
     if device.type == "cuda" and cublas.takes(a, b, out):
         return cublas.cublas_product(a, b, None, out)

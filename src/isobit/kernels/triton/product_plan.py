@@ -1,13 +1,13 @@
-"""Which tiles and how many splits of K a matrix product has: a pure function of its sizes.
+"""The tiles and splits of K of a matrix product: a pure function of its sizes.
 
 A product a [M, K] · b [N, K]ᵀ is cut into tiles of `tile_n` rows of b by `tile_m` rows of a. The rows of b stand on the
 64-high side of the matrix instruction for every M, so that one row of a runs on the same instructions as a thousand,
-and the tile along M may follow M. All that could change a bit depends on N and K alone: the number of `splits` of K
-(chunks of whole blocks, each summed from zero, their sums added in ascending order), and the step along K.
+and the tile along M may follow M. Everything that could change a bit depends on N and K alone: the number of `splits`
+of K (chunks of whole blocks, each summed from zero, their sums added in ascending order), and the step along K.
 
-Few rows: a product is bound by reading b, so there must be enough programs to draw on all of the memory. The numbers
-below are estimates for an H200, not measurements: a processor draws some 80 GB/s, so 50 to 60 of them saturate 4.3 TB/s
-if each keeps 100 KiB on the way; and a second kernel costs about as long as it takes one to read 32 tiles of 64 x 128.
+With few rows the time is that of reading b, so there must be enough programs to use the whole memory bandwidth. The
+numbers below are estimates for an H200, not measurements: a processor reads some 80 GB/s, so 50 to 60 of them saturate
+4.3 TB/s if each keeps 100 KiB in flight; a second kernel costs about as long as one takes to read 32 tiles of 64 x 128.
 Left out: the kernels (`product_kernels.py`).
 """
 
@@ -18,16 +18,17 @@ import torch
 from isobit.precision import BLOCK
 
 PROCESSORS = 132
-"""Streaming multiprocessors of an H100 or H200. A constant, and not asked of the device: it decides bits."""
+"""Streaming multiprocessors of an H100 or H200. A constant rather than a property of the device, because it decides
+bits."""
 
 LEAST_CHUNK = {torch.uint8: 32, torch.bfloat16: 16, torch.float32: 2}
-"""Blocks of K that a chunk has at least, by element type: below, the second kernel costs more than splitting saves."""
+"""The fewest blocks of K in a chunk, by element type: with fewer, the second kernel costs more than splitting saves."""
 
 STEP = {torch.uint8: BLOCK, torch.bfloat16: 64, torch.float32: 32}
 """Elements of K that one step of a kernel takes, by element type."""
 
 FEW_ROWS = 64
-"""Up to so many rows one tile holds all of them, and chunks go to programs of their own."""
+"""Up to this many rows, one tile holds all of them and every chunk has its own programs."""
 
 
 @dataclass(frozen=True)
