@@ -87,7 +87,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("steps=true", "steps: expected a whole number, got true"),
         ("optimizer.betas=0.9", "optimizer.betas: expected a list, such as [a, b], got 0.9"),
         ("optimizer.betas=[0.9]", "optimizer.betas: expected a list of 2, got [0.9]"),
-        ("sampling=5", "sampling: expected a section of keys, such as {group_size: ..., max_new_tokens: ...}, got 5"),
+        ("sampling=5", "sampling: expected a section of keys, such as {max_new_tokens: ..., temperature: ...}, got 5"),
         ("sampling.stop=5", "sampling.stop.0: expected text, got 5"),
         ("task.columns=[q]", "task.columns: expected a mapping, such as {name: value}"),
         ("task.columns={prompt: 1}", "task.columns.prompt: expected text, got 1"),

@@ -24,7 +24,6 @@ SOURCE = Path(isobit.__file__).parent
 NO_READERS = (str(SOURCE / "config"), str(SOURCE / "options"))
 TRACKING = "isobit.config.tracking"  # goes to the trackers' processes as a mapping, and is read there by name
 NOT_BY_A_RUN = {
-    *("SamplingConfig.top_k", "SamplingConfig.top_p", "SamplingConfig.min_p"),  # refused, with the reason
     "Objective.preset",  # its parts are
 }
 Key = tuple[type, str]

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.common import PRESETS, Bench, consistencies, random_model, release, shapes, that_fits
 from benchmarks.roofline import grpo_step
 from isobit import Engine, Model, Sampling
-from isobit.engine import Completion
+from isobit.engine.types import Completion
 from isobit.precision import PRESETS as FLOWS
 from isobit.rl import OBJECTIVES, for_precision
 from isobit.rl.learner import Learner

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from isobit.config import load_config as load_config
-    from isobit.engine import Completion as Completion
-    from isobit.engine import Engine as Engine
-    from isobit.engine import Sampling as Sampling
+    from isobit.engine.engine import Engine as Engine
+    from isobit.engine.types import Completion as Completion
+    from isobit.engine.types import Sampling as Sampling
     from isobit.errors import IsobitError as IsobitError
     from isobit.model import Model as Model
     from isobit.precision import Precision as Precision
@@ -26,12 +26,12 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 _HOMES = {
-    "Completion": "isobit.engine",
-    "Engine": "isobit.engine",
+    "Completion": "isobit.engine.types",
+    "Engine": "isobit.engine.engine",
     "IsobitError": "isobit.errors",
     "Model": "isobit.model",
     "Precision": "isobit.precision",
-    "Sampling": "isobit.engine",
+    "Sampling": "isobit.engine.types",
     "load_config": "isobit.config",
     "resume": "isobit.training.train",
     "train": "isobit.training.train",

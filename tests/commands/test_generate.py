@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from isobit import cli
-from isobit.engine import Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.model import Model
 
 Generate = Callable[..., str]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from isobit.engine import Engine
+from isobit.engine.engine import Engine
 from isobit.model import Model
 
 

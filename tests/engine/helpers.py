@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.engine import Completion, Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.model import Model

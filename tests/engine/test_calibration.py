@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from isobit.config import load_config
-from isobit.engine import Calibrator, Engine, Sampling
-from isobit.engine.calibration import measured_amax, prompt_amax
+from isobit.engine.calibration import Calibrator, measured_amax, prompt_amax
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from

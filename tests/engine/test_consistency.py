@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.engine import Completion, Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Completion, Sampling
 from isobit.model import Model
 from isobit.model.tokenizer import Tokenizer
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 import transformers
 
-from isobit.engine import Completion, Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.tokenizer import Tokenizer

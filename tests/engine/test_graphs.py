@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.engine import Calibrator, Engine, Sampling
+from isobit.engine.calibration import Calibrator
+from isobit.engine.engine import Engine
 from isobit.engine.graphs import DecodeGraphs, graph_kind, ladder
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS
 from isobit.model import Model

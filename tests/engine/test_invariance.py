@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.engine import Engine, Sampling
+from isobit.engine.engine import Engine
 from isobit.engine.scheduler import Scheduler
+from isobit.engine.types import Sampling
 
 from .helpers import Outcome, outcome, rollout, tiny
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from isobit.engine import Engine, Sampling
+from isobit.engine.engine import Engine
 from isobit.engine.pages import PagePool
+from isobit.engine.types import Sampling
 from isobit.model import Model
 from isobit.model.kv_scales import KVScales
 from isobit.model.tokenizer import Tokenizer

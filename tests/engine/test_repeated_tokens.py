@@ -2,7 +2,9 @@
 
 import pytest
 
-from isobit.engine import Calibrator, Engine, Sampling
+from isobit.engine.calibration import Calibrator
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.kernels.reference import attention
 from isobit.model import Model, ModelConfig
 from isobit.model.tokenizer import Tokenizer

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.engine import Completion, Engine, Sampling, Ticket
+from isobit.engine.engine import Engine
 from isobit.engine.scheduler import Scheduler
+from isobit.engine.types import Completion, Sampling, Ticket
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.engine import Sampling
 from isobit.engine.sampler import Draws, draw, kinds_of, truncate
+from isobit.engine.types import Sampling
 from isobit.kernels import Ops, get_ops
 from isobit.kernels.reference import ReferenceOps
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from isobit.engine import Completion, Engine, Sampling
+from isobit.engine.engine import Engine
 from isobit.engine.stopping import StopStrings, cut
+from isobit.engine.types import Completion, Sampling
 from isobit.model.tokenizer import Tokenizer
 
 from .helpers import ALPHABET, STORIES, tiny

@@ -1,6 +1,6 @@
 import pytest
 
-from isobit.engine import Sampling
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from isobit.config import load_config
-from isobit.engine import Engine
+from isobit.engine.engine import Engine
 from isobit.errors import RunFailed
 from isobit.evaluation.best import Best
 from isobit.evaluation.majority import majority_at_k
@@ -106,8 +106,11 @@ def test_samples_are_neither_those_of_training_nor_of_another_step(
     unbroken: Path, base_model: Path, tmp_path: Path
 ) -> None:
     config = load_config(write_config(tmp_path, base_model, **SETTINGS))
-    assert evaluation_plan(config).seed != config.seed
-    assert evaluation_plan(config).seed != evaluation_plan(load_config(tmp_path / "config.yaml", ["seed=1"])).seed
+    assert evaluation_plan(config).asked.seed != config.seed
+    assert (
+        evaluation_plan(config).asked.seed
+        != evaluation_plan(load_config(tmp_path / "config.yaml", ["seed=1"])).asked.seed
+    )
 
 
 def test_the_metrics_are_those_of_the_completions(tmp_path: Path, base_model: Path) -> None:

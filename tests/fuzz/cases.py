@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from isobit.engine import Sampling
 from isobit.engine.pages import pages_needed
+from isobit.engine.types import Sampling
 from isobit.model import Experts, ModelConfig
 from isobit.model.rope import Rope
 from isobit.precision import Precision, precision_from

@@ -5,7 +5,8 @@ from random import Random
 
 import torch
 
-from isobit.engine import Completion, Engine, Ticket
+from isobit.engine.engine import Engine
+from isobit.engine.types import Completion, Ticket
 from isobit.model import Model, Tokenizer
 from isobit.rl import Sample
 from isobit.rl.forward import forward

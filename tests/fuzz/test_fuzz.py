@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.engine import Engine
+from isobit.engine.engine import Engine
 from isobit.engine.rows import DecodeRows
 from isobit.engine.scheduler import Scheduler
 from isobit.kernels.native.ops import available

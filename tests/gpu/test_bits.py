@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.common import Bench, random_model
 from benchmarks.gpu.shapes import SHAPES
 from isobit import Engine, Model, Sampling
-from isobit.engine import Completion
+from isobit.engine.types import Completion
 
 from ..kernels.helpers import same
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isobit.cli import app
-from isobit.engine import Sampling
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.inspection.mismatch import Gap, decompose, measure_gap
 from isobit.inspection.quantization import activation_health, weight_health

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.engine import Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import Experts, Model, ModelConfig

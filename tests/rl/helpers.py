@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from isobit.engine import Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.model import Model
 from isobit.rl import Objective, OptimizerSettings, Sample
 from isobit.rl.advantages import AdvantageInputs

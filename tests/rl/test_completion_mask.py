@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.engine import Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.model import Model
 from isobit.rl import Objective, Sample
 from isobit.rl.agreement import Disagreement, require_agreement

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from isobit.config import load_config
-from isobit.engine import Calibrator, Engine
+from isobit.engine.calibration import Calibrator
+from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.kernels import get_ops
 from isobit.model import Model, Transformer

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from isobit.config import load_sft_config
-from isobit.engine import Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Model
@@ -55,7 +56,7 @@ def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
     for path in (untrained, out):
         engine = Engine.sized_for(Model.load(path), [e.prompt for e in examples], len(examples), 4)
         with RewardPool(task.rewards) as pool:
-            answered = measure(engine, examples, pool, EvaluationPlan(4))
+            answered = measure(engine, examples, pool, EvaluationPlan(Sampling(max_new_tokens=4)))
             accuracy[path] = sum(question.greedy.correct for question in answered) / len(answered)
     assert accuracy[untrained] < 0.2
     assert accuracy[out] > 0.75

@@ -42,7 +42,7 @@ def generate(
     echo "12+34=" | isobit generate MODEL --temperature 0
     """
     from isobit.commands.generate import print_completions
-    from isobit.engine import Sampling
+    from isobit.engine.types import Sampling
     from isobit.run.directory import model_directory
 
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
@@ -92,7 +92,7 @@ def inspect(
     isobit inspect MODEL --prompts gsm8k.jsonl --column prompt=question
     """
     from isobit.commands.inspect import inspect_command
-    from isobit.engine import Sampling
+    from isobit.engine.types import Sampling
     from isobit.run.directory import model_directory
 
     sampling = Sampling(n, max_new_tokens, temperature, seed=seed)

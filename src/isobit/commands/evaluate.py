@@ -147,9 +147,9 @@ def _result(model: str, config: Config, questions: tuple[Question, ...], pool: R
         "precision": config.precision,
         "consistency": config.consistency,
         "seed": config.seed,
-        "max_new_tokens": plan.max_new_tokens,
-        "stop": list(plan.stop),
-        "temperature": plan.temperature,
+        "max_new_tokens": plan.asked.max_new_tokens,
+        "stop": list(plan.asked.stop),
+        "temperature": plan.asked.temperature,
         "tag": plan.tag,
         "answer_pattern": config.evaluation.answer_pattern,
     }

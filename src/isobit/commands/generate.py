@@ -4,8 +4,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from isobit.engine import Completion, Engine, Sampling
+from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
+from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from isobit.data.dataset import Shaping, read_examples
 from isobit.data.readers import Source
-from isobit.engine import Calibrator, Sampling
+from isobit.engine.calibration import Calibrator
 from isobit.engine.prompts import Prompt
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.inspection.judging import judge
 from isobit.inspection.mismatch import Gap, decompose, measure_gap, roll_out

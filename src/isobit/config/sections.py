@@ -6,6 +6,7 @@ Left out: the objective (`algorithm.py`), and what contradicts across sections (
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.options.declare import Such, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
@@ -61,17 +62,11 @@ class RewardsConfig:
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
-    """How completions are sampled."""
+class SamplingConfig(Sampling):
+    """How completions are sampled: the engine's settings, and the size of a group."""
 
     group_size: Annotated[int, at_least(1), "completions per prompt"] = 8
-    max_new_tokens: Annotated[int, at_least(1)] = 128
-    temperature: Annotated[float, above(0)] = 1.0
-    top_k: Annotated[int, at_least(0), "refused in training when not 0: see the message"] = 0
-    top_p: Annotated[float, above(0), at_most(1)] = 1.0
-    min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    temperature: Annotated[float, above(0), "greedy completions of a prompt would all be the same"] = 1.0
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ Left out: the prompts, which are plain text, token ids or chat messages, and the
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from isobit.errors import IsobitError
+from isobit.options.declare import Internal, above, at_least, at_most
 
 LOWEST_TEMPERATURE = 1e-3
 
@@ -21,13 +23,13 @@ class Sampling:
     end-of-sequence token. Raises IsobitError for values that cannot work.
     """
 
-    n: int = 1
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    n: Internal[int] = 1
+    max_new_tokens: Annotated[int, at_least(1)] = 128
+    temperature: Annotated[float, at_least(0)] = 1.0
+    top_k: Annotated[int, at_least(0), "refused in training when not 0: see the message"] = 0
+    top_p: Annotated[float, above(0), at_most(1)] = 1.0
+    min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
+    seed: Internal[int] = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 

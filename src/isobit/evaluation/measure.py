@@ -5,11 +5,12 @@ for every model and every step of a run. Left out: conclusions from the answers 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from isobit.data.dataset import Example, Prompt
-from isobit.engine import Completion, Engine, Sampling
+from isobit.engine.engine import Engine
+from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError, did_you_mean
 from isobit.evaluation.answers import Extract, marked_answer
 from isobit.evaluation.majority import LARGEST_GROUP
@@ -37,18 +38,14 @@ class Judge(Protocol):
 @dataclass(frozen=True)
 class EvaluationPlan:
     """What is asked of a model: a greedy completion for each prompt, and `num_samples` samples (0: none) for pass@k and
-    maj@k of every k in `ks`. `extract` takes the answer from a completion; `tag` is a column.
+    maj@k of every k in `ks`, sampled as `asked` says. `extract` takes the answer from a completion; `tag` is a column.
 
     Raises IsobitError for a k that the samples do not allow.
     """
 
-    max_new_tokens: int = 128
+    asked: Sampling
     num_samples: int = 0
     ks: tuple[int, ...] = ()
-    temperature: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
     tag: str | None = None
     extract: Extract = marked_answer
 
@@ -61,19 +58,12 @@ class EvaluationPlan:
 
     @property
     def greedy(self) -> Sampling:
-        return Sampling(1, self.max_new_tokens, 0.0, stop=self.stop, ignore_eos=self.ignore_eos)
+        return replace(self.asked, n=1, temperature=0.0)
 
     @property
     def sampling(self) -> Sampling:
         """Of the samples; only where there are some."""
-        return Sampling(
-            self.num_samples,
-            self.max_new_tokens,
-            self.temperature,
-            seed=self.seed,
-            stop=self.stop,
-            ignore_eos=self.ignore_eos,
-        )
+        return replace(self.asked, n=self.num_samples)
 
 
 def default_ks(num_samples: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isobit.data.dataset import Example
-from isobit.engine import Engine
+from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, did_you_mean
 from isobit.evaluation.best import AUTO
 from isobit.evaluation.measure import EvaluationPlan, Judge, measure, tags_of

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from isobit.engine import Completion
 from isobit.engine.prompts import Prompt
+from isobit.engine.types import Completion
 from isobit.errors import IsobitError
 from isobit.model import RewardModel
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from isobit.engine import Calibrator, Completion, Engine, Sampling
+from isobit.engine.calibration import Calibrator
+from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
+from isobit.engine.types import Completion, Sampling
 from isobit.model import Model
 from isobit.precision import Flow, Precision
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics

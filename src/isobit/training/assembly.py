@@ -5,12 +5,14 @@ Everything here runs before a run directory is written, so that a user's mistake
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from isobit.config import Config
-from isobit.engine import Calibrator, Engine, Sampling
+from isobit.engine.calibration import Calibrator
+from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
@@ -93,7 +95,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         seed=config.seed,
         on_mismatch=config.on_mismatch,
     )
-    sampling = _sampling(config)
+    sampling = _sampling(config, config.seed)
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
     parts = Parts(
@@ -135,18 +137,21 @@ def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldO
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
     """How a run's config asks held-out prompts."""
-    evaluation, sampling = config.evaluation, config.sampling
+    evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
+    temperature = evaluation.temperature or config.sampling.temperature
     return EvaluationPlan(
-        max_new_tokens=sampling.max_new_tokens,
+        replace(_sampling(config, seed), temperature=temperature),
         num_samples=evaluation.num_samples,
         ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
-        temperature=evaluation.temperature or sampling.temperature,
-        seed=(config.seed + SEED_OFFSET) % 2**63,
-        stop=sampling.stop,
-        ignore_eos=sampling.ignore_eos,
         tag=evaluation.tag,
         extract=answer_extractor(config.task.name, evaluation.answer_pattern),
     )
+
+
+def _sampling(config: Config, seed: int) -> Sampling:
+    """The config's settings without its group, as an engine takes them."""
+    shared = {each.name: getattr(config.sampling, each.name) for each in fields(Sampling)}
+    return Sampling(**shared | {"n": config.sampling.group_size, "seed": seed})
 
 
 def held_out_judge(scorer: Scorer) -> Judge:
@@ -167,18 +172,6 @@ def objective_of(config: Config, model: Model) -> Objective:
     sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
     given = replace(config.algorithm, max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature)
     return for_precision(given, model.precision, stale=stale)
-
-
-def _sampling(config: Config) -> Sampling:
-    section = config.sampling
-    return Sampling(
-        n=section.group_size,
-        max_new_tokens=section.max_new_tokens,
-        temperature=section.temperature,
-        seed=config.seed,
-        stop=section.stop,
-        ignore_eos=section.ignore_eos,
-    )
 
 
 def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int) -> Engine:

@@ -12,7 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isobit.config import Config
-from isobit.engine import Calibrator, Engine, Sampling
+from isobit.engine.calibration import Calibrator
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.periodic import HeldOut
 from isobit.kernels import find_gpu, versions

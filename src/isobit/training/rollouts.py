@@ -8,7 +8,7 @@ steps is in the run's `State`, which a checkpoint holds. Left out: how completio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from isobit.engine import Completion
+from isobit.engine.types import Completion
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.rl.replay import ReplayBuffer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isobit.data.dataset import Example, Prompt
-from isobit.engine import Completion
+from isobit.engine.types import Completion
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.reward_model import RewardModel
 from isobit.rewards.pool import Reward, RewardPool

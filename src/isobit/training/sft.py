@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from isobit import __version__
 from isobit.config import ArchitectureConfig, SftConfig, dump_config, load_sft_config
 from isobit.data.dataset import Example
-from isobit.engine import Engine
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
@@ -210,5 +211,5 @@ def _accuracy(model: Model, task: Task, config: SftConfig) -> Estimate:
     examples = task.held_out.examples[: config.evaluation.samples]
     engine = Engine.sized_for(model, [e.prompt for e in examples], len(examples), config.max_new_tokens)
     with RewardPool(task.rewards) as pool:
-        answered = measure(engine, examples, pool, EvaluationPlan(config.max_new_tokens))
+        answered = measure(engine, examples, pool, EvaluationPlan(Sampling(max_new_tokens=config.max_new_tokens)))
     return proportion(sum(question.greedy.correct for question in answered), len(answered))
