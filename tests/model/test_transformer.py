@@ -185,13 +185,21 @@ def test_memory_of_working_weights() -> None:
     assert tied["rollout"] == 2 * (linear + 61 * 144 + norms)
 
 
+_VARIANTS: dict[str, tuple[str, dict[str, bool]]] = {
+    "llama-tied": ("llama", {"tie_embeddings": True}),
+    "llama-biases": ("llama", {"qkv_bias": True, "o_bias": True, "mlp_bias": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+}
+
+
 @pytest.mark.parametrize("backend", ["reference", "native"])
-@pytest.mark.parametrize("family", ["llama-tied", "llama-biases", "qwen3_moe"])
+@pytest.mark.parametrize("variant", _VARIANTS)
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "nvfp4", "fp8-rollout"])
-def test_a_sync_writes_where_the_last_one_was(preset: str, family: str, backend: str) -> None:
+def test_a_sync_writes_where_the_last_one_was(preset: str, variant: str, backend: str) -> None:
     """The addresses stay, so that captured steps read the new weights; the bits are those of a model made of the same
     masters, whose packs cannot be old."""
-    model = random_model(preset, backend, family)
+    family, changes = _VARIANTS[variant]
+    model = random_model(preset, backend, family, **changes)
     addresses, before = model.transformer.rollout_storage(), _packed(model, _SEQUENCES, "rollout")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -207,12 +215,13 @@ def test_a_sync_writes_where_the_last_one_was(preset: str, family: str, backend:
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-rollout"])
-@pytest.mark.parametrize("family", ["llama-tied", "qwen3_moe"])
+@pytest.mark.parametrize("variant", ["llama-tied", "qwen3_moe"])
 def test_control_a_pack_from_before_a_sync_is_noticed(
-    preset: str, family: str, monkeypatch: pytest.MonkeyPatch
+    preset: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same comparison as above, with a backend that does not prepare overwritten weights again."""
-    model = random_model(preset, "native", family)
+    family, changes = _VARIANTS[variant]
+    model = random_model(preset, "native", family, **changes)
     prepare = type(model.ops).prepare
     with torch.no_grad():
         for parameter in model.parameters():

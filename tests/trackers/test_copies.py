@@ -113,7 +113,7 @@ def test_killed_and_resumed_no_step_is_doubled(tmp_path: Path, base_model: Path,
     while not all((run / f"tracking/{name}.json").is_file() for name in ALL) or not _all_after(run, 4):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    children = _children(process.pid)
+    children = _children(process.id)
     assert len(children) >= len(ALL)
     process.kill()
     if also == "trackers":

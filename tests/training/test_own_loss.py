@@ -7,7 +7,7 @@ import pytest
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.training.loop import resume, train
+from isobit.training.train import resume, train
 from tests.runs import write_config
 
 CLIP = """
