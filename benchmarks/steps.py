@@ -9,6 +9,7 @@ import yaml
 from benchmarks import rewards
 from isobit.config import load_config
 from isobit.training.loop import training_step
+from isobit.training.objects import NO_OBJECTS
 from isobit.training.opening import open_session
 from isobit.training.session import Session
 
@@ -48,7 +49,7 @@ def open_run(
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(values))
-    return stack.enter_context(open_session(load_config(config), quiet=quiet))
+    return stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=quiet))
 
 
 def run_name(model: Path, precision: str, consistency: str = "bitwise") -> str:
