@@ -11,6 +11,7 @@ import torch
 from benchmarks.common import Claim, Result, race
 from benchmarks.models import save_model
 from isobit import Engine, Model, Sampling
+from isobit.engine.types import EngineSize
 
 PROMPT, NEW = 32, 32
 
@@ -21,7 +22,7 @@ def run(rounds: int) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder) / "model", 512, 8, 4096)
         for precision in ("fp8", "bf16"):
-            engine = Engine.sized_for(Model.load(path, precision), prompt, 64, NEW, prefix_cache=False)
+            engine = Engine.sized_for(Model.load(path, precision), prompt, 64, NEW, EngineSize(prefix_cache=False))
             cases = {
                 f"{precision}, {n} completions": (
                     lambda engine=engine, n=n: engine.generate(prompt, Sampling(n, NEW, ignore_eos=True))

@@ -12,6 +12,7 @@ import torch
 from benchmarks.common import Claim, Contestants, Result, race
 from benchmarks.models import save_model
 from isobit import Engine, Model, Sampling
+from isobit.engine.types import EngineSize
 
 BATCH, PROMPT, NEW = 32, 32, 128
 FLOWS = (("bf16", "fast"), ("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "fast"))
@@ -38,7 +39,7 @@ def run(rounds: int) -> Result:
 def _own(path: Path, prompts: list[list[int]], precision: str, consistency: str):  # type: ignore[no-untyped-def]
     model = Model.load(path, precision, consistency=consistency)
     # the same prompts in every round: with a prefix cache all but the first would find their pages
-    engine = Engine.sized_for(model, prompts, BATCH, NEW, prefix_cache=False)
+    engine = Engine.sized_for(model, prompts, BATCH, NEW, EngineSize(prefix_cache=False))
     return lambda: engine.generate(prompts, Sampling(1, NEW, seed=0, ignore_eos=True))
 
 

@@ -14,13 +14,12 @@ import torch
 from benchmarks.gpu.common import PRESETS, Bench, consistencies, random_model, release, shapes, that_fits
 from benchmarks.roofline import grpo_step
 from isobit import Engine, Model, Sampling
-from isobit.engine.types import Completion
 from isobit.precision import PRESETS as FLOWS
 from isobit.rl import OBJECTIVES, for_precision
 from isobit.rl.learner import Learner
 from isobit.rl.optim import Optimizer
-from isobit.rl.samples import Sample
 from isobit.rl.schedule import OptimizerSettings
+from isobit.training.rollouts import sample_of
 
 
 def run(bench: Bench, prompts: int = 64, group: int = 8, prompt_tokens: int = 512, new_tokens: int = 512) -> None:
@@ -59,7 +58,7 @@ def _measure(
     for step in range(1 if bench.rehearsal else 2):  # the first one compiles and captures
         model.sync()
         groups = _phase("rollout", lambda: engine.generate(tokens, sampling), bench, times, peaks)
-        samples = [_sample(index, c, choose) for index, found in enumerate(groups) for c in found]
+        samples = [replace(sample_of(c), reward=choose.random()) for found in groups for c in found]
         advantages = [choose.uniform(-1, 1) for _ in samples]
         learned = _phase("learn", lambda s=samples, a=advantages, n=step: learner.learn(s, a, n), bench, times, peaks)
         metrics = dict(learned.metrics)
@@ -94,18 +93,3 @@ def _phase(name: str, call, bench: Bench, times: dict[str, float], peaks: dict[s
     times[name] = time.perf_counter() - start
     peaks[name] = 0 if bench.rehearsal else torch.cuda.max_memory_allocated()
     return result
-
-
-def _sample(index: int, completion: Completion, choose: random.Random) -> Sample:
-    return Sample(
-        index,
-        completion.sample_index,
-        tuple(completion.prompt_token_ids),
-        tuple(completion.token_ids),
-        tuple(completion.logprobs),
-        completion.text,
-        completion.finish_reason == "length",
-        completion.weights_version,
-        reward=choose.random(),
-        routes=completion.routes,
-    )

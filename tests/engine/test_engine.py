@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from isobit.engine.engine import Engine
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.tokenizer import Tokenizer
@@ -108,8 +108,8 @@ def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.Monkey
     assert (engine.pages.num_pages, engine.longest_prompt) == (13 * 4, 30)
     engine.generate(prompts, sampling)
     assert (engine.stats.steps, engine.stats.preemptions) == (20, 0)
-    assert Engine.sized_for(tiny(), prompts, 12, 20, max_sequences=3).pages.num_pages == 4 * 4
-    assert Engine.sized_for(tiny(), prompts, 12, 20, kv_pages=9).pages.num_pages == 9
+    assert Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(max_sequences=3)).pages.num_pages == 4 * 4
+    assert Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(kv_pages=9)).pages.num_pages == 9
     # memory is the limit, but never below one sequence
     monkeypatch.setattr("isobit.engine.engine._CACHE_BYTES", 10 * engine.kv_bytes // 52)
     assert Engine.sized_for(tiny("fp8"), prompts, 12, 20).pages.num_pages == 10
@@ -118,7 +118,7 @@ def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.Monkey
     with pytest.raises(IsobitError, match="prompt 1 has 200 tokens"):
         Engine.sized_for(tiny(), [[5], [5] * 200], 1, 5)
     with pytest.raises(IsobitError, match="needs 4 pages of 16 tokens with 20 new ones, but the engine has 3"):
-        Engine.sized_for(tiny(), prompts, 12, 20, kv_pages=3)
+        Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(kv_pages=3))
 
 
 def test_the_longest_prompts_that_fit_are_answered(make_engine: MakeEngine) -> None:

@@ -16,7 +16,7 @@ from isobit.model import Model
 from isobit.model.tokenizer import Tokenizer
 from isobit.rl.forward import forward
 from isobit.rl.packing import pack
-from isobit.training.rollouts import _sample
+from isobit.training.rollouts import sample_of
 
 from .helpers import ALPHABET, CONFIG, tiny
 from .test_graphs import make_captured  # noqa: F401
@@ -239,7 +239,7 @@ def test_turns_have_the_learners_log_probabilities(preset: str, make_engine: Mak
         tickets = [engine.extend(before, given, sampling) for before in turns]
         done = finish(engine)
         turns = [done[ticket][0] for ticket in tickets]
-    samples = [_sample(completion, 0) for completion in turns]
+    samples = [sample_of(completion, 0) for completion in turns]
     with torch.no_grad():
         learned = forward(model, pack(samples), 1.0)[0].tolist()
     recorded = [c.logprobs[i] for c, s in zip(turns, samples) for i in s.trained]
@@ -257,8 +257,8 @@ def test_requests_that_can_never_be_answered_are_refused_at_once(make_engine: Ma
         (lambda: engine.submit([5] * 60), "needs 6 pages of 16 tokens with 36 new ones, but the engine has 4: raise"),
         (lambda: engine.submit([]), "the prompt is empty"),
         (lambda: engine.submit([64]), "the prompt: token id 64 is not in the model's vocabulary of 64"),
-        (lambda: engine.submit([5], Sampling(), -1), "prompt_ids: expected whole numbers from 0"),
-        (lambda: engine.submit([5], Sampling(), 0, 2**32), "expected whole numbers from 0"),
+        (lambda: engine.submit([5], Sampling(), -1), "prompt_id: expected a whole number from 0"),
+        (lambda: engine.submit([5], Sampling(), 0, 2**32), "sample_index: expected a whole number from 0"),
         (lambda: engine.submit([5], {"n": 2}), r"sampling: expected Sampling\(n=4, ...\), got"),
         (lambda: engine.extend(done, [5] * 60), "the prompt has 100 tokens, but the model's context of 96"),
         (lambda: engine.extend(done, [5] * 30), "needs 6 pages of 16 tokens"),

@@ -8,9 +8,9 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Ticket
 from isobit.model import Model, Tokenizer
-from isobit.rl import Sample
 from isobit.rl.forward import forward
 from isobit.rl.packing import pack
+from isobit.training.rollouts import sample_of
 
 from .cases import ALPHABET, Case, Schedule
 from .weights import fill
@@ -106,7 +106,7 @@ def _learner(model: Model, case: Case, completions: list[Completion], update: bo
     """The learner's log-probabilities by key; with `update`, the masters then take a step, and the model is synced."""
     learning = case.learning
     torch.set_num_threads(learning.threads)
-    samples = [_sample(c) for c in completions]
+    samples = [sample_of(c) for c in completions]
     rng = Random(learning.seed)
     rng.shuffle(samples)
     cuts = sorted(rng.choices(range(1, len(samples) + 1), k=learning.parts - 1))
@@ -132,19 +132,6 @@ def _step(model: Model) -> None:
             parameter.add_(parameter.grad, alpha=0.01 * float(parameter.norm()) / norm)
             parameter.grad = None
     model.sync()
-
-
-def _sample(c: Completion) -> Sample:
-    return Sample(
-        prompt_index=c.prompt_id,
-        sample_index=c.sample_index,
-        prompt_ids=tuple(c.prompt_token_ids),
-        completion_ids=tuple(c.token_ids),
-        rollout_logprobs=tuple(c.logprobs),
-        completion=c.text,
-        truncated=c.finish_reason == "length",
-        weights_version=c.weights_version,
-    )
 
 
 def _compare_schedules(left: dict[Key, Completion], right: dict[Key, Completion], where: str, found: Found) -> None:

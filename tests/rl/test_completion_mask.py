@@ -13,6 +13,7 @@ from isobit.engine.types import Sampling
 from isobit.model import Model
 from isobit.rl import Objective, Sample
 from isobit.rl.agreement import Disagreement, require_agreement
+from isobit.rl.batch import rollout_logprobs
 from isobit.rl.collect import assign_credit
 from isobit.rl.forward import forward
 from isobit.rl.optim import Optimizer
@@ -115,11 +116,12 @@ def test_a_mask_of_sampled_tokens_only_changes_no_bit() -> None:
 
 def test_the_first_differing_token_is_named_by_its_place_in_the_completion() -> None:
     sample = two_turns(random_model("fp8"))[0]
-    own = torch.tensor([sample.rollout_logprobs[i] for i in sample.trained])
-    require_agreement([(sample, own)], [sample])
+    (recorded,) = rollout_logprobs([sample])
+    own = recorded.clone()
+    require_agreement([(sample, recorded, own)], [sample])
     own[4] += 1.0
     with pytest.raises(Disagreement) as caught:
-        require_agreement([(sample, own)], [sample])
+        require_agreement([(sample, recorded, own)], [sample])
     assert caught.value.first.position == 7  # the fifth trained token, after three given ones
 
 

@@ -8,30 +8,30 @@ import pytest
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.completions import COMPLETIONS
-from isobit.run.directory import METRICS, Interruption, Run, read_jsonl, refuse_existing
+from isobit.run.directory import METRICS, Interruption, RunDirectory, read_jsonl, refuse_existing
 
 
 def test_a_new_directory_is_locked(tmp_path: Path) -> None:
-    with Run.create(tmp_path / "deep" / "run", "steps: 1\n") as run:
+    with RunDirectory.create(tmp_path / "deep" / "run", "steps: 1\n") as run:
         assert (run.directory / "config.yaml").read_text() == "steps: 1\n"
         with pytest.raises(IsobitError, match="in use by another process"):
-            Run(run.directory, {})
-    Run(run.directory, {}).__exit__()
+            RunDirectory(run.directory, {})
+    RunDirectory(run.directory, {}).__exit__()
 
 
 def test_files_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
-    with Run.create(tmp_path / "run", "") as run:
+    with RunDirectory.create(tmp_path / "run", "") as run:
         run.write_metrics({"step": 1.0})
         kept = run.offsets()
         run.write_metrics({"step": 2.0})
         run.write_completions([{"step": 2, "completion": "ü"}])
-    with Run(tmp_path / "run", kept) as run:
+    with RunDirectory(tmp_path / "run", kept) as run:
         run.write_metrics({"step": 2.0, "grad_norm": float("nan")})
         assert run.offsets()[METRICS] > kept[METRICS]
     assert list(read_jsonl(tmp_path / "run" / METRICS)) == [{"step": 1.0}, {"step": 2.0, "grad_norm": None}]
     assert (tmp_path / "run" / COMPLETIONS).read_bytes() == b""
     with pytest.raises(IsobitError, match=r"metrics\.jsonl is shorter than its checkpoint says"):
-        Run(tmp_path / "run", {METRICS: 10_000})
+        RunDirectory(tmp_path / "run", {METRICS: 10_000})
 
 
 def test_half_a_line_at_the_end_is_left_out_and_a_broken_one_named(tmp_path: Path) -> None:
@@ -46,12 +46,12 @@ def test_half_a_line_at_the_end_is_left_out_and_a_broken_one_named(tmp_path: Pat
 
 
 def test_a_metric_without_a_definition_cannot_be_logged(tmp_path: Path) -> None:
-    with Run.create(tmp_path / "run", "") as run, pytest.raises(AssertionError, match="mismatch/vibes"):
+    with RunDirectory.create(tmp_path / "run", "") as run, pytest.raises(AssertionError, match="mismatch/vibes"):
         run.write_metrics({"step": 1.0, "mismatch/vibes": 0.0})
 
 
 def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
-    with Run.create(tmp_path / "run", "") as run:
+    with RunDirectory.create(tmp_path / "run", "") as run:
         run._files[METRICS].close()
         run._files[METRICS] = open("/dev/full", "wb")  # noqa: SIM115
         with pytest.raises(RunFailed, match=r"No space left on device; go on with: isobit train --resume"):
@@ -70,7 +70,7 @@ def test_only_an_empty_directory_is_taken(tmp_path: Path) -> None:
             refuse_existing(path)
         assert "--resume" not in str(caught.value)  # there is nothing to go on with
     with pytest.raises(IsobitError, match="cannot create run directory"):
-        Run.create(tmp_path / "file" / "run", "")
+        RunDirectory.create(tmp_path / "file" / "run", "")
 
 
 def test_a_signal_sets_a_flag_and_the_handlers_come_back(capsys: pytest.CaptureFixture[str]) -> None:

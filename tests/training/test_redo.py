@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from isobit.cli import app
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.run.directory import Run
+from isobit.run.directory import RunDirectory
 from isobit.training.redo import clear_finished
 from isobit.training.train import resume, train
 from tests.runs import write_config
@@ -46,7 +46,7 @@ def test_any_other_run_stays(path: Path, how: str, message: str) -> None:
     if how == "interrupted":
         first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
         (run / "metrics.jsonl").write_text(first)
-    held = Run(run, {}) if how == "at work" else None
+    held = RunDirectory(run, {}) if how == "at work" else None
     before = sorted(run.rglob("*"))
     with pytest.raises(IsobitError, match=message):
         clear_finished(config)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from isobit.cli import app
 from isobit.errors import IsobitError
 from isobit.run.completions import COMPLETIONS, Member, lines, pack
-from isobit.run.directory import Run
+from isobit.run.directory import RunDirectory
 from isobit.view import watch as module
 from isobit.view.watch import Watched, watch
 
@@ -96,7 +96,7 @@ def test_only_the_last_step_of_the_completions_is_unpacked(run: Path, monkeypatc
 def test_a_run_is_worked_on_while_its_lock_is_held(run: Path) -> None:
     watched = Watched(run)
     assert not watched.worked_on
-    opened = Run(run, {})
+    opened = RunDirectory(run, {})
     assert watched.worked_on
     opened.__exit__()
     assert not watched.worked_on

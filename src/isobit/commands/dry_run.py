@@ -7,10 +7,10 @@ from isobit.run.directory import refuse_existing
 from isobit.training.assembly import open_parts
 from isobit.training.host import resident_bytes
 from isobit.training.lengths import endless, first_prompt
-from isobit.training.plan import Plan, advice, longest_sequence, measure_parts, plan
+from isobit.training.plan import MemoryPlan, advice, longest_sequence, measure_parts, plan
 
 
-def planned(config: Config) -> Plan:
+def planned(config: Config) -> MemoryPlan:
     """The memory plan of a config."""
     process = resident_bytes()
     parts = open_parts(config, quiet=True)

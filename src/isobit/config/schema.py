@@ -15,8 +15,8 @@ from isobit.config.sections import (
     PRECISION,
     EngineConfig,
     EvaluationConfig,
-    ModelConfig,
-    Precision,
+    ModelSource,
+    PrecisionValue,
     ReferenceConfig,
     RewardsConfig,
     RunConfig,
@@ -42,10 +42,10 @@ def _name_or_path(text: str) -> str:
 class Config:
     """One training run."""
 
-    model: Annotated[ModelConfig, text_as("path")]
+    model: Annotated[ModelSource, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     rewards: Annotated[RewardsConfig, text_as("functions")] = RewardsConfig()
-    precision: Annotated[Precision, PRECISION] = "fp8"
+    precision: Annotated[PrecisionValue, PRECISION] = "fp8"
     consistency: Annotated[Literal["bitwise", "fast"], CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     on_mismatch: Annotated[Literal["stop", "warn", "correct"], ON_MISMATCH] = "stop"
@@ -171,7 +171,7 @@ class SftConfig:
 
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
-    precision: Annotated[Precision, PRECISION] = "fp8"
+    precision: Annotated[PrecisionValue, PRECISION] = "fp8"
     consistency: Annotated[Literal["bitwise", "fast"], CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)

@@ -1,18 +1,19 @@
 """The sections of a configuration: each key once, with its type, its range, its default and what it means.
 
-Left out: the objective (`algorithm.py`), and what contradicts across sections (`schema.py`).
+Left out: sections that are declared where they are used (`schema.py` names them all), and what contradicts across
+sections (`schema.py` too).
 """
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from isobit.engine.types import Sampling
+from isobit.engine.types import EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.options.declare import Such, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
 from isobit.rewards.spec import RewardSpec
 
-Precision = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
+PrecisionValue = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
 PRECISION = f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also written fp8[wgrad=bf16]"
 CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the libraries' own products"
 ON_MISMATCH = (
@@ -24,7 +25,7 @@ BACKEND = "auto: triton on an H100 or H200, else native where a C++ compiler is 
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelSource:
     """Where the initial weights come from: `path`, or `sft`. `model: DIR` is `model.path`."""
 
     path: Annotated[str | None, "a Hugging Face directory (config.json, safetensors, tokenizer.json)"] = None
@@ -43,7 +44,7 @@ class RewardModelConfig:
     path: Annotated[str, "a Hugging Face directory, such as a LlamaForSequenceClassification"]
     weight: float = 1.0
     name: Annotated[str, "name in the metrics"] = "reward_model"
-    precision: Annotated[Precision, "its own flow; it keeps working weights only"] = "fp8"
+    precision: Annotated[PrecisionValue, "its own flow; it keeps working weights only"] = "fp8"
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,9 @@ class SamplingConfig(Sampling):
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(EngineSize):
     """The rollout engine's memory and batch."""
 
-    kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: what one step needs"] = None
-    page_size: Annotated[int, at_least(1), at_most(1024), "tokens per page"] = 16
-    max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prefills are chunked"] = 2048
-    max_sequences: Annotated[int, at_least(1), "sequences decoded at the same time"] = 512
-    cuda_graphs: Annotated[bool, "capture decode steps on a GPU; ignored on a CPU"] = True
-    prefix_cache: Annotated[bool, "share pages between prompts that begin alike, until the weights change"] = True
     sleep: Annotated[
         Literal["auto", "always", "never"],
         "free the KV cache's memory while learning; auto: on a GPU without cuda_graphs, which would need recapturing",
@@ -89,7 +84,7 @@ class EngineConfig:
 class ReferenceConfig:
     """The frozen model of the KL penalty: the initial weights, with their own precision."""
 
-    precision: Annotated[Precision | None, "default: the policy's"] = None
+    precision: Annotated[PrecisionValue | None, "default: the policy's"] = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isobit.engine.sampler import Draws, kinds_of
 from isobit.engine.scheduler import Scheduler
-from isobit.engine.sequences import Plan
+from isobit.engine.sequences import StepPlan
 from isobit.kernels import Layout
 
 
@@ -52,7 +52,7 @@ def stage(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def build(plan: Plan, scheduler: Scheduler) -> Batch:
+def build(plan: StepPlan, scheduler: Scheduler) -> Batch:
     """The step's tensors."""
     rows, count = scheduler.rows, plan.decode
     tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from isobit.engine.routes import RouteStore
 from isobit.engine.scheduler import Scheduler
-from isobit.engine.sequences import Plan, Sequence
+from isobit.engine.sequences import Sequence, StepPlan
 from isobit.engine.stopping import StopStrings, cut
 from isobit.engine.types import Completion, Ticket
 from isobit.model import Model
@@ -31,7 +31,7 @@ class Endings:
         return self._stops(stop) if stop else None
 
     def of(
-        self, plan: Plan, tokens: NDArray[np.int64], routes: RouteStore | None
+        self, plan: StepPlan, tokens: NDArray[np.int64], routes: RouteStore | None
     ) -> tuple[NDArray[np.bool_], list[tuple[Ticket, Completion]]]:
         """Who of `plan.sampled` ends with these tokens, which the record has; and what is complete with them."""
         record, slots = self._scheduler.record, plan.sampled

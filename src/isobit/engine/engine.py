@@ -21,12 +21,12 @@ from isobit.engine.calibration import Calibrator
 from isobit.engine.endings import Endings
 from isobit.engine.graphs import DecodeGraphs, graph_kind
 from isobit.engine.pages import PagePool, pages_needed
-from isobit.engine.prompts import Prompt, check_context, check_ids, encode, encode_prompt, new_token_limit
+from isobit.engine.prompts import Prompt, check_context, check_id, check_ids, encode, encode_prompt, new_token_limit
 from isobit.engine.routes import RouteStore
 from isobit.engine.runner import Runner
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Stats
-from isobit.engine.types import Completion, Sampling, Ticket
+from isobit.engine.types import Completion, EngineSize, Sampling, Ticket
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore
 from isobit.model import Model
@@ -34,7 +34,7 @@ from isobit.model import Model
 _CACHE_BYTES = 2 << 30
 _GPU_FRACTION = 4  # of the memory that is free
 Progress = Callable[[int, int], None]
-_DEFAULT = Sampling()
+_DEFAULT, _DEFAULT_SIZE = Sampling(), EngineSize()
 OnGroup = Callable[[int, list[Completion]], None]
 
 
@@ -96,17 +96,11 @@ class Engine:
         prompts: Sequence[Prompt],
         sequences: int,
         max_new_tokens: int,
-        *,
-        kv_pages: int | None = None,
-        page_size: int = 16,
-        max_batch_tokens: int = 2048,
-        max_sequences: int = 512,
-        cuda_graphs: bool = True,
-        prefix_cache: bool = True,
+        size: EngineSize = _DEFAULT_SIZE,
     ) -> "Engine":
         """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
-        preemption, as far as `max_sequences` at a time and 2 GiB, or a quarter of a GPU's free memory, allow; or has
-        `kv_pages`.
+        preemption, as far as `size.max_sequences` at a time and 2 GiB, or a quarter of a GPU's free memory, allow; or
+        has `size.kv_pages`.
 
         Raises IsobitError for a prompt that leaves no room for an answer.
         """
@@ -115,13 +109,22 @@ class Engine:
         for index, length in enumerate(lengths):
             check_context(f"prompt {index}", length, positions)
         limit = min(max_new_tokens, positions - longest)
-        each = pages_needed(longest, limit, page_size)
+        each = pages_needed(longest, limit, size.page_size)
+        kv_pages = size.kv_pages
         if kv_pages is None:
-            page_bytes = Engine(model, 1, page_size, cuda_graphs=False).kv_bytes
+            page_bytes = Engine(model, 1, size.page_size, cuda_graphs=False).kv_bytes
             limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device)
             # a prompt is held beside the sequences that share its pages
-            kv_pages = max(each, min((min(sequences, max_sequences) + 1) * each, limit_bytes // page_bytes))
-        engine = Engine(model, kv_pages, page_size, max_batch_tokens, max_sequences, cuda_graphs, prefix_cache)
+            kv_pages = max(each, min((min(sequences, size.max_sequences) + 1) * each, limit_bytes // page_bytes))
+        engine = Engine(
+            model,
+            kv_pages,
+            size.page_size,
+            size.max_batch_tokens,
+            size.max_sequences,
+            size.cuda_graphs,
+            size.prefix_cache,
+        )
         for index, length in enumerate(lengths):
             new_token_limit(f"prompt {index}", length, max_new_tokens, positions, engine.pages)
         engine.longest_prompt = longest
@@ -173,7 +176,8 @@ class Engine:
         """
         _check_sampling(sampling)
         token_ids = encode_prompt("the prompt", prompt, self.model.tokenizer, self.model.config.vocab_size)
-        check_ids([prompt_id, sample_index], 2)
+        check_id("prompt_id", prompt_id)
+        check_id("sample_index", sample_index)
         return self._submit(Ticket(token_ids, sampling, prompt_id, sample_index))
 
     def extend(self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT) -> Ticket:
@@ -239,9 +243,9 @@ class Engine:
 
         A prompt is a text, a list of token ids or a list of chat messages. `prompt_ids` stand for the prompts in the
         sampling keys (default: 0, 1, ...): the same id, prompt and seed give the same completion in any call.
-        `progress(tokens, completions)` hears, after every step, how many tokens were sampled and completions finished.
-        `on_group(index, completions)` hears of each group once, as soon as its last completion is finished, in whatever
-        order that is, while the others are still sampled.
+        `progress(tokens, completions)` is called after every step with how many tokens were sampled and completions
+        finished; `on_group(index, completions)` once for each group, as soon as its last completion is finished, in
+        whatever order that is, while the others are still sampled.
 
         Raises IsobitError, before anything is computed, for a prompt that can never be answered.
         """

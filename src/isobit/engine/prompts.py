@@ -49,9 +49,14 @@ def check_ids(prompt_ids: Sequence[int] | None, count: int) -> list[int]:
     if len(ids) != count:
         raise IsobitError(f"prompt_ids: expected one for each of the {count} prompts, got {len(ids)}")
     for value in ids:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
-            raise IsobitError(f"prompt_ids: expected whole numbers from 0 to 2**32 - 1, got {value!r}")
+        check_id("prompt_ids", value)
     return ids
+
+
+def check_id(name: str, value: object) -> None:
+    """Raise IsobitError for an id that does not fit into the sampling keys."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
+        raise IsobitError(f"{name}: expected a whole number from 0 to 2**32 - 1, got {value!r}")
 
 
 def new_token_limit(where: str, length: int, max_new_tokens: int, max_positions: int, pages: PagePool) -> int:

@@ -17,7 +17,7 @@ from isobit.engine.graphs import DecodeGraphs, Launch
 from isobit.engine.routes import RouteStore
 from isobit.engine.sampler import draw
 from isobit.engine.scheduler import Scheduler
-from isobit.engine.sequences import Plan
+from isobit.engine.sequences import StepPlan
 from isobit.errors import NonFiniteError
 from isobit.kernels import KVStore
 from isobit.model import Model
@@ -42,7 +42,7 @@ class Runner:
             if store.calibrated:
                 store.set_scales(model.transformer.layer_scales(layer))
 
-    def run(self) -> tuple[Plan, NDArray[np.int64]]:
+    def run(self) -> tuple[StepPlan, NDArray[np.int64]]:
         """Compute the next step: the plan, and the tokens that its `sampled` have drawn; the record has them too.
 
         Raises NonFiniteError where nothing can be drawn; the step is then as if it had not begun.
@@ -88,7 +88,7 @@ class Runner:
         if self.routes is not None:
             self.routes.copy(*(list(pages) for pages in zip(*pairs)))
 
-    def _compute(self, plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _compute(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens and log-probabilities of the step's sampled rows."""
         transformer = self.model.transformer
         ops = transformer.ops["rollout"]
@@ -105,13 +105,13 @@ class Runner:
         tokens, logprobs = draw(hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
-    def _launch(self, plan: Plan) -> Launch | None:
+    def _launch(self, plan: StepPlan) -> Launch | None:
         """The step as a captured one, where it can be."""
         if self.graphs is None or plan.chunks or self.routes is not None:
             return None
         return self.graphs.launch(self.scheduler.rows, np.arange(plan.decode))
 
-    def _launch_ahead(self, plan: Plan, places: NDArray[np.int64]) -> Launch | None:
+    def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
         """The step after this one, whose rows stand at `places` of what is under way, unless it takes a decision."""
         record = self.scheduler.record
         going = np.flatnonzero(record.generated[plan.sampled] + 1 < record.limit[plan.sampled])

@@ -9,7 +9,8 @@ remembered of its tokens (`pages.py`): of its group's prompt, of its own from be
 
 Tokens and log-probabilities do not depend on any of these decisions: tests/engine/test_invariance.py compares the bits.
 
-Left out: the arithmetic, sampling and stopping (`engine.py`), and priorities other than first come, first served.
+Left out: the arithmetic and sampling (`runner.py`), stopping (`endings.py`), and priorities other than first come,
+first served.
 """
 
 from collections.abc import Hashable, Iterator
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from isobit.engine.pages import PagePool, pages_needed
 from isobit.engine.record import Record
 from isobit.engine.rows import DecodeRows
-from isobit.engine.sequences import Chunk, Group, Plan, Sequence, Stats
+from isobit.engine.sequences import Chunk, Group, Sequence, Stats, StepPlan
 from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Ticket
 
@@ -102,7 +103,7 @@ class Scheduler:
         ticket = sequence.group.ticket
         return ticket.sampling.seed, ticket.prompt_id, sequence.sample_index
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Decide the next step, and give every row and chunk in it the pages it needs."""
         self._grow_rows()
         decode = self.rows.count
@@ -113,7 +114,7 @@ class Scheduler:
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         self.stats.peak_pages = self.pages.peak_used
         first = [sequence.slot for chunk in chunks for sequence in chunk.samples]
-        return Plan(decode, chunks, np.concatenate([self.rows.slot[:decode], np.array(first, np.int64)]))
+        return StepPlan(decode, chunks, np.concatenate([self.rows.slot[:decode], np.array(first, np.int64)]))
 
     def look_ahead(self, going: NDArray[np.int64]) -> bool:
         """May rows `going` of a step that has yet to be accounted for be launched again at once? If so, they have the
@@ -127,14 +128,14 @@ class Scheduler:
         self._add_pages(full)
         return going.size > 0
 
-    def launched(self, computed: int) -> Plan:
+    def launched(self, computed: int) -> StepPlan:
         """The step that was launched ahead, over `computed` rows: of these, the rows that have not ended since."""
         self.stats.steps += 1
         self.stats.decode_tokens += computed
         self.stats.peak_pages = self.pages.peak_used
-        return Plan(self.rows.count, (), self.rows.slot[: self.rows.count].copy())
+        return StepPlan(self.rows.count, (), self.rows.slot[: self.rows.count].copy())
 
-    def commit(self, plan: Plan, tokens: NDArray[np.int64], done: NDArray[np.bool_]) -> None:
+    def commit(self, plan: StepPlan, tokens: NDArray[np.int64], done: NDArray[np.bool_]) -> None:
         """Account for a step: `tokens`, which the record has, were sampled by `plan.sampled`, and where `done` they
         were the last ones."""
         self.record.generated[plan.sampled] += 1

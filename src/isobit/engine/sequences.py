@@ -69,7 +69,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class StepPlan:
     """A step: the first `decode` rows of the table, then the chunks. `sampled`: the slots of those who get a token, in
     that order."""
 

@@ -1,4 +1,4 @@
-"""What goes into the rollout engine and what comes out: `Sampling`, `Ticket` and `Completion`.
+"""What goes into the rollout engine and what comes out: `EngineSize`, `Sampling`, `Ticket` and `Completion`.
 
 Left out: the prompts, which are plain text, token ids or chat messages, and the stopping tokens, which are the model's.
 """
@@ -65,6 +65,18 @@ class Sampling:
     def truncated(self) -> bool:
         """Whether top-k, top-p or min-p leaves out tokens, so that the distribution is renormalized."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """An engine's memory and batch, for `Engine.sized_for`; those of an `Engine` itself have the same names."""
+
+    kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: what one step needs"] = None
+    page_size: Annotated[int, at_least(1), at_most(1024), "tokens per page"] = 16
+    max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prefills are chunked"] = 2048
+    max_sequences: Annotated[int, at_least(1), "sequences decoded at the same time"] = 512
+    cuda_graphs: Annotated[bool, "capture decode steps on a GPU; ignored on a CPU"] = True
+    prefix_cache: Annotated[bool, "share pages between prompts that begin alike, until the weights change"] = True
 
 
 @dataclass(frozen=True, eq=False)

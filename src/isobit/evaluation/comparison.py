@@ -24,7 +24,7 @@ FEWEST = math.ceil(math.log2(2 / LEVEL))
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """A measure of both, their paired difference, and its p value; `only_first` and `only_second`, of accuracy: prompts
     that one of the two alone gets right."""
 
@@ -36,7 +36,7 @@ class Difference:
     only_second: int | None = None
 
 
-def compare(first: Result, second: Result) -> dict[str, Difference]:
+def compare(first: Result, second: Result) -> dict[str, PairedDifference]:
     """Every measure that both have. Raises IsobitError unless both answer the same prompts by the same rewards."""
     _check_same(first, second)
     columns = [values_per_prompt(result.questions, result.ks) for result in (first, second)]
@@ -48,7 +48,7 @@ def compare(first: Result, second: Result) -> dict[str, Difference]:
     return found
 
 
-def comparison_json(differences: Mapping[str, Difference]) -> dict[str, Any]:
+def comparison_json(differences: Mapping[str, PairedDifference]) -> dict[str, Any]:
     """Plain values of a comparison."""
     return {name: asdict(difference) for name, difference in differences.items()}
 
@@ -75,7 +75,7 @@ def comparison_table(first: Result, second: Result) -> str:
     return "\n\n".join(lines)
 
 
-def conclusion(differences: Mapping[str, Difference]) -> str:
+def conclusion(differences: Mapping[str, PairedDifference]) -> str:
     """What follows, in a sentence: of accuracy; of the measure after it where no prompt tells the two apart; and so
     on."""
     scores = {name: found for name, found in differences.items() if name not in LENGTHS}
@@ -97,14 +97,14 @@ def conclusion(differences: Mapping[str, Difference]) -> str:
     return f"{better} is better than {worse} in {name}: A - B is {size}."
 
 
-def _difference(name: str, pairs: list[tuple[float, float]]) -> Difference:
+def _difference(name: str, pairs: list[tuple[float, float]]) -> PairedDifference:
     deltas = [a - b for a, b in pairs]
     first, second = (sum(values) / len(pairs) for values in zip(*pairs))
     difference = bootstrap_mean(deltas)
     if name != "accuracy":
-        return Difference(first, second, difference, sign_flip(deltas))
+        return PairedDifference(first, second, difference, sign_flip(deltas))
     only_first, only_second = sum(d > 0 for d in deltas), sum(d < 0 for d in deltas)
-    return Difference(first, second, difference, mcnemar(only_first, only_second), only_first, only_second)
+    return PairedDifference(first, second, difference, mcnemar(only_first, only_second), only_first, only_second)
 
 
 def check_same_prompts(first_name: str, first: list[Prompt], second_name: str, second: list[Prompt]) -> None:

@@ -77,7 +77,7 @@ class Transformer:
         return self._version
 
     def count_from(self, version: int) -> None:
-        """Set the version of the working weights: a resumed run continues its count, an evaluation adds nothing."""
+        """Set the version of the working weights: a resumed run continues its count."""
         self._version = version
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ class Visit:
 
 
 @dataclass
-class Rollouts:
+class RolloutIndex:
     """Visits by prompt text, in order; and for each step the places and the rewards of its whole rows, of `whole_bytes`
     together: a sampled run has others, which count and cannot be shown.
 
@@ -72,10 +72,10 @@ class Rollouts:
             yield parse(found[place - starts[index]])
 
 
-def read_rollouts(path: Path) -> Rollouts:
+def read_rollouts(path: Path) -> RolloutIndex:
     """Read the file, if it is there; a half-written last step is left out. Raises IsobitError for a line that is not a
     row of completions."""
-    found, groups, highest = Rollouts(path), dict[tuple[str, int, int], list[float]](), float("-inf")
+    found, groups, highest = RolloutIndex(path), dict[tuple[str, int, int], list[float]](), float("-inf")
     for line in _lines(found):
         number = found.count + 1
         try:
@@ -102,7 +102,7 @@ def read_rollouts(path: Path) -> Rollouts:
     return found
 
 
-def _lines(found: Rollouts) -> Iterator[bytes]:
+def _lines(found: RolloutIndex) -> Iterator[bytes]:
     """All rows; where each step begins is kept on the way."""
     try:
         for member in members(found.path):

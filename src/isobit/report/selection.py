@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from isobit.report.rollouts import Rollouts
+from isobit.report.rollouts import RolloutIndex
 from isobit.run.directory import CHECKPOINTS
 
 _STEP_ROWS = 8  # shown of a step, at least, before further steps are
@@ -22,7 +22,7 @@ _CONTEXT = 6  # tokens before the completion that its first token's text may dep
 Data = dict[str, Any]
 
 
-def sample_completions(rollouts: Rollouts, directory: Path, budget: int) -> Data:
+def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> Data:
     """For the page's browser: `rows`, and `prompts` and `pieces` (token texts) that rows refer to by number; `total` is
     how many completions there are, `steps` of how many steps. About `budget` bytes as JSON, at most."""
     tokens, prompts = _Pieces(directory), _Numbered()
@@ -61,7 +61,7 @@ def coarse_to_fine(items: Sequence[int]) -> Iterator[int]:
         parts *= 2
 
 
-def _places(rollouts: Rollouts, budget: int) -> list[int]:
+def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
     """Places of rows in the order in which they are wanted."""
     if not rollouts.steps:
         return []

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobit.report.document import escaped
-from isobit.report.rollouts import Rollouts, Visit
+from isobit.report.rollouts import RolloutIndex, Visit
 
 KINDS = {
     "always": "every completion solved",
@@ -32,7 +32,7 @@ def kind(visits: Sequence[Visit]) -> str:
     return "learned" if len(visits) > 1 and gained >= 0.5 else "sometimes"
 
 
-def prompt_table(rollouts: Rollouts, budget: int) -> dict[str, Any]:
+def prompt_table(rollouts: RolloutIndex, budget: int) -> dict[str, Any]:
     """For the page: counts of each kind over all prompts, and `rows`, those with most visits first, of about `budget`
     bytes as JSON, at most. A row: prompt, kind, mean reward, and [step, mean reward] of its visits, thinned."""
     kinds = {prompt: kind(visits) for prompt, visits in rollouts.visits.items()}

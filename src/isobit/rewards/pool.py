@@ -91,7 +91,7 @@ class RewardPool:
         self._required: list[tuple[str, ...]] = []
         self.wants_tokens = False
         self.trainer_state: dict[str, float] | None = None  # global_step, max_steps, epoch, for functions that ask
-        self._open: Batch | None = None
+        self._open: RewardBatch | None = None
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -128,12 +128,12 @@ class RewardPool:
                     hint = did_you_mean(name, known) if known else "the data has none but the prompt"
                     raise IsobitError(f"reward function {spec.function}: the data has no column {name!r}; {hint}")
 
-    def begin(self, count: int) -> "Batch":
+    def begin(self, count: int) -> "RewardBatch":
         """A batch of so many samples, which are scored as they come. One at a time can be open."""
         assert self._open is None, "a batch is scored already"
         self.start()
         self.output.written = False
-        self._open = Batch(self, count)
+        self._open = RewardBatch(self, count)
         return self._open
 
     def score(
@@ -173,14 +173,14 @@ class RewardPool:
         for worker in self.workers:
             self.output.add(*worker.new_output(MAX_AT_ONCE), heading)
 
-    def closed(self, batch: "Batch") -> None:
+    def closed(self, batch: "RewardBatch") -> None:
         """A batch is through."""
         if self._open is batch:
             self._open = None
             self.pass_output_on()
 
 
-class Batch:
+class RewardBatch:
     """Samples on their way to their rewards: calls begin when samples are added, while others are still to come.
 
     What is added together is cut into calls of at most `chunk_size` samples, so that no call depends on when it is
@@ -200,7 +200,7 @@ class Batch:
         self._calls_here: list[tuple[int, range]] = []
         self._running = Exchange(pool.workers) if self.functions else None
 
-    def __enter__(self) -> "Batch":
+    def __enter__(self) -> "RewardBatch":
         return self
 
     def __exit__(self, *exception: object) -> None:

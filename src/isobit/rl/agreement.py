@@ -9,7 +9,6 @@ where the difference begins (`inspection/locate.py`) and what the user is told (
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from isobit.model import Model
@@ -44,19 +43,19 @@ def promises_bits(model: Model) -> bool:
     return precision.unified and model.ops.consistency == "bitwise" and precision.varies_with_batch() is None
 
 
-def require_agreement(compared: Sequence[tuple[Sample, Tensor]], batch: Sequence[Sample]) -> None:
-    """Raise Disagreement unless the learner's log-probabilities [trained tokens] of samples are the recorded ones,
-    bit for bit. `batch`: all samples of the optimizer step, with those that have nothing to compare."""
+def require_agreement(compared: Sequence[tuple[Sample, Tensor, Tensor]], batch: Sequence[Sample]) -> None:
+    """Raise Disagreement unless the log-probabilities [trained tokens] of samples are equal, bit for bit: those that
+    the rollout recorded, and the learner's. `batch`: all samples of the optimizer step, with those that have nothing to
+    compare."""
     differing, first = 0, None
-    for sample, learner in compared:
-        rollout = torch.tensor([sample.rollout_logprobs[i] for i in sample.trained], dtype=torch.float32)
+    for sample, rollout, learner in compared:
         places = differing_places(learner, rollout).nonzero().flatten()
         differing += len(places)
         if first is None and len(places):
             place = int(places[0])
             first = Difference(sample, sample.trained[place], float(rollout[place]), float(learner[place]))
     if first is not None:
-        raise Disagreement(differing, sum(len(learner) for _, learner in compared), first, batch)
+        raise Disagreement(differing, sum(len(learner) for _, _, learner in compared), first, batch)
 
 
 def corrected(objective: Objective) -> Objective:

@@ -80,7 +80,7 @@ class TrainingBatch:
     def require_agreement(self, found: Mapping[int, Tensor], part: Sequence[int]) -> None:
         """Raise Disagreement unless the learner's log-probabilities of fresh samples, by index, are the rollout's bits.
         `part`: all samples of the optimizer step."""
-        fresh = [(self.samples[i], logprobs) for i, logprobs in found.items() if self.fresh[i]]
+        fresh = [(self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]]
         require_agreement(fresh, [self.samples[i] for i in part])
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[SampleKey, list[float]]:

@@ -37,7 +37,7 @@ REWARDS_LOG = "rewards.log"
 """What reward functions print; grows over a resume."""
 
 
-class Run:
+class RunDirectory:
     """An open run directory, locked against a second process. Use as a context manager."""
 
     def __init__(self, directory: Path, offsets: Mapping[str, int], config_text: str | None = None) -> None:
@@ -54,17 +54,17 @@ class Run:
             _replace_text(directory / CONFIG, config_text)
 
     @staticmethod
-    def create(directory: Path, config_text: str) -> "Run":
+    def create(directory: Path, config_text: str) -> "RunDirectory":
         """A new run; IsobitError if the directory exists and is not empty."""
         refuse_existing(directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / CONFIG).write_text(config_text, encoding="utf-8")
-            return Run(directory, NOTHING_WRITTEN)
+            return RunDirectory(directory, NOTHING_WRITTEN)
         except OSError as error:
             raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "RunDirectory":
         return self
 
     def __exit__(self, *_: object) -> None:

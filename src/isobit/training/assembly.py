@@ -5,14 +5,13 @@ Everything here runs before a run directory is written, so that a user's mistake
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from isobit.config import Config
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
-from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
@@ -95,7 +94,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         seed=config.seed,
         on_mismatch=config.on_mismatch,
     )
-    sampling = _sampling(config, config.seed)
+    sampling = replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
     parts = Parts(
@@ -140,18 +139,12 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
     evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
     temperature = evaluation.temperature or config.sampling.temperature
     return EvaluationPlan(
-        replace(_sampling(config, seed), temperature=temperature),
+        replace(config.sampling, seed=seed, temperature=temperature),
         num_samples=evaluation.num_samples,
         ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
         tag=evaluation.tag,
         extract=answer_extractor(config.task.name, evaluation.answer_pattern),
     )
-
-
-def _sampling(config: Config, seed: int) -> Sampling:
-    """The config's settings without its group, as an engine takes them."""
-    shared = {each.name: getattr(config.sampling, each.name) for each in fields(Sampling)}
-    return Sampling(**shared | {"n": config.sampling.group_size, "seed": seed})
 
 
 def held_out_judge(scorer: Scorer) -> Judge:
@@ -176,16 +169,4 @@ def objective_of(config: Config, model: Model) -> Objective:
 
 def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int) -> Engine:
     """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds."""
-    section = config.engine
-    return Engine.sized_for(
-        model,
-        prompts,
-        sequences,
-        config.sampling.max_new_tokens,
-        kv_pages=section.kv_pages,
-        page_size=section.page_size,
-        max_batch_tokens=section.max_batch_tokens,
-        max_sequences=section.max_sequences,
-        cuda_graphs=section.cuda_graphs,
-        prefix_cache=section.prefix_cache,
-    )
+    return Engine.sized_for(model, prompts, sequences, config.sampling.max_new_tokens, config.engine)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from isobit.run.directory import Run
+from isobit.run.directory import RunDirectory
 from isobit.training.meter import Meter
 from isobit.training.parts import Parts
 from isobit.training.saving import Saver
@@ -15,7 +15,7 @@ class Context:
     """The parts of a run, its directory, what is counted over steps and within one, the screen, and who saves."""
 
     parts: Parts
-    run: Run
+    run: RunDirectory
     state: State
     meter: Meter
     display: Display

@@ -13,7 +13,7 @@ from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import checkpoints
 from isobit.run import directory as runs
-from isobit.run.directory import Run
+from isobit.run.directory import RunDirectory
 from isobit.training.agreement import unlike
 from isobit.training.assembly import open_parts
 from isobit.training.objects import Given, Objects
@@ -27,7 +27,7 @@ def open_session(config: Config, objects: Objects, *, quiet: bool) -> Session:
     """A new run."""
     runs.refuse_existing(Path(config.run.dir))
     parts = open_parts(config, quiet=quiet, objects=objects)
-    run = Run.create(Path(config.run.dir), dump_config(parts.config))
+    run = RunDirectory.create(Path(config.run.dir), dump_config(parts.config))
     return Session(parts, run, State(), quiet=quiet, objects=objects)
 
 
@@ -40,7 +40,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet
     objects = given.again(config)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         parts = open_parts(config, quiet=quiet, objects=objects)
-        run = Run(run_dir, runs.NOTHING_WRITTEN, dump_config(config))
+        run = RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config))
         return Session(parts, run, State(), quiet=quiet, objects=objects)
     path = runs.newest_checkpoint(run_dir)
     parts = open_parts(config, quiet=quiet, checkpoint=path, objects=objects)
@@ -51,7 +51,7 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet
     state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"))
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
-    run = Run(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config))
+    run = RunDirectory(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config))
     session = Session(parts, run, state, quiet=quiet, objects=objects)
     session.saver.saved_step = state.step
     session.best.restore(counted.get("best"))
@@ -70,7 +70,7 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     parts = open_parts(config, quiet=quiet)
     other = unlike(recorded, config, parts.machine())
     parts.learner.promised &= not other
-    session = Session(parts, Run.create(out, dump_config(parts.config)), State(), quiet=quiet, recorded=groups)
+    session = Session(parts, RunDirectory.create(out, dump_config(parts.config)), State(), quiet=quiet, recorded=groups)
     if other:
         session.display.note(f"tokens may differ from those of {recorded}: it had another {', '.join(other)}")
     return session

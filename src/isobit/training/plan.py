@@ -28,7 +28,7 @@ _PROCESS = 512 * _MIB  # that `auto` leaves for Python and PyTorch: a figure tha
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearBytes:
     """Bytes for a number of tokens: fixed + slope · tokens."""
 
     fixed: float
@@ -39,11 +39,11 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Learning:
+class LearningMemory:
     """What one micro-batch takes besides its gradients. `phases`: the peaks of the forward, of the output head, and of
     the layers' backward; `head_row`: bytes of a row of logits, of which at most `head_rows` are there at a time."""
 
-    phases: tuple[Line, ...]
+    phases: tuple[LinearBytes, ...]
     head_row: float
     head_rows: int
 
@@ -54,7 +54,7 @@ class Learning:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Bytes by what they are for. `held` all the time; of `parts` one at a time."""
 
     held: tuple[tuple[str, int], ...]
@@ -72,26 +72,26 @@ class Plan:
         return "\n".join(f"{label:<{width}} {size / _MIB:10.1f} MiB" for label, size in rows)
 
 
-def measure(model: Model, recompute: bool = False) -> Learning:
+def measure(model: Model, recompute: bool = False) -> LearningMemory:
     """Forward and backward of a few tokens, with gradients dropped as they come."""
     short, long = (min(tokens, model.config.max_positions) for tokens in (_SHORT, _LONG))
     _pass(model, short, _FEW, recompute)  # what is made at first use, such as rotary tables, is no part of a pass
     first, second = (_pass(model, tokens, _FEW, recompute) for tokens in (short, long))
     lines = tuple(_line(a, b, short, max(long - short, 1)) for a, b in zip(first, second))
     wide = _pass(model, long, _MORE, recompute)
-    return Learning(lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
+    return LearningMemory(lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
 
 
-def measure_parts(parts: Parts, recompute: bool | None = None) -> Learning:
+def measure_parts(parts: Parts, recompute: bool | None = None) -> LearningMemory:
     """`measure` of the policy, with scales where its KV cache is calibrated; `recompute`: by default as configured."""
     if parts.calibrator.active:
         parts.calibrator.calibrate([parts.task.train.examples[0].prompt])
     return measure(parts.model, parts.learner.recompute if recompute is None else recompute)
 
 
-def _line(first: int, second: int, tokens: int, span: int) -> Line:
+def _line(first: int, second: int, tokens: int, span: int) -> LinearBytes:
     slope = max(second - first, 0) / span
-    return Line(max(first - slope * tokens, 0), slope)
+    return LinearBytes(max(first - slope * tokens, 0), slope)
 
 
 def _pass(model: Model, tokens: int, chunk: int, recompute: bool) -> list[int]:
@@ -119,7 +119,7 @@ def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def plan(parts: Parts, learning: Learning, process: int, tokens: int) -> Plan:
+def plan(parts: Parts, learning: LearningMemory, process: int, tokens: int) -> MemoryPlan:
     """For micro-batches of `tokens` tokens; `process`: bytes of Python and its libraries before any model."""
     model, config = parts.model, parts.config
     sizes, host = model.memory(), model.ops.device.type == "cpu"
@@ -152,7 +152,7 @@ def plan(parts: Parts, learning: Learning, process: int, tokens: int) -> Plan:
         during.append(("saving: a copy of masters or moments", max(masters, moments)))
     if parts.objective.shadow_every:
         during.append(("shadow pass: masters in BF16, and working weights again", masters // 2 + working))
-    return Plan(tuple(held), tuple(during))
+    return MemoryPlan(tuple(held), tuple(during))
 
 
 def _held(model: Model) -> int:
@@ -172,7 +172,7 @@ def _update_bytes(parts: Parts) -> int:
     return max((16 if eight_bit and quantizable(p) else 8) * p.numel() for p in parameters)
 
 
-def advice(parts: Parts, learning: Learning, process: int) -> str:
+def advice(parts: Parts, learning: LearningMemory, process: int) -> str:
     """Whether the plan fits, and if not, the keys that lower it, with the total that each would give."""
     limit, where = memory_limit(parts.model.ops.device)
     now = plan(parts, learning, process, parts.micro_batch_tokens).total
@@ -185,7 +185,7 @@ def advice(parts: Parts, learning: Learning, process: int) -> str:
     return "\n".join(lines)
 
 
-def _alternatives(parts: Parts, learning: Learning, process: int) -> list[tuple[str, int]]:
+def _alternatives(parts: Parts, learning: LearningMemory, process: int) -> list[tuple[str, int]]:
     config, model = parts.config, parts.model
     tokens, longest = parts.micro_batch_tokens, longest_sequence(parts)
     now = plan(parts, learning, process, tokens)

@@ -22,7 +22,7 @@ class Policy:
         meter.metrics |= self.weights.metrics() | self._context.parts.calibrator.step_metrics()
 
     def refresh(self) -> None:
-        """Requantize, unless an evaluation did so after the last step; make the scales of a calibrated KV cache fit;
+        """Requantize and make the scales of a calibrated KV cache fit, unless an evaluation did so after the last step;
         tell the reward functions which step it is."""
         parts, state = self._context.parts, self._context.state
         meter, saver = self._context.meter, self._context.saver
@@ -34,5 +34,6 @@ class Policy:
         if parts.calibrator.active:
             count = self.model.precision.calibration.prompts
             with meter.timed("calibrate"), saver.broken_weights_end_the_run():
-                parts.calibrator.calibrate([parts.task.train.at(state.cursor + i).prompt for i in range(count)])
+                if not state.synced:
+                    parts.calibrator.calibrate([parts.task.train.at(state.cursor + i).prompt for i in range(count)])
         state.synced = True

@@ -55,7 +55,8 @@ class Recorder:
         context = self._context
         found = dict(context.meter.metrics)
         if "time/rollout" in found:
-            found["rollout/prefix_hit_fraction"] /= max(found["rollout/prompt_tokens"], 1)
+            prompt_tokens = max(found["rollout/prompt_tokens"], 1)
+            found["rollout/prefix_hit_fraction"] = found["rollout/cached_tokens"] / prompt_tokens
             found["throughput/rollout_tokens_per_s"] = found["rollout/tokens"] / max(found["time/rollout"], 1e-9)
         return {
             **self._learning.totals.metrics(),

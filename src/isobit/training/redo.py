@@ -11,7 +11,7 @@ from pathlib import Path
 from isobit.config import Config, load_config
 from isobit.errors import IsobitError
 from isobit.run import directory as runs
-from isobit.run.directory import Run
+from isobit.run.directory import RunDirectory
 
 
 def clear_finished(config: Config) -> None:
@@ -22,7 +22,7 @@ def clear_finished(config: Config) -> None:
     directory = Path(config.run.dir)
     if not (directory / runs.CONFIG).is_file():
         return
-    with Run(directory, {}):  # not one that is at work
+    with RunDirectory(directory, {}):  # not one that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
         kept = load_config(directory / runs.CONFIG)
         again = f"go on with it: isobit train --resume {directory}, or move it or remove it first: rm -r {directory}"

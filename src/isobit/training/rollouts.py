@@ -49,11 +49,11 @@ class Sampled:
         stats = parts.engine.stats
         meter.count("rollout/preemptions", stats.preemptions)
         meter.count("rollout/prompt_tokens", stats.prompt_tokens)
-        meter.count("rollout/prefix_hit_fraction", stats.cached_tokens)  # `Recorder` divides what the step has
+        meter.count("rollout/cached_tokens", stats.cached_tokens)
         meter.metrics |= parts.engine.cache_metrics()
         meter.count("rollout/tokens", sum(len(c.token_ids) for group in groups for c in group))
         state.cursor += count
-        return [[_sample(completion, state.step) for completion in group] for group in groups]
+        return [[sample_of(completion, state.step) for completion in group] for group in groups]
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The groups that were sampled last, with rewards, and where the reward pays for it their distance to the
@@ -120,7 +120,8 @@ class Replayed:
         return batch
 
 
-def _sample(completion: Completion, step: int) -> Sample:
+def sample_of(completion: Completion, step: int = 0) -> Sample:
+    """A completion that was sampled after `step` learned steps, as the learner takes it; not yet scored."""
     return Sample(
         prompt_index=completion.prompt_id,
         sample_index=completion.sample_index,

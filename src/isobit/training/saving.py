@@ -11,7 +11,7 @@ from typing import NoReturn
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.run import checkpoints
-from isobit.run.directory import Run
+from isobit.run.directory import RunDirectory
 from isobit.training.meter import Meter
 from isobit.training.parts import Parts, save_checkpoint
 from isobit.training.snapshot import Snapshot, State
@@ -20,7 +20,7 @@ from isobit.training.snapshot import Snapshot, State
 class Saver:
     """Saves a run. `saved_step` is the step of its newest checkpoint, None before the first."""
 
-    def __init__(self, parts: Parts, run: Run, state: State, best: Best, meter: Meter) -> None:
+    def __init__(self, parts: Parts, run: RunDirectory, state: State, best: Best, meter: Meter) -> None:
         self.parts, self.run, self.state, self.best, self._meter = parts, run, state, best, meter
         self.saved_step: int | None = None
         self._whole: Snapshot | None = None  # what the weights belong to, until a step learns

@@ -10,7 +10,7 @@ from isobit.options.declare import plain
 from isobit.report import write_report
 from isobit.rl import Group
 from isobit.run import directory as runs
-from isobit.run.directory import Interruption, Run
+from isobit.run.directory import Interruption, RunDirectory
 from isobit.trackers.process import Trackers
 from isobit.training.context import Context
 from isobit.training.learning import Learning
@@ -34,7 +34,7 @@ class Session:
     def __init__(
         self,
         parts: Parts,
-        run: Run,
+        run: RunDirectory,
         state: State,
         *,
         quiet: bool,

@@ -1,4 +1,4 @@
-"""Metrics that describe a step: rewards, lengths and groups, the quantization of the weights, and peak memory."""
+"""Metrics that describe a step: rewards, lengths and groups, and the quantization of the weights."""
 
 import math
 from collections.abc import Mapping, Sequence

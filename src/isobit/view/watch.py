@@ -25,7 +25,7 @@ from isobit.view.screen import screen, summary
 _LOOK_EVERY_S = 1.0
 
 
-class Follower:
+class GrowingRows:
     """Reads what is new in a JSONL file; `restarted` is set where the file became shorter."""
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,7 @@ class Watched:
     def __init__(self, directory: Path) -> None:
         require_run(directory)
         self.directory = directory
-        self._metrics = Follower(directory / METRICS)
+        self._metrics = GrowingRows(directory / METRICS)
         self._last_step = Member(0, 0)
         self.history = self._empty()
 

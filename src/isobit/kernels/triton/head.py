@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch
-from isobit.kernels.triton.sampling import CHUNK, KINDS, Parts, scaled, summarize, summarize_logits
+from isobit.kernels.triton.sampling import CHUNK, KINDS, VocabularyParts, scaled, summarize, summarize_logits
 from isobit.kernels.types import Temperature
 
 PARTIALS_AT_ONCE = 2**26
@@ -79,7 +79,7 @@ def _tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
 
 def _summarize_head(
     hidden: Tensor, weight: Tensor, source: Tensor, given: Tensor, temperature: Temperature, race: bool
-) -> Parts:
+) -> VocabularyParts:
     """Stage one of the logits of hidden[source], source [R]; `given` are tokens [R] or, for a race, keys [R, 4]."""
     assert hidden.dtype == weight.dtype, f"{hidden.dtype} rows and a head of {weight.dtype}"
     assert hidden.is_contiguous()
@@ -90,7 +90,7 @@ def _summarize_head(
     unit = not isinstance(temperature, Tensor) and temperature == 1
     if not isinstance(temperature, Tensor):
         temperature = torch.full((rows,), float(temperature), device=hidden.device)
-    parts = Parts(rows, vocabulary, block_v, race, hidden.device)
+    parts = VocabularyParts(rows, vocabulary, block_v, race, hidden.device)
     launch(
         _head_tiles, (triton.cdiv(rows, block_t), parts.count),
         hidden, weight, source, given, given, parts.partial, parts.scores,

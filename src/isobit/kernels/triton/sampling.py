@@ -185,7 +185,7 @@ def scaled(logits, temperature):
     return tl.div_rn(logits, tl.zeros(logits.shape, tl.float32) + temperature)
 
 
-class Parts:
+class VocabularyParts:
     """What stage one leaves of `rows` rows, for stage two: `count` parts of `size` tokens each."""
 
     def __init__(self, rows: int, vocabulary: int, size: int, race: bool, device: torch.device) -> None:
@@ -209,7 +209,7 @@ class Parts:
         return logprob, entropy, norm
 
 
-def summarize_logits(logits: Tensor, given: Tensor, temperature: Temperature, race: bool) -> Parts:
+def summarize_logits(logits: Tensor, given: Tensor, temperature: Temperature, race: bool) -> VocabularyParts:
     """Stage one of logits [T, V] float32; `given` are tokens [T] or, for a race, keys [T, 4], int64."""
     if isinstance(temperature, Tensor):  # the same division as in the kernel, where dividing by 1 then rounds nothing
         logits, temperature = logits / temperature.unsqueeze(1), 1.0
@@ -217,7 +217,7 @@ def summarize_logits(logits: Tensor, given: Tensor, temperature: Temperature, ra
     assert logits.dtype == torch.float32
     size = min(CHUNK, max(16, triton.next_power_of_2(logits.shape[1])))
     rows, vocabulary = logits.shape
-    parts = Parts(rows, vocabulary, size, race, logits.device)
+    parts = VocabularyParts(rows, vocabulary, size, race, logits.device)
     launch(
         _logit_chunks, (triton.cdiv(rows, ROWS), parts.count), logits, given, given, parts.partial, parts.scores,
         rows, float(temperature), int(race), num_warps=8,

@@ -17,13 +17,13 @@ from isobit.rewards.named.base import NamedReward, Unscored
 from isobit.rewards.named.code import Code
 from isobit.rewards.named.length import LengthPenalty
 from isobit.rewards.named.math_answer import MathAnswer
-from isobit.rewards.named.text import ExactMatch, Format, FuzzyMatch
+from isobit.rewards.named.text import ExactMatch, FormatReward, FuzzyMatch
 
 NAMES: dict[str, type[NamedReward]] = {
     "math": MathAnswer,
     "exact_match": ExactMatch,
     "fuzzy_match": FuzzyMatch,
-    "format": Format,
+    "format": FormatReward,
     "length_penalty": LengthPenalty,
     "code": Code,
 }

@@ -88,7 +88,7 @@ class FuzzyMatch(Match):
 
 
 @dataclass(frozen=True)
-class Format(NamedReward):
+class FormatReward(NamedReward):
     """1 if the completion matches a regular expression, else 0."""
 
     pattern: Annotated[str, "regular expression of Python's `re`; required"] = ""
