@@ -28,18 +28,18 @@ def story(prompts, completions, **columns):
 
 @pytest.mark.slow
 def test_a_real_model_learns_a_reward_of_the_users_own(tmp_path: Path, stories: Path) -> None:
-    """60 steps under `fp8`, with a penalty that keeps the stories stories."""
+    """30 steps under `fp8`, with a penalty that keeps the stories stories."""
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     config = {
         "model": {"path": str(stories)},
         "task": {"path": "prompts.jsonl", "held_out_size": 0},
         "rewards": {"functions": [{"function": "rewards.py:story"}]},
-        "sampling": {"group_size": 8, "max_new_tokens": 80},
+        "sampling": {"group_size": 8, "max_new_tokens": 64},
         "algorithm": {"kl_coefficient": 0.05},
-        "optimizer": {"learning_rate": 2e-4, "warmup_steps": 5},
+        "optimizer": {"learning_rate": 4e-4, "warmup_steps": 5},
         "prompts_per_step": 6,
-        "steps": 60,
+        "steps": 30,
         "run": {"dir": "run"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -50,8 +50,8 @@ def test_a_real_model_learns_a_reward_of_the_users_own(tmp_path: Path, stories: 
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert {row["mismatch/differing_tokens"] for row in rows} == {0}
-    assert sum(row["rollout/tokens"] for row in rows) > 200_000
-    trained = tmp_path / "run" / "checkpoints" / "step-000060"
+    assert sum(row["rollout/tokens"] for row in rows) > 80_000
+    trained = tmp_path / "run" / "checkpoints" / "step-000030"
     sampled = isobit(tmp_path, "generate", trained, "--prompt", PROMPTS[0], "--max-new-tokens", 60, "-n", 4)
     assert sampled.stdout.count("Once upon a time") == 4, sampled.stderr
 

@@ -1,4 +1,4 @@
-"""A minute of fuzzing, and the controls: with a broken part the fuzzer must say so."""
+"""Half a minute of fuzzing, and the controls: with a broken part the fuzzer must say so."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +22,9 @@ SEED = 20260901
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_a_minute_without_a_differing_bit(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_seconds_without_a_differing_bit(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     require(backend)
-    assert main(["--backend", backend, "--seed", str(SEED), "--minutes", "0.5", "--cases", "400"]) == 0
+    assert main(["--backend", backend, "--seed", str(SEED), "--minutes", "0.2", "--cases", "400"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"backend {backend}, cases from seed {SEED} on"
     assert " cases, 0 failures, " in printed[-1]
