@@ -149,8 +149,8 @@ def follow(text: str, folder: Path) -> None:
 
 
 def reader_folder(folder: Path) -> Path:
-    """What the README's reader has: a random model over printable ASCII, prompts, its rewards.py and run.yaml. The model
-    ends at punctuation too, or every completion would be as long as it may."""
+    """What the README's reader has: a random model over printable ASCII, prompts, its rewards.py and run.yaml. The
+    model ends at punctuation too, or every completion would be as long as it may."""
     tokenizer = Tokenizer.characters(string.ascii_letters + string.digits + string.punctuation + " ")
     tokenizer.eos_ids += tuple(tokenizer.encode("!?.,;:'()-"))
     config = ModelConfig(

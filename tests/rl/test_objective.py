@@ -35,7 +35,7 @@ def test_presets_are_the_papers() -> None:
     for objective in OBJECTIVES.values():
         assert objective.advantage in ADVANTAGE_KINDS
         assert objective.loss_aggregation in AGGREGATIONS
-        assert objective.kl_estimator in KL_ESTIMATORS
+        assert objective.estimator in KL_ESTIMATORS
 
 
 def test_every_part_that_can_be_named_is_there() -> None:
@@ -57,8 +57,14 @@ def test_a_config_has_the_parts_of_its_preset_under_what_it_gives(name: str) -> 
 
 
 def test_a_kl_in_the_reward_is_k1_unless_another_is_given() -> None:
-    assert algorithm(kl_in_reward=True, kl_coefficient=0.1).kl_estimator == "k1"
-    assert algorithm(kl_in_reward=True, kl_coefficient=0.1, kl_estimator="k2").kl_estimator == "k2"
+    assert algorithm().estimator == "k3"
+    for yes in (True, "true"):
+        assert algorithm(kl_in_reward=yes, kl_coefficient=0.1).estimator == "k1"
+    assert algorithm(kl_in_reward=True, kl_coefficient=0.1, kl_estimator="k2").estimator == "k2"
+    kept = load_config({"model": "base"})
+    charged = load_config(kept, ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"])
+    assert charged.algorithm.estimator == "k1"
+    assert load_config(charged, ["algorithm.kl_in_reward=false"]).algorithm.estimator == "k3"
     assert algorithm(surrogate="reinforce").loss == "reinforce"
 
 
@@ -69,6 +75,13 @@ def test_another_preset_over_the_config_of_a_run_sets_its_parts() -> None:
     assert load_config(kept) == kept
     other = load_config(kept, ["algorithm.preset=dapo"]).algorithm
     assert other == dataclasses.replace(OBJECTIVES["dapo"], clip_high=0.5)
+
+
+def test_a_part_that_is_given_stays_whatever_preset_comes_before_or_after_it() -> None:
+    wanted = dataclasses.replace(OBJECTIVES["dapo"], clip_high=0.2)
+    assert algorithm("algorithm.clip_high=0.2", "algorithm.preset=dapo") == wanted
+    assert algorithm("algorithm.preset=dapo", "algorithm.clip_high=0.2") == wanted
+    assert algorithm("algorithm.preset=dapo", clip_high=0.2, preset="grpo") == wanted
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

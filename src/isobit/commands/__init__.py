@@ -1,1 +1,2 @@
-"""What the commands of `isobit` do once their arguments are read: one file a command. `train` is `training/loop.py`."""
+"""What the commands of `isobit` do once their arguments are read: one file a command. `train` is
+`training/train.py`."""

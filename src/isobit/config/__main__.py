@@ -4,6 +4,7 @@ from dataclasses import is_dataclass
 
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.options.declare import REQUIRED, Option, options_of, sections, type_text
+from isobit.tasks import OPTIONS
 
 _HEAD = """# Configuration
 
@@ -19,7 +20,10 @@ def markdown() -> str:
     train = "\n".join(_section(Config, "", "isobit train", set()))
     sft = "\n".join(_section(SftConfig, "", "isobit sft", printed))
     compare = "\n".join(_section(CompareConfig, "", "isobit compare", set()))
-    return f"{_HEAD}\n{train}\n{sft}\n{compare}"
+    tasks = "\n".join(
+        "\n".join(_section(schema, "", f"`task.options` of {name}", set())) for name, schema in OPTIONS.items()
+    )
+    return f"{_HEAD}\n{train}\n{sft}\n{compare}\n{tasks}"
 
 
 def _section(schema: type, prefix: str, title: str, printed: set[type]) -> list[str]:

@@ -13,8 +13,8 @@ import yaml
 from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
 from isobit.errors import IsobitError
-from isobit.options.declare import plain
-from isobit.rl.objective import without_preset
+from isobit.options.declare import options_of, plain
+from isobit.rl.objective import Objective, without_preset
 
 Source = str | Path | Mapping[str, Any] | Config | SftConfig
 """Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded before."""
@@ -33,6 +33,10 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
         raise IsobitError(f"config: expected the path of a YAML file or a mapping of settings, got {source!r}")
     if isinstance(overrides, (str, Mapping)) or not all(isinstance(override, str) for override in overrides):
         raise IsobitError(f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r}')
+    algorithm = values.get("algorithm")
+    whole = isinstance(algorithm, Mapping) and set(options_of(Objective)) <= set(algorithm)
+    if whole and any(override.startswith("algorithm.preset=") for override in overrides):
+        values["algorithm"] = without_preset(algorithm)  # a run's own config, which says every part of its preset
     for override in overrides:
         _override(values, override)
     return values, where
@@ -74,8 +78,6 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise IsobitError(f"override {override!r}: key {error.key!r} comes twice; leave one") from None
     except yaml.YAMLError:
         value = text
-    if key == "algorithm.preset":  # over a run's config, which says every part of the preset that it had
-        values["algorithm"] = without_preset(values.get("algorithm", {}))
     _set(values, key, value, f"override {override!r}")
 
 

@@ -76,7 +76,7 @@ class Config:
             raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
         if algorithm.kl_in_reward and not algorithm.kl_coefficient:
             raise IsobitError("algorithm.kl_in_reward needs a kl_coefficient above 0")
-        if algorithm.kl_estimator == "k1" and algorithm.kl_coefficient and not algorithm.kl_in_reward:
+        if algorithm.estimator == "k1" and algorithm.kl_coefficient and not algorithm.kl_in_reward:
             raise IsobitError(
                 "algorithm.kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
                 "take k2 or k3, or charge it to the reward with kl_in_reward: true"

@@ -7,7 +7,7 @@ sections (`schema.py` too).
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from isobit.engine.types import EngineSize, Sampling
+from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.options.declare import Such, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
@@ -67,7 +67,9 @@ class SamplingConfig(Sampling):
     """How completions are sampled: the engine's settings, and the size of a group."""
 
     group_size: Annotated[int, at_least(1), "completions per prompt"] = 8
-    temperature: Annotated[float, above(0), "greedy completions of a prompt would all be the same"] = 1.0
+    temperature: Annotated[
+        float, at_least(LOWEST_TEMPERATURE), "above 0: greedy completions of a prompt would all be the same"
+    ] = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class EvaluationConfig:
     samples: Annotated[int, at_least(1), "held-out prompts"] = 256
     num_samples: Annotated[int, at_least(0), at_most(1000), "samples per prompt, for pass_at; 0: greedy only"] = 0
     pass_at: Annotated[tuple[int, ...], "values of k for pass@k and majority@k; default: 1 and num_samples"] = ()
-    temperature: Annotated[float | None, above(0), "for the samples; default: sampling.temperature"] = None
+    temperature: Annotated[
+        float | None, at_least(LOWEST_TEMPERATURE), "for the samples; default: sampling.temperature"
+    ] = None
     tag: Annotated[str | None, "column for whose values accuracy is also reported"] = None
     answer_pattern: Annotated[
         str | None, "regular expression for the answer that a majority votes on; default: the task's"

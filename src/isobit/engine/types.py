@@ -3,12 +3,11 @@
 Left out: the prompts, which are plain text, token ids or chat messages, and the stopping tokens, which are the model's.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from isobit.errors import IsobitError
-from isobit.options.declare import Internal, above, at_least, at_most
+from isobit.options.declare import Internal, above, at_least, at_most, below
+from isobit.options.reading import Expected, settle
 
 LOWEST_TEMPERATURE = 1e-3
 
@@ -24,9 +23,9 @@ class Sampling:
     """
 
     n: Internal[int] = 1
-    max_new_tokens: Annotated[int, at_least(1)] = 128
+    max_new_tokens: Annotated[int, at_least(1), below(2**31)] = 128
     temperature: Annotated[float, at_least(0)] = 1.0
-    top_k: Annotated[int, at_least(0), "refused in training when not 0: see the message"] = 0
+    top_k: Annotated[int, at_least(0), below(2**31), "0: off; must be 0 in training"] = 0
     top_p: Annotated[float, above(0), at_most(1)] = 1.0
     min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
     seed: Internal[int] = 0
@@ -34,23 +33,13 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name, lowest, highest in (("n", 1, 2**31), ("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31)):
-            _check_count(name, getattr(self, name), lowest, highest)
+        settle(self, Sampling)
+        _check_count("n", self.n, 1, 2**31)
         _check_count("seed", self.seed, 0, 2**63)
-        if not (_is_number(self.temperature) and (self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE)):
-            raise IsobitError(
-                f"sampling.temperature: expected 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {self.temperature!r}"
-            )
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise IsobitError(f"sampling.top_p: expected above 0 and at most 1, got {self.top_p!r}")
-        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
-            raise IsobitError(f"sampling.min_p: expected 0 to 1, got {self.min_p!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
-            raise IsobitError(f"sampling.stop: expected a sequence of non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(stop))
-        if not isinstance(self.ignore_eos, bool):
-            raise IsobitError(f"sampling.ignore_eos: expected True or False, got {self.ignore_eos!r}")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise Expected(("temperature",), f"0 or at least {LOWEST_TEMPERATURE}", self.temperature)
+        if "" in self.stop:
+            raise Expected(("stop",), "texts that are not empty", list(self.stop))
 
     @property
     def greedy(self) -> bool:
@@ -124,8 +113,4 @@ class Completion:
 
 def _check_count(name: str, value: object, lowest: int, highest: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value < highest:
-        raise IsobitError(f"sampling.{name}: expected a whole number, at least {lowest}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        raise Expected((name,), f"a whole number from {lowest} to {highest - 1:,}", value)

@@ -1,4 +1,4 @@
-"""Evaluate a model by a `EvaluationPlan`: greedy completions, samples, their rewards and answers.
+"""Evaluate a model by an `EvaluationPlan`: greedy completions, samples, their rewards and answers.
 
 Samples depend only on (seed, position of the prompt, index of the sample): the same plan uses the same random numbers
 for every model and every step of a run. Left out: conclusions from the answers (`summary.py`).

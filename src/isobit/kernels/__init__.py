@@ -1,4 +1,5 @@
-"""The operators: one table, a reference column in PyTorch and a native one in C++; same names, same signatures."""
+"""The operators: one table with a column in PyTorch, one in C++, and one in Triton for NVIDIA GPUs; same names, same
+signatures."""
 
 from isobit.kernels.composed import Composed
 from isobit.kernels.gpu import find_gpu, versions

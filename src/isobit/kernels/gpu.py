@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-"""Versions whose language and compiler the kernels are written for; both ends belong to it."""
+"""The range of Triton versions that the kernels are written for; both ends belong to it."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 A *row* is one token of one sequence. Rows of a sequence stand together and in order. A *slot* is the place of one
 token's key and value: `page * page_size + offset`. Rollout and learner describe their work in these terms, so they
 call the same operators. Left out: operands of products (`matrices.py`), who owns the pages (`isobit.engine`) and the
-arithmetic (`reference`, `native`).
+arithmetic (`reference`, `native`, `triton`).
 """
 
 from collections.abc import Sequence
@@ -164,10 +164,10 @@ class Heads:
 class Ops(Protocol):
     """The operators of one backend. No autograd: forwards and explicit backwards.
 
-    The bits of a row depend on that row, the weights and the position. *Rounded once* means from float64 to the type of
-    the result in one rounding, to nearest even; PyTorch's own cast to bfloat16 goes through float32, which makes two
-    (`reference/rounding.py`). T rows, S sequences, H query heads, KV heads of keys, D head dimension, C channels, V
-    vocabulary.
+    The bits of a row depend on that row, the weights and the position. *Rounded once* means from float64, in `triton`
+    from float32, to the type of the result in one rounding, to nearest even; PyTorch's own cast to bfloat16 goes
+    through float32, which makes two (`reference/rounding.py`). T rows, S sequences, H query heads, KV heads of keys, D
+    head dimension, C channels, V vocabulary.
     """
 
     backend: str
@@ -258,7 +258,8 @@ class Ops(Protocol):
         store."""
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """Store k, v [T, KV, D] at the layout's slots, quantized per token and head, or cast."""
+        """Store k, v [T, KV, D] at the layout's slots: cast, quantized per token and head, or under calibrated scales,
+        whose clamping is counted. Raises NonFiniteError for NaN and infinity; on a GPU `raise_faults` does."""
 
     def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
         """(out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to keys 0 to p of its

@@ -61,7 +61,8 @@ def read_text(path: Path) -> str:
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory, float32, by their Hugging Face names."""
+    """All tensors of a directory, float32, by their Hugging Face names. Raises IsobitError for a file that is missing
+    or corrupt, and for a tensor that is not of numbers or not finite."""
     tensors: dict[str, Tensor] = {}
     for name in _weight_files(directory):
         path = directory / name

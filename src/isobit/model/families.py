@@ -104,7 +104,7 @@ def whole(values: Mapping[str, Any], key: str, where: str, default: int | None =
 
 
 def optional_whole(values: Mapping[str, Any], key: str, where: str, family: Family, default: int | None) -> int | None:
-    """The same where null may stand, if the family has it so: None."""
+    """`whole`; or None where the key and its default are missing, or where it is null and the family allows that."""
     if values.get(key, default) is None and (key not in values or key in family.nullable):
         return None
     return whole(values, key, where, default)

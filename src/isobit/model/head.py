@@ -18,7 +18,9 @@ from isobit.model.autograd import Weight
 def head_logprobs(
     hidden: Tensor, head: Weight, targets: Tensor, temperature: float, chunk: int, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of `targets` [T], entropy [T], without gradient), `chunk` rows of logits at a time."""
+    """(log-probability of `targets`, entropy without gradient), [T] float32 both, `chunk` rows of logits at a time.
+
+    hidden [T, C] in the compute format, targets [T] int64."""
     if torch.is_grad_enabled():
         return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, chunk, ops)
     return _chunked_logprobs(hidden, head, targets, temperature, chunk, ops)

@@ -62,7 +62,8 @@ class Model:
         backend: str = "auto",
         consistency: str = "bitwise",
     ) -> "Model":
-        """A Hugging Face directory (Llama, Qwen2, Qwen3) under a preset's name, a mapping, or a `Precision`.
+        """A Hugging Face directory (Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral); `precision` is a preset's name, a
+        mapping, or a `Precision`.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """

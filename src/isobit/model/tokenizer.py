@@ -97,7 +97,8 @@ class Tokenizer:
         return whole[len(before) :] if whole.startswith(before) else self.decode(completion)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The conversation, with the start of the assistant's turn unless it is whole, as the template writes it."""
+        """The conversation, with the start of the assistant's turn unless it is whole, as the template writes it.
+        Raises IsobitError without a template, and for what the template refuses."""
         if self._compiled is None:
             raise IsobitError(
                 "the prompt is a chat, but the model has no chat template; give text prompts, or a template with "

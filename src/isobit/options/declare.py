@@ -88,7 +88,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Before:
-    """What is given for the option becomes what is read, such as a short form the section that it stands for."""
+    """Changes what is given for the option before it is read, such as a short form into the section that it stands
+    for."""
 
     change: Callable[[Any], Any]
 

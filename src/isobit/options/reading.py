@@ -6,6 +6,7 @@ is taken for a list of one, and text that reads as a number for the number, sinc
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -75,6 +76,13 @@ def read(schema: type[_Schema], values: object, place: Place = ()) -> _Schema:
         raise OptionError(place, str(error)) from None
 
 
+def settle(value: Any, schema: type) -> None:
+    """For `__post_init__` of a frozen dataclass that code makes too: its fields that are options of `schema` become
+    what is read of them. Raises OptionError for the first mistake."""
+    for name, option in options_of(schema).items():
+        object.__setattr__(value, name, _value(option.kind, getattr(value, name), (name,)))
+
+
 def shown(value: object) -> str:
     """A value in a message."""
     if isinstance(value, bool):
@@ -87,15 +95,25 @@ def _value(kind: Any, value: Any, place: Place) -> Any:
     for mark in marks:
         value = _asked(mark.change, value, place) if isinstance(mark, Before) else value
     example = next((mark.example for mark in marks if isinstance(mark, Such)), "{name: value}")
-    found = _typed(kind, value, place, example)
+    try:
+        found = _typed(kind, value, place, example)
+    except Expected as error:
+        for mark in marks:
+            if error.place == place and isinstance(mark, (OneOf, Form)):
+                raise Expected(place, _wanted(mark), value) from None
+        raise
     for mark in marks:
         if isinstance(mark, Limit) and isinstance(found, (int, float)) and not mark.holds(found):
             raise Expected(place, mark.words, value)
         if isinstance(mark, OneOf) and found is not None and found not in mark.names:
-            raise Expected(place, _or(list(mark.names)), value)
+            raise Expected(place, _wanted(mark), value)
         if isinstance(mark, Form) and isinstance(found, str) and not _asked(mark.fits, found, place):
-            raise Expected(place, mark.wanted, value)
+            raise Expected(place, _wanted(mark), value)
     return found
+
+
+def _wanted(mark: OneOf | Form) -> str:
+    return mark.wanted if isinstance(mark, Form) else _or(list(mark.names))
 
 
 def _asked(function: Callable[[Any], Any], value: Any, place: Place) -> Any:
@@ -159,10 +177,8 @@ def _list(parts: tuple[Any, ...], value: Any, place: Place) -> tuple[Any, ...]:
 
 def _whole(value: Any, place: Place) -> int:
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             return int(value)
-        except ValueError:
-            pass
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and (value == value // 1):
         return int(value)
     raise Expected(place, "a whole number", value)

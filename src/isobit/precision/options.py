@@ -52,7 +52,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
     Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated), `query`
-    (the same), `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | row | tensor),
+    (the same), `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | 1x32 | row | tensor),
     `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16),
     `wgrad_activation` (requantized | own-copy), `gradient_scale`,
     `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`

@@ -18,7 +18,7 @@ LEARNING = (
     Panel("Groups without spread", ("groups/zero_spread_fraction",), note="which teach nothing"),
     Panel("Entropy", ("entropy",), unit="nats per token"),
     Panel("Gradient norm", ("grad_norm",), note="before clipping"),
-    Panel("Clipped tokens", ("clip_fraction",), note="fraction whose surrogate was clipped"),
+    Panel("Clipped tokens", ("clip_fraction",), note="fraction whose gradient the clip cuts off"),
     Panel("Learning rate", ("learning_rate",)),
     Panel("KL to the reference", ("loss/kl",), unit="nats per token"),
     Panel("Skipped optimizer steps", ("steps/skipped",)),

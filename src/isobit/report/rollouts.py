@@ -1,8 +1,8 @@
 """A run's completions.jsonl.gz, read once: the results of every prompt, and where the rows of each step are.
 
 Most rows are read for their text and reward only: their lists of numbers are cut out of the line before it is parsed,
-which is several times faster. The rows that a page shows are read whole (`Rollouts.rows`), by their place: their number
-in the file. Left out: which rows a page shows (`selection.py`).
+which is several times faster. The rows that a page shows are read whole (`RolloutIndex.rows`), by their place: their
+number in the file. Left out: which rows a page shows (`selection.py`).
 """
 
 import json

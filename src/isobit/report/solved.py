@@ -1,8 +1,8 @@
 """Which prompts a policy solves: every prompt's mean reward over its visits, and four kinds of prompts.
 
-A completion is solved if its reward is at least `Rollouts.solved_from`; `always`: every completion of every visit was
-solved; `never`: none was; `learned`: of several visits, the last was solved more often than the first by at least half;
-`sometimes`: all others. A prompt is its text, so that a task that asks again is recognized.
+A completion is solved if its reward is at least `RolloutIndex.solved_from`; `always`: every completion of every visit
+was solved; `never`: none was; `learned`: of several visits, the last was solved more often than the first by at least
+half; `sometimes`: all others. A prompt is its text, so that a task that asks again is recognized.
 """
 
 from collections.abc import Mapping, Sequence

@@ -132,7 +132,7 @@ class Learner:
         if self.objective.recompute_old:
             old = self._old_logprobs(samples, PolicyForward(self.model, self.objective, RoutingTotals()))
         return [
-            tuple(kl_penalty(mine.double(), other.double(), self.objective.kl_estimator).tolist())
+            tuple(kl_penalty(mine.double(), other.double(), self.objective.estimator).tolist())
             for mine, other in zip(old, reference)
         ]
 
@@ -239,7 +239,7 @@ class Learner:
             total = total + objective.router_aux_coefficient * load.loss(probabilities)
         kl = None
         if inputs.reference_logprobs is not None:
-            kl = kl_penalty(logprobs, inputs.reference_logprobs, objective.kl_estimator)
+            kl = kl_penalty(logprobs, inputs.reference_logprobs, objective.estimator)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
         total.backward()
         totals.count(loss, outputs, entropy, kl)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from isobit.errors import IsobitError
 from isobit.options.declare import Form, Internal, OneOf, above, at_least, at_most
 from isobit.rewards.functions import split_reference
 from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
@@ -78,10 +79,9 @@ class Objective:
     overlong_penalty: Annotated[float, at_least(0)] = 1.0
     kl_coefficient: Annotated[float, at_least(0)] = 0.0
     kl_estimator: Annotated[
-        str,
-        OneOf(KL_ESTIMATORS),
-        "in the reward k1 unless given; low_var_kl: k3, at most 10",
-    ] = "k3"
+        Annotated[str, OneOf(KL_ESTIMATORS)] | None,
+        "default: k3 in the loss, k1 in the reward; low_var_kl: k3, at most 10",
+    ] = None
     kl_in_reward: Annotated[bool, "take the KL from the reward, token by token; not in the loss"] = False
     correction: Annotated[
         Annotated[str, OneOf(("auto", *CORRECTIONS))] | CorrectionRule,
@@ -115,29 +115,42 @@ class Objective:
     temperature: Internal[float] = 1.0
     """Of the sampling, both."""
 
+    @property
+    def estimator(self) -> str:
+        """`kl_estimator`, resolved."""
+        return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
+
 
 OBJECTIVES = {name: Objective(name, **parts) for name, parts in PRESETS.items()}
 
 
+_PARTS = {key for parts in PRESETS.values() for key in parts}
+"""What a preset may decide."""
+
+
 def with_preset(values: Any) -> Any:
-    """What is given for an objective, over the parts of its preset. Null is not given, as in the config.yaml of runs of
-    isobit 0.1.0, which called the loss `surrogate`."""
+    """What is given for an objective, over the parts of its preset. A part that is null is not given, as in the
+    config.yaml of runs of isobit 0.1.0, which called the loss `surrogate`. Raises IsobitError for both names."""
     if not isinstance(values, Mapping):
         return values
-    given = {"loss" if key == "surrogate" else key: value for key, value in values.items() if value is not None}
+    if values.get("surrogate") is not None and values.get("loss", values["surrogate"]) != values["surrogate"]:
+        raise IsobitError("surrogate is the old name of loss: give one of them")
+    named = {"loss" if key == "surrogate" else key: value for key, value in values.items()}
+    given = {key: value for key, value in named.items() if value is not None or key not in _PARTS}
     preset = given.get("preset", "grpo")
     parts = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return parts | ({"kl_estimator": "k1"} if given.get("kl_in_reward") is True else {}) | given
+    return parts | given
 
 
 def without_preset(values: Any) -> Any:
     """What is given for an objective, without its preset and what has the preset's own value: for another preset."""
     if not isinstance(values, Mapping):
         return values
-    own = with_preset({"preset": values.get("preset", "grpo")})
-    defaults = vars(OBJECTIVES.get(str(own["preset"]), Objective()))
-    parts = {key for preset in PRESETS.values() for key in preset} | {"preset"}
-    return {key: value for key, value in values.items() if key not in parts or value != defaults[key]}
+    preset = values.get("preset", "grpo")
+    defaults = vars(OBJECTIVES.get(str(preset), Objective()))
+    return {
+        key: value for key, value in values.items() if key != "preset" and (key not in _PARTS or value != defaults[key])
+    }
 
 
 def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> Objective:

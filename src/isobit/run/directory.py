@@ -91,7 +91,9 @@ class RunDirectory:
         for key, digests in before.get("functions", {}).items():
             if key in now and digests[-1:] != now[key]:
                 digests += now[key]
-                lines.append(f"warning: {key}: its file has changed since the run began: later steps are of another")
+                lines.append(
+                    f"warning: {key}: its file has changed since the run began; from here on the new one counts"
+                )
         if lines:
             _replace_text(path, json.dumps(before, indent=1) + "\n")
         return lines

@@ -12,8 +12,15 @@ TASKS: dict[str, Callable[[TaskSettings], Task]] = {
     "gsm8k": gsm8k.load,
     "file": files.load,
 }
+OPTIONS = {
+    "arithmetic": arithmetic.ArithmeticOptions,
+    "countdown": countdown.CountdownOptions,
+    "gsm8k": gsm8k.Gsm8kOptions,
+    "file": files.FileOptions,
+}
+"""What `task.options` may hold."""
 
-__all__ = ["TASKS", "Task", "TaskSettings", "load_task"]
+__all__ = ["OPTIONS", "TASKS", "Task", "TaskSettings", "load_task"]
 
 
 def load_task(settings: TaskSettings) -> Task:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Annotated, Any
 
 from isobit.data.dataset import completion_text
 from isobit.errors import IsobitError
@@ -35,9 +35,9 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Gsm8kOptions(FileOptions):
-    """Options of the task: `instruction` asks for the answer after ####; None: in text, and not in a chat."""
+    """What is asked, and how the file is split."""
 
-    instruction: bool | None = None
+    instruction: Annotated[bool | None, "ask for the answer after ####; default: in text, and not in a chat"] = None
 
 
 def load(settings: TaskSettings) -> Task:

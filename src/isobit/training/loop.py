@@ -4,7 +4,7 @@
     roll out        sample a group of completions for each prompt, and record their log-probabilities
     score           run the reward functions
     assign credit   turn the rewards of a group into advantages
-    learn           take optimizer steps on the clipped surrogate
+    learn           take optimizer steps on the loss
     record          write metrics, completions, and a checkpoint when one is due
 
 With a unified precision the learner computes the rollout's log-probabilities bit for bit

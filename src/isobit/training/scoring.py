@@ -31,7 +31,7 @@ class Scorer:
     def __init__(self, pool: RewardPool, models: Sequence[WeightedModel], stop_on_error: bool) -> None:
         names = [spec.label for spec in pool.specs] + [model.name for model in models]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise IsobitError(f"two rewards are called {twice[0]!r}; tell them apart by name")
+            raise IsobitError(f"two rewards are called {twice[0]!r}; rename one by rewards.models.name")
         if not names:
             raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
         self.pool, self.models, self._stop = pool, tuple(models), stop_on_error

@@ -1,5 +1,7 @@
-"""`train`, `resume` and `replay`: the public functions that open a run and train it. Left out: the algorithm
-(`loop.py`)."""
+"""`train` and `resume`, which are public, and `replay`, for `--from-rollouts`: they open a run and train it.
+
+Left out: the algorithm (`loop.py`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

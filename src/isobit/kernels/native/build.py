@@ -32,7 +32,7 @@ class BuildFailed(Exception):
 
 
 def compiler() -> str:
-    """Path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that exists."""
+    """Path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that exists. Raises BuildFailed."""
     named = os.environ.get("CXX")
     for name in (named,) if named else _COMPILERS:
         path = shutil.which(name)
@@ -42,7 +42,8 @@ def compiler() -> str:
 
 
 def cache_directory() -> Path:
-    """$ISOBIT_CACHE, or ~/.cache/isobit; created for the user alone."""
+    """The folder `native` in $ISOBIT_CACHE, or in ~/.cache/isobit; created for the user alone. Raises
+    BuildFailed."""
     root = os.environ.get("ISOBIT_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "isobit")
     path = Path(root) / "native"
     try:
@@ -62,7 +63,7 @@ def library() -> ctypes.CDLL:
 
 
 def build(program: str, directory: Path) -> ctypes.CDLL:
-    """Compile with `program` into `directory`, unless that was done before, and load."""
+    """Compile with `program` into `directory`, unless that was done before, and load. Raises BuildFailed."""
     extra = os.environ.get("ISOBIT_CXXFLAGS", "").split()
     flags = [*_FLAGS, *_WARNINGS, *_processor_flags(), *_openmp_flags(program), *extra]
     path = directory / f"isobit-{_fingerprint(program, flags)}.so"

@@ -3,7 +3,8 @@
 Same definitions and signatures as the reference backend. FP8 products, quantization, keys and values and sampled tokens
 are its bits; elsewhere sums run in another fixed order in float64, and results differ by at most a unit in the last
 place (`tests/kernels/test_native.py`). `prepare` packs a weight for the inner loop; without it every product does so
-anew. What C++ does not cover (E5M2, mixed operands, routing) goes to the reference operators.
+anew. What C++ does not cover (E5M2, scales along K in blocks other than 128 or a whole row, routing) goes to the
+reference operators.
 
 Left out: the build (`build.py`) and the C interface (`interface.py`).
 """

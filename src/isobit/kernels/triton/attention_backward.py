@@ -2,11 +2,12 @@
 section 3.1, algorithm 2), without atomics.
 
 With P = exp(scale · q·kᵀ - lse): dv = Pᵀ·dout, dP = dout·vᵀ, dS = P · (dP - Σ dout · out), dq = scale · dS·k, dk =
-scale · dSᵀ·q. Four kernels. Two prepare: keys and values of every row, read from the store (E4M3 code times scale,
-rounded to the type of the queries, as the forward reads them); and of every row Σ dout · out beside its lse, heads
-apart. Two compute: dq for a block of queries and a head, over its keys in ascending order; dk and dv for a block of
-keys and a key head, over its query heads and their queries in ascending order. Every sum has one order, so the gradient
-repeats; a row's bits depend on its sequence alone. It goes straight through the quantization of keys and values.
+scale · dSᵀ·q. Four kernels. Two prepare: one reads keys and values of every row from the store (E4M3 code times scale,
+rounded to the type of the queries, as the forward reads them); one sums dout · out of every row and head, and stores
+the sum and lse · log2(e) as [H, T]. Two compute: dq for a block of queries and a head, over its keys in ascending
+order; dk and dv for a block of keys and a key head, over its query heads and their queries in ascending order. Every
+sum has one order, so the gradient repeats; a row's bits depend on its sequence alone. It goes straight through the
+quantization of keys and values.
 
 Keys and values are read from the store once, 1 byte an element and 2 written, so that the products, which read them
 once for every block of queries, neither look up pages nor decode. There are seven products, the scores and dP being

@@ -202,7 +202,7 @@ def quantize_tokens(
     """(codes [C, 128 tiles] uint8, scales [tiles, C]) of x [R, C], transposed and quantized along the tokens.
 
     A tile of `planned` is 128 rows of one expert, padded with zeros, and a block; a surplus tile is not written. `spec`
-    is x's own along its columns; a quantized x counts as its values.
+    is x's own along its columns; a quantized x counts as its values. Raises IsobitError unless `spec` is e4m3 1x128.
     """
     quantized = isinstance(x, QTensor)
     data = x.data.view(torch.uint8) if isinstance(x, QTensor) else x

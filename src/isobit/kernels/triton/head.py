@@ -2,8 +2,9 @@
 
 A program multiplies a tile of 128 rows of the head's weight with 64 hidden rows (the weight on the M side of the matrix
 instruction, so that few rows waste little), and leaves the numbers of `sampling.summarize` for its part of the
-vocabulary; `sampling.Parts.merge` combines them. One kernel with one tile shape serves rollout and learner at every
-batch size, so the bits of a row are its own. Hidden rows are loaded through an index: several keys may draw from one.
+vocabulary; `sampling.VocabularyParts.merge` combines them. One kernel with one tile shape serves rollout and learner at
+every batch size, so the bits of a row are its own. Hidden rows are loaded through an index: several keys may draw from
+one.
 
 A decode step of up to 64 rows reads the weight once: that is its time, V · C · 2 bytes over the memory's bandwidth.
 The learner's is the product's, 2 · T · V · C operations. Neighbouring programs share a weight tile, for the L2 cache.

@@ -40,7 +40,8 @@ _recorded: list[KernelLaunch] | None = None
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: object, num_warps: int, num_stages: int = 2, **constants: object
 ) -> None:
-    """Run `kernel` over `grid` with positional `arguments` and compile-time `constants`; an empty grid runs nothing."""
+    """Run `kernel` over `grid` with positional `arguments` and compile-time `constants`, and compiler options
+    among them such as `maxnreg`; an empty grid runs nothing."""
     if 0 in grid:
         return
     if _recorded is not None:

@@ -8,7 +8,7 @@ the position (`tests/kernels/triton`). Under `consistency: fast` products are cu
 An operator here never waits for the GPU. So NaN and infinity cannot be raised where they are met: a flag is set,
 results become NaN, and `raise_faults` raises where results are read.
 
-Left out: E5M2, MXFP8, NVFP4 and scales by tensor, which `check_precision` refuses.
+Left out: E5M2, MXFP8, NVFP4, and scales by tensor but those of a calibrated cache; `check_precision` refuses them.
 """
 
 import torch

@@ -6,8 +6,8 @@ statement that asserts or calls (`assert f(1) == 2`, `check(f)`) is one, and the
 of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et al. 2021) and verl's prime_code; they are
 compared line by line without white space at the ends, here, outside the cage, which never sees the expected text.
 
-A program that fails, hangs, is killed or takes too much fails its tests: that is a reward, not an error. Asserts run
-in the program's own interpreter (see `harness.py` for what that cannot rule out); a result such as an object that
+A program that fails, hangs, is killed or takes too much fails its tests: that is a reward, not an error. Asserts run in
+the program's own interpreter (see `sandbox/harness.py` for what that cannot rule out); a result such as an object that
 equals everything can satisfy them. Left out: other languages, APPS's calls by function name.
 """
 

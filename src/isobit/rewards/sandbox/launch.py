@@ -1,6 +1,6 @@
 """The outside of the cage (`jail.py`): what a program may take, one call that runs it, and whether there is a cage.
 
-Left out: what the outcome is worth (`code.py`).
+Left out: what the outcome is worth (`named/code.py`).
 """
 
 import json
