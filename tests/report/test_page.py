@@ -191,14 +191,14 @@ def test_a_missing_browser_is_a_skip_or_an_error_but_never_silent(
 
 @pytest.mark.slow
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 1000, completions=64, tokens=40)
+    run = write_run(tmp_path / "run", 1000, completions=24, tokens=40)
     path = write_report([run, run], run / "report.html")
     assert 1e6 < path.stat().st_size < 5e6
     page = path.read_text(encoding="utf-8")
     found = [data for data in Parsed(page).data if "pieces" in data]
     assert len(found) == 2
     rows = found[0]["rows"]
-    assert f"{len(rows):,} of 64,000 completions" in page
+    assert f"{len(rows):,} of 24,000 completions" in page
     steps = sorted({row["step"] for row in rows})
     assert steps[0] == 1
     assert steps[-1] == 1000
