@@ -10,37 +10,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels then run on the CPU, slowly
 
-from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-
-
-def tiny_model(
-    precision: str = "fp8", family: str = "qwen3", seed: int = 0, alphabet: str = "0123456789+-*=", **sizes: int
-) -> Model:
-    """A random model of a few thousand parameters over the digits, or another alphabet."""
-    tokenizer = Tokenizer.characters(alphabet)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "max_positions": 64,
-    }
-    config = ModelConfig(
-        family=family,
-        vocab_size=tokenizer.vocab_size,
-        **{**shape, **sizes},
-        qkv_bias=family == "qwen2",
-        qk_norm=family.startswith("qwen3"),
-        experts=Experts(5, 2, 24) if family == "qwen3_moe" else None,
-        tie_embeddings=True,
-        eos_ids=tokenizer.eos_ids,
-    )
-    return Model.init(config, tokenizer, precision, seed)
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +25,9 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """A real pretrained Llama of 260,032 parameters, where it stands beside the checkout."""
-    path = SHARED / "models" / "stories260K"
-    if not path.is_dir():
-        pytest.skip(f"the pretrained model {path} is not here")
-    return path
+    if not STORIES.is_dir():
+        pytest.skip(f"the pretrained model {STORIES} is not here")
+    return STORIES
 
 
 @pytest.fixture(scope="session")

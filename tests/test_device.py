@@ -23,7 +23,7 @@ from isobit.rl.supervised import supervised_update
 from isobit.training.meter import PeakMemory
 from isobit.training.statistics import WeightTotals
 
-from .conftest import tiny_model
+from .models import tiny_model
 from .pretend_device import DEVICE, Elsewhere, Mixed, PretendDevice
 
 CASES = [

@@ -16,7 +16,7 @@ import yaml
 
 from isobit import cli
 from isobit.run.completions import COMPLETIONS, read
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"

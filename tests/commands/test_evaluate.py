@@ -12,7 +12,7 @@ from isobit import cli
 from isobit.commands.evaluate import evaluation_config
 from isobit.config import load_config
 from isobit.training.train import train
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.runs import write_config
 
 Eval = Callable[..., str]

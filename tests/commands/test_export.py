@@ -12,7 +12,7 @@ from isobit.cli import app
 from isobit.commands.export import export
 from isobit.errors import IsobitError
 
-from ..conftest import tiny_model
+from ..models import tiny_model
 from ..runs import write_config
 
 BLOCKS = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64}

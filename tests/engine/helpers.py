@@ -1,21 +1,17 @@
 """Small random models, and what is compared of their completions."""
 
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
-from isobit.errors import IsobitError
-from isobit.kernels import get_ops
 from isobit.model import Model
 from isobit.model.config import ModelConfig
 from isobit.model.tokenizer import Tokenizer
-
-STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
-ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-=.,!?"
+from tests.models import ALPHABET, require
 
 # hidden sizes that are not multiples of 128, grouped heads, three layers
 CONFIG = ModelConfig("llama", 64, 144, 208, 3, 4, 2, 36, max_positions=96, eos_ids=(2,))
@@ -25,10 +21,18 @@ def options(preset: object) -> tuple[tuple[str, object], ...] | str:
     return tuple(preset.items()) if isinstance(preset, dict) else str(preset)
 
 
+def fresh(
+    precision: Any, backend: str = "reference", seed: int = 5, consistency: str = "bitwise", **changes: int
+) -> Model:
+    """A random model of the test's own."""
+    config = replace(CONFIG, **changes)
+    return Model.init(config, Tokenizer.characters(ALPHABET), precision, seed, backend, consistency)
+
+
 @lru_cache(maxsize=16)
 def _tiny(precision: object, backend: str, consistency: str) -> Model:
     chosen = dict(precision) if isinstance(precision, tuple) else precision
-    model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), chosen, 3, backend, consistency)
+    model = fresh(chosen, backend, 3, consistency)
     with torch.no_grad():
         for name, parameter in model.named_parameters().items():
             if parameter.ndim == 2:
@@ -41,14 +45,6 @@ def tiny(precision: object = "float32", backend: str = "reference", consistency:
     """A random model, shared by the tests: do not change its weights."""
     require(backend)
     return _tiny(options(precision), backend, consistency)
-
-
-def require(backend: str) -> None:
-    if backend == "native":
-        try:
-            get_ops("native")
-        except IsobitError as error:
-            pytest.skip(f"no native backend here: {error}")
 
 
 Outcome = dict[tuple[int, int], tuple[list[int], list[float], str, str]]
@@ -66,3 +62,19 @@ def outcome(groups: list[list[Completion]]) -> Outcome:
 def rollout(engine: Engine, prompts: list, sampling: Sampling, prompt_ids: list[int] | None = None) -> Outcome:
     """Generate, proving after every step that the pages are in order."""
     return outcome(engine.generate(prompts, sampling, prompt_ids, lambda *_: engine.integrity()))
+
+
+def learner_logprobs(model: Model, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
+    """What the learner's packed forward gives for the sampled tokens."""
+    rows = model.logprobs([[*c.prompt_token_ids, *c.token_ids] for c in completions], temperature)
+    return [row[len(c.prompt_token_ids) - 1 :] for row, c in zip(rows, completions)]
+
+
+def differing(model: Model, groups: list[list[Completion]], temperature: float = 1.0) -> tuple[int, int]:
+    """(tokens whose two log-probabilities differ in any bit, tokens)."""
+    completions = [completion for group in groups for completion in group]
+    learner = torch.cat(learner_logprobs(model, completions, temperature))
+    rolled = torch.tensor([value for completion in completions for value in completion.logprobs])
+    assert learner.dtype == torch.float32
+    assert learner.shape == rolled.shape
+    return int((learner.view(torch.int32) != rolled.view(torch.int32)).sum()), rolled.numel()

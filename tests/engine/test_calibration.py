@@ -18,8 +18,7 @@ from isobit.precision import Calibration
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl
 from isobit.training.train import resume, train
-from tests.conftest import tiny_model
-from tests.engine.helpers import require
+from tests.models import require, tiny_model
 from tests.runs import fingerprint, write_config
 
 PROMPTS = ["1+1=", "23*4=", "99-98="]

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from isobit.engine.engine import Engine
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.types import Sampling
 from isobit.model import Model
-from isobit.model.tokenizer import Tokenizer
 
-from .helpers import ALPHABET, CONFIG, require, tiny
+from .helpers import differing, fresh, learner_logprobs, tiny
 from .test_invariance import PROMPT_IDS, PROMPTS
 
 MakeEngine = Callable[..., Engine]
@@ -19,22 +18,6 @@ EXCEPTED = {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 1}
 UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", EXCEPTED, "fp8[bf16_layers=[o, down]]", "mxfp8", "nvfp4"]
 FLOWS = [(preset, backend) for backend in ("reference", "native") for preset in UNIFIED]
 HARD = {"kv_pages": 24, "page_size": 4, "max_batch_tokens": 23, "max_sequences": 9}  # preemption, chunks, sharing
-
-
-def learner_logprobs(model: Model, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
-    """What the learner's packed forward gives for the sampled tokens."""
-    rows = model.logprobs([[*c.prompt_token_ids, *c.token_ids] for c in completions], temperature)
-    return [row[len(c.prompt_token_ids) - 1 :] for row, c in zip(rows, completions)]
-
-
-def differing(model: Model, groups: list[list[Completion]], temperature: float) -> tuple[int, int]:
-    """(tokens whose two log-probabilities differ in any bit, tokens)."""
-    completions = [completion for group in groups for completion in group]
-    learner = torch.cat(learner_logprobs(model, completions, temperature))
-    rolled = torch.tensor([value for completion in completions for value in completion.logprobs])
-    assert learner.dtype == torch.float32
-    assert learner.shape == rolled.shape
-    return int((learner.view(torch.int32) != rolled.view(torch.int32)).sum()), rolled.numel()
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
@@ -58,7 +41,7 @@ def test_zero_bits_differ_on_a_real_model(preset: str, stories: Path, make_engin
     prompts = ["Once upon a time", "Lily and Tom went to the park.", "The dog"]
     groups = engine.generate(prompts, Sampling(n=4, max_new_tokens=40, seed=1))
     assert engine.stats.preemptions > 0
-    count, total = differing(model, groups, 1.0)
+    count, total = differing(model, groups)
     assert (count, total) == (0, sum(len(c.token_ids) for group in groups for c in group))
 
 
@@ -70,7 +53,7 @@ def test_negative_control_an_activation_scale_per_tensor(
     """A power-of-two scale hides much of the batch: it changes codes only where they underflow."""
     model = tiny({"preset": "fp8", "activation_granularity": "tensor", "activation_scale": scale}, backend)
     groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
-    count, total = differing(model, groups, 1.0)
+    count, total = differing(model, groups)
     assert count > least * total
 
 
@@ -78,26 +61,26 @@ def test_negative_control_an_activation_scale_per_tensor(
 def test_negative_control_a_bf16_learner_under_fp8_rollouts(backend: str, make_engine: MakeEngine) -> None:
     model = tiny("fp8-rollout", backend)
     groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
-    count, total = differing(model, groups, 1.0)
+    count, total = differing(model, groups)
     assert count > total // 2
 
 
 def test_negative_control_weights_of_another_version(make_engine: MakeEngine) -> None:
-    model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), "fp8", 5, "reference")
+    model = fresh("fp8")
     engine = make_engine(model)
     sampling = Sampling(n=2, max_new_tokens=20, seed=3)
     old = engine.generate(PROMPTS, sampling)
     with torch.no_grad():
         for parameter in model.named_parameters().values():
             parameter.mul_(1.01)
-    assert differing(model, old, 1.0)[0] == 0, "masters changed, but nothing was synchronized"
+    assert differing(model, old)[0] == 0, "masters changed, but nothing was synchronized"
     model.sync()
     assert {c.weights_version for group in old for c in group} == {model.weights_version - 1}
-    count, total = differing(model, old, 1.0)
+    count, total = differing(model, old)
     assert count > total // 2
     new = engine.generate(PROMPTS, sampling)
     assert {c.weights_version for group in new for c in group} == {model.weights_version}
-    assert differing(model, new, 1.0)[0] == 0
+    assert differing(model, new)[0] == 0
 
 
 def test_negative_control_another_temperature(make_engine: MakeEngine) -> None:
@@ -110,7 +93,7 @@ def test_negative_control_another_temperature(make_engine: MakeEngine) -> None:
 def test_greedy_completions_carry_the_learners_logprobs_at_temperature_one(make_engine: MakeEngine) -> None:
     model = tiny("fp8")
     groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(max_new_tokens=20, temperature=0))
-    assert differing(model, groups, 1.0)[0] == 0
+    assert differing(model, groups)[0] == 0
 
 
 def test_truncated_sampling_reports_the_renormalized_distribution(make_engine: MakeEngine) -> None:
@@ -129,7 +112,6 @@ def test_truncated_sampling_reports_the_renormalized_distribution(make_engine: M
 
 def test_consistency_fast_keeps_the_tokens_of_the_unpreempted_run_close(make_engine: MakeEngine) -> None:
     """`fast` promises no bits, only closeness: the same forward with PyTorch's own BF16 products."""
-    require("reference")
     model = tiny("bf16", "reference", "fast")
     groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(n=2, max_new_tokens=10, seed=3))
     completions = [completion for group in groups for completion in group]

@@ -10,8 +10,9 @@ from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.tokenizer import Tokenizer
+from tests.models import ALPHABET
 
-from .helpers import ALPHABET, CONFIG, outcome, rollout, tiny
+from .helpers import CONFIG, fresh, outcome, rollout, tiny
 
 MakeEngine = Callable[..., Engine]
 
@@ -195,7 +196,7 @@ def test_each_group_is_told_of_once_when_it_is_whole(make_engine: MakeEngine, se
 
 
 def test_weights_that_change_in_the_middle_are_refused(make_engine: MakeEngine) -> None:
-    model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), "float32", 5, "reference")
+    model = fresh("float32")
     engine = make_engine(model)
     with pytest.raises(IsobitError, match="the weights changed while 1 requests are open"):
         engine.generate([[5]], Sampling(), progress=lambda *_: model.sync())
@@ -210,7 +211,7 @@ def test_a_call_inside_a_call_is_refused(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("preset", ["float32", "bf16"])
 def test_weights_that_are_not_finite_stop_the_call(preset: str, make_engine: MakeEngine) -> None:
-    model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), preset, 5, "reference")
+    model = fresh(preset)
     with torch.no_grad():
         model.named_parameters()["layers.1.down"][3, 3] = float("nan")
     model.sync()

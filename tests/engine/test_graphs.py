@@ -4,7 +4,6 @@ The stand-in calls what a GPU would replay. Whether a GPU captures everything, t
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,10 +18,9 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS
 from isobit.model import Model
-from isobit.model.tokenizer import Tokenizer
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 
-from .helpers import ALPHABET, CONFIG, rollout, tiny
+from .helpers import fresh, rollout, tiny
 from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS, SAMPLING, check
 
 MakeEngine = Callable[..., Engine]
@@ -208,7 +206,7 @@ def test_on_a_cpu_nothing_is_captured(make_engine: MakeEngine) -> None:
 
 
 def test_graphs_are_kept_while_weights_and_stores_stay_where_they_are(make_captured: MakeEngine) -> None:
-    model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), "fp8", 5, "reference")
+    model = fresh("fp8")
     engine = make_captured(model)
     captured: list[int] = []
     sampling = Sampling(n=2, max_new_tokens=12, seed=3, ignore_eos=True)
@@ -298,7 +296,7 @@ def test_on_a_gpu_captured_steps_give_the_bits_of_eager_ones(
     preset: str, sampling: Sampling, make_engine: MakeEngine
 ) -> None:
     """Real graphs: kept while the weights are synchronized, captured again after sleep."""
-    model = Model.init(replace(CONFIG, head_dim=32), Tokenizer.characters(ALPHABET), preset, 3, "triton")
+    model = fresh(preset, "triton", 3, head_dim=32)
     sizes = {"kv_pages": 40, "page_size": 4, "max_batch_tokens": 64}
     eager, captured = make_engine(model, **sizes, cuda_graphs=False), make_engine(model, **sizes)
     assert (eager.captures, captured.captures) == (False, True)

@@ -11,10 +11,9 @@ from isobit.engine.pages import PagePool
 from isobit.engine.types import Sampling
 from isobit.model import Model
 from isobit.model.kv_scales import KVScales
-from isobit.model.tokenizer import Tokenizer
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 
-from .helpers import ALPHABET, CONFIG, Outcome, outcome, rollout, tiny
+from .helpers import Outcome, fresh, outcome, rollout, tiny
 from .test_graphs import make_captured  # noqa: F401
 from .test_invariance import FLOWS, PROMPT_IDS, PROMPTS, SAMPLING, baseline
 
@@ -119,7 +118,7 @@ def test_a_sync_drops_what_was_computed_with_other_weights(
 ) -> None:
     """And a root without the version of the weights is noticed."""
     for broken in (False, True):
-        model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), "fp8", 5, "native")
+        model = fresh("fp8", "native")
         engine = make_engine(model)
         if broken:
             monkeypatch.setattr(Engine, "_root", lambda self: "always")

@@ -13,12 +13,11 @@ from isobit.engine.scheduler import Scheduler
 from isobit.engine.types import Completion, Sampling, Ticket
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.tokenizer import Tokenizer
 from isobit.rl.forward import forward
 from isobit.rl.packing import pack
 from isobit.training.rollouts import sample_of
 
-from .helpers import ALPHABET, CONFIG, tiny
+from .helpers import fresh, tiny
 from .test_graphs import make_captured  # noqa: F401
 from .test_invariance import FLOWS, LENGTHS, PROMPT_IDS, PROMPTS
 
@@ -272,7 +271,7 @@ def test_requests_that_can_never_be_answered_are_refused_at_once(make_engine: Ma
 
 
 def test_what_open_requests_forbid(make_engine: MakeEngine) -> None:
-    model = Model.init(CONFIG, Tokenizer.characters(ALPHABET), "float32", 5, "reference")
+    model = fresh("float32")
     engine, sampling = make_engine(model), Sampling(max_new_tokens=4, ignore_eos=True)
     done = complete(engine, engine.submit([5], sampling))[0]
     assert engine.step() == []

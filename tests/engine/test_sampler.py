@@ -9,8 +9,7 @@ from isobit.engine.sampler import Draws, draw, kinds_of, truncate
 from isobit.engine.types import Sampling
 from isobit.kernels import Ops, get_ops
 from isobit.kernels.reference import ReferenceOps
-
-from .helpers import require
+from tests.models import require
 
 OPS = get_ops("reference")
 

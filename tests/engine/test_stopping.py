@@ -12,8 +12,9 @@ from isobit.engine.engine import Engine
 from isobit.engine.stopping import StopStrings, cut
 from isobit.engine.types import Completion, Sampling
 from isobit.model.tokenizer import Tokenizer
+from tests.models import ALPHABET, STORIES
 
-from .helpers import ALPHABET, STORIES, tiny
+from .helpers import tiny
 
 MakeEngine = Callable[..., Engine]
 EOS = 2

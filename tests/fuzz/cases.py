@@ -13,7 +13,6 @@ from isobit.precision.flow import LINEAR_LAYERS
 
 from .weights import KINDS
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-=.,!?"
 VOCABULARIES = (64, 130, 260)
 _STEPS = 40  # of an engine, about so many at most
 

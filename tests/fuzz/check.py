@@ -11,8 +11,9 @@ from isobit.model import Model, Tokenizer
 from isobit.rl.forward import forward
 from isobit.rl.packing import pack
 from isobit.training.rollouts import sample_of
+from tests.models import ALPHABET
 
-from .cases import ALPHABET, Case, Schedule
+from .cases import Case, Schedule
 from .weights import fill
 
 Key = tuple[int, int]

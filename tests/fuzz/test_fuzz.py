@@ -10,7 +10,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.rows import DecodeRows
 from isobit.engine.scheduler import Scheduler
 from isobit.kernels.native.ops import available
-from tests.engine.helpers import require
+from tests.models import require
 
 from . import cases
 from .__main__ import fuzz, main

@@ -14,8 +14,8 @@ from isobit.inspection.mismatch import Gap, decompose, measure_gap
 from isobit.inspection.quantization import activation_health, weight_health
 from isobit.model import Model
 from isobit.precision import precision_from
-from tests.conftest import tiny_model
 from tests.model.helpers import random_model, tokens
+from tests.models import tiny_model
 
 SAMPLING = Sampling(n=2, max_new_tokens=10)
 PROMPTS = [tokens(3, 1), tokens(5, 2)]

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
+from tests.models import ALPHABET
 
 from .config_variants import BASES, SHAPES, Variant, variants
-from .helpers import ALPHABET, randomize, tokens
+from .helpers import randomize, tokens
 
 CLOSE = 1e-4
 """Largest distance of two log-probabilities that are one model's. `transformers` has float32 angles: at position 60 off

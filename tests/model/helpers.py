@@ -3,17 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor
 
-from isobit.errors import IsobitError
-from isobit.kernels import Layout, get_ops
+from isobit.kernels import Layout
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from tests.models import ALPHABET, require
 
-STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
-ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-=.,!?"
 VOCABULARY = 61
 
 _SIZES: dict[str, Any] = {
@@ -83,14 +80,6 @@ def directory(path: Path, family: str, **changes: Any) -> tuple[Any, Path]:
     model.save_pretrained(path)
     Tokenizer.characters(ALPHABET).save(path)
     return model, path
-
-
-def require(backend: str) -> None:
-    if backend == "native":
-        try:
-            get_ops("native")
-        except IsobitError as error:
-            pytest.skip(f"no native backend here: {error}")
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

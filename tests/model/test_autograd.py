@@ -12,8 +12,7 @@ from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.head import head_logprobs
 from isobit.precision import BF16, E4M3, FP32, PRESETS, QTensor, QuantSpec, quantize
-
-from .helpers import require
+from tests.models import require
 
 _ROWS, _IN, _OUT = 150, 300, 260
 _BLOCKS, _ROW_BLOCKS = QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "1x128")

@@ -11,8 +11,9 @@ from isobit.errors import IsobitError
 from isobit.model import Model, ModelConfig, Tokenizer, names
 from isobit.model.checkpoint import read_json, read_weights, write_weights
 from isobit.model.transformer import parameter_shapes
+from tests.models import ALPHABET
 
-from .helpers import ALPHABET, config, random_model
+from .helpers import config, random_model
 
 _TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5), "c": torch.full((4, 4), -1.5)}
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model import Model, Tokenizer, names
+from tests.models import ALPHABET
 
-from .helpers import ALPHABET, FAMILIES, config, directory, logits, oracle_logits, random_model, tokens
+from .helpers import FAMILIES, config, directory, logits, oracle_logits, random_model, tokens
 
 _TOLERANCE = 1e-4
 

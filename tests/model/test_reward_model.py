@@ -10,8 +10,9 @@ import transformers
 from isobit.errors import IsobitError
 from isobit.model import Model, RewardModel, Tokenizer
 from isobit.model.checkpoint import read_weights
+from tests.models import ALPHABET
 
-from .helpers import ALPHABET, directory, randomize, tokens
+from .helpers import directory, randomize, tokens
 
 _SIZES = {
     "vocab_size": 61,

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from isobit.errors import IsobitError
 from isobit.model import Tokenizer
-
-from .helpers import ALPHABET
+from tests.models import ALPHABET
 
 _CHAT = [
     {"role": "system", "content": "Be brief."},

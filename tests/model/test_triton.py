@@ -7,36 +7,15 @@ from torch import Tensor
 from isobit import Model
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
-from isobit.model import Experts, ModelConfig, Tokenizer
+from isobit.model import Experts
+from tests.models import tiny_model
 
-_ALPHABET = "0123456789+-*="
 _LENGTHS = (7, 5)
 
 
 def _model(backend: str, precision: str, experts: bool = False) -> Model:
-    tokenizer = Tokenizer.characters(_ALPHABET)
-    config = ModelConfig(
-        family="qwen3_moe" if experts else "qwen3",
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        qk_norm=True,
-        tie_embeddings=True,
-        max_positions=64,
-        eos_ids=tokenizer.eos_ids,
-        experts=Experts(4, 2, 32) if experts else None,
-    )
-    model = Model.init(config, tokenizer, precision, 0, backend)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(6)  # so that the distributions are not flat
-    model.sync()
-    return model
+    chosen = {"family": "qwen3_moe", "experts": Experts(4, 2, 32)} if experts else {}
+    return tiny_model(precision, backend=backend, scale=6, num_layers=1, head_dim=16, **chosen)
 
 
 def _learned(model: Model, count: int = sum(_LENGTHS)) -> tuple[Tensor, dict[str, Tensor]]:

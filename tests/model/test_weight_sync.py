@@ -8,7 +8,7 @@ from isobit.kernels import Operand
 from isobit.model import Model
 from isobit.model.weight_sync import Receiver, poison
 from isobit.precision import QTensor
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 
 SEPARATE = ["bf16[engines=separate]", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8[engines=separate]"]
 

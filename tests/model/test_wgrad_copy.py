@@ -11,8 +11,7 @@ from isobit.model.autograd import Vector, Weight
 from isobit.model.experts import _one_by_one, through_experts
 from isobit.model.transformer import Transformer
 from isobit.precision import PRESETS, QuantSpec, along_rows, precision_from, quantize
-from tests.conftest import tiny_model
-from tests.model.helpers import require
+from tests.models import require, tiny_model
 
 _ROWS, _IN, _OUT = 1024, 384, 256
 _IN_FP8 = [name for name, preset in PRESETS.items() if preset.wgrad == "fp8"]

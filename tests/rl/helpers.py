@@ -9,7 +9,7 @@ from torch import Tensor
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Model
-from isobit.rl import Objective, OptimizerSettings, Sample
+from isobit.rl import Group, Objective, OptimizerSettings, Sample
 from isobit.rl.advantages import AdvantageInputs
 from isobit.rl.functions import ADVANTAGES
 from isobit.rl.learner import Learner
@@ -107,3 +107,34 @@ def snapshot(learner: Learner) -> dict[str, Tensor]:
 def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     as_bits = {name: tensor.view(torch.int32) for name, tensor in right.items()}
     return left.keys() == right.keys() and all(torch.equal(t.view(torch.int32), as_bits[n]) for n, t in left.items())
+
+
+def gradients(learner: Learner, samples: list[Sample], advantages: list[float], step: int = 0) -> dict[str, Tensor]:
+    """Of the first optimizer step of a batch, in place of taking it."""
+    taken: list[dict[str, Tensor]] = []
+
+    def keep(rate: float, norm: float) -> None:
+        taken.append({n: p.grad.clone() for n, p in learner.optimizer.parameters.items() if p.grad is not None})
+
+    learner.optimizer.step = keep  # type: ignore[method-assign]
+    learner.learn(samples, advantages, step)
+    return taken[0]
+
+
+def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Norm of the difference of two gradients, relative to the second."""
+    assert left.keys() == right.keys()
+    difference = sum(float((left[n].double() - right[n].double()).square().sum()) for n in right)
+    return (difference / sum(float(right[n].double().square().sum()) for n in right)) ** 0.5
+
+
+def group(index: int, *rewards: float | None, length: int = 3, step: int = 0) -> Group:
+    """Samples of one prompt with completions of `length` tokens."""
+    return [
+        Sample(index, i, (1,), (2,) * length, (-1.0,) * length, "", False, 0, reward, rollout_step=step)
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def indices(groups: list[Group]) -> list[int]:
+    return [samples[0].prompt_index for samples in groups]

@@ -6,19 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.rl import Group, Objective, Sample
+from isobit.rl import Group, Objective
 from isobit.rl.collect import StepBatch, assign_credit
-
-
-def group(index: int, *rewards: float | None, length: int = 3) -> Group:
-    return [
-        Sample(index, i, (1,), (2,) * length, (-1.0,) * length, "", False, 0, reward)
-        for i, reward in enumerate(rewards)
-    ]
-
-
-def indices(groups: list[Group]) -> list[int]:
-    return [samples[0].prompt_index for samples in groups]
+from tests.rl.helpers import group, indices
 
 
 def test_without_dynamic_sampling_everything_is_kept() -> None:

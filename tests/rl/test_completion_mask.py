@@ -20,9 +20,8 @@ from isobit.rl.optim import Optimizer
 from isobit.rl.packing import pack
 from isobit.rl.schedule import OptimizerSettings
 from isobit.rl.supervised import supervised_update
-from tests.conftest import tiny_model
-from tests.rl.helpers import alternating, make_learner
-from tests.rl.test_learner import distance, gradients, random_model
+from tests.models import tiny_model
+from tests.rl.helpers import alternating, distance, gradients, make_learner
 
 GIVEN = "=7+"
 
@@ -57,7 +56,7 @@ def without_masks(samples: Sequence[Sample]) -> list[Sample]:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_the_gradient_is_that_of_the_trained_tokens_written_out(aggregation: str) -> None:
     """On policy: -A · log p of each sampled token, each average over sampled tokens only."""
-    model = random_model("float32")
+    model = tiny_model("float32", scale=8)
     samples = two_turns(model)
     advantages = alternating(samples)
     objective = Objective(loss_aggregation=aggregation, max_new_tokens=9)
@@ -82,20 +81,21 @@ def test_the_gradient_is_that_of_the_trained_tokens_written_out(aggregation: str
 
 
 def test_both_turns_have_the_rollouts_bits_and_given_tokens_are_not_compared() -> None:
-    model = random_model("fp8")
+    model = tiny_model("fp8", scale=8)
     samples = two_turns(model)
     learner = make_learner(model, on_mismatch="stop")
     metrics = learner.learn(samples, alternating(samples), 0).metrics
     assert metrics["mismatch/compared_tokens"] == sum(s.num_trained for s in samples)
     assert metrics["mismatch/differing_tokens"] == 0
+    learner = make_learner(tiny_model("fp8", scale=8), on_mismatch="stop")
     with pytest.raises(Disagreement) as caught:  # the control: the 0.0 of a given token is no log-probability
-        make_learner(random_model("fp8"), on_mismatch="stop").learn(without_masks(samples), alternating(samples), 0)
+        learner.learn(without_masks(samples), alternating(samples), 0)
     assert caught.value.differing == 3 * len(samples)
     assert caught.value.first.position == 3
 
 
 def test_what_is_recorded_has_a_place_for_every_token() -> None:
-    model = random_model("fp8")
+    model = tiny_model("fp8", scale=8)
     samples = two_turns(model)
     learner = make_learner(model)
     learned = learner.learn(samples, alternating(samples), 0)
@@ -104,18 +104,18 @@ def test_what_is_recorded_has_a_place_for_every_token() -> None:
 
 
 def test_a_mask_of_sampled_tokens_only_changes_no_bit() -> None:
-    samples = two_turns(random_model("fp8"))
+    samples = two_turns(tiny_model("fp8", scale=8))
     plain = without_masks(samples)
     full = [replace(s, completion_mask=(True,) * len(s.completion_ids)) for s in plain]
     results = []
     for batch in (plain, full, samples):
-        results.append(gradients(make_learner(random_model("fp8")), batch, alternating(samples)))
+        results.append(gradients(make_learner(tiny_model("fp8", scale=8)), batch, alternating(samples)))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     assert not all(torch.equal(results[0][name], results[2][name]) for name in results[0])  # the control
 
 
 def test_the_first_differing_token_is_named_by_its_place_in_the_completion() -> None:
-    sample = two_turns(random_model("fp8"))[0]
+    sample = two_turns(tiny_model("fp8", scale=8))[0]
     (recorded,) = rollout_logprobs([sample])
     own = recorded.clone()
     require_agreement([(sample, recorded, own)], [sample])
@@ -127,7 +127,7 @@ def test_the_first_differing_token_is_named_by_its_place_in_the_completion() -> 
 
 def test_credit_is_of_trained_tokens() -> None:
     """Advantages of tokens, the penalty of long completions and the KL in the reward count sampled tokens."""
-    samples = [replace(s, reward=float(i)) for i, s in enumerate(two_turns(random_model("float32"))[:2])]
+    samples = [replace(s, reward=float(i)) for i, s in enumerate(two_turns(tiny_model("float32", scale=8))[:2])]
     objective = Objective(advantage="reinforce_pp")
     _, advantages = assign_credit([samples], objective)
     assert [len(row) for row in advantages if not isinstance(row, float)] == [s.num_trained for s in samples]
@@ -140,7 +140,7 @@ def test_credit_is_of_trained_tokens() -> None:
 
 
 def test_supervised_training_learns_trained_tokens_only() -> None:
-    model = random_model("float32")
+    model = tiny_model("float32", scale=8)
     samples = two_turns(model)
 
     def loss(batch: Sequence[Sample]) -> float:
@@ -156,7 +156,7 @@ def test_supervised_training_learns_trained_tokens_only() -> None:
 
 
 def test_a_mask_goes_through_json_and_older_records_have_none() -> None:
-    sample = two_turns(random_model("fp8"))[0]
+    sample = two_turns(tiny_model("fp8", scale=8))[0]
     values = json.loads(json.dumps(sample.to_json()))
     assert Sample.from_json(values) == sample
     del values["completion_mask"]

@@ -21,8 +21,8 @@ from isobit.rl.functions import (
 )
 from isobit.rl.loss import LossInputs, LossOutputs
 from isobit.rl.objective import RATIOS
-from tests.rl.helpers import alternating, loss_inputs, make_learner, roll_out
-from tests.rl.test_learner import gradients, random_model
+from tests.models import tiny_model
+from tests.rl.helpers import alternating, gradients, loss_inputs, make_learner, roll_out
 
 HEADER = "import torch\nfrom isobit.rl.loss import LossOutputs, clip, ratios\n"
 PLAIN = "-inputs.policy_logprobs * inputs.advantages"
@@ -144,7 +144,7 @@ def test_a_loss_that_is_the_clip_written_anew_has_its_gradient(tmp_path: Path, p
     found = []
     twice = loss_file(tmp_path, "return LossOutputs(2 * clip(inputs).loss)", name="twice.py")
     for loss in ("clip", loss_file(tmp_path, mine), twice):
-        model = random_model(precision)
+        model = tiny_model(precision, scale=8)
         samples = roll_out(model)
         learner = make_learner(model, replace(objective, loss=loss), micro_batch_tokens=40)
         found.append(gradients(learner, samples, alternating(samples)))
@@ -154,7 +154,7 @@ def test_a_loss_that_is_the_clip_written_anew_has_its_gradient(tmp_path: Path, p
 
 def test_metrics_are_means_over_tokens_of_all_micro_batches(tmp_path: Path) -> None:
     body = f"return LossOutputs({PLAIN}, metrics={{'size': inputs.advantages.abs(), 'one': inputs.entropy > -1}})"
-    model = random_model("fp8")
+    model = tiny_model("fp8", scale=8)
     samples = roll_out(model)
     advantages = alternating(samples)
     learner = make_learner(model, Objective(loss=loss_file(tmp_path, body)), micro_batch_tokens=17)
@@ -223,9 +223,9 @@ def test_the_inputs_are_as_documented() -> None:
         seen.append(inputs)
         return LossOutputs(-inputs.policy_logprobs * inputs.advantages)
 
-    model = random_model("fp8-rollout")
+    model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
-    learner = make_learner(model, Objective(kl_coefficient=0.1), reference=random_model("fp8"))
+    learner = make_learner(model, Objective(kl_coefficient=0.1), reference=tiny_model("fp8", scale=8))
     learner.loss = loss
     learner.learn(samples, alternating(samples), 0)
     (inputs,) = seen

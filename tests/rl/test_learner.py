@@ -17,44 +17,14 @@ from isobit.rl.optim import Optimizer
 from isobit.rl.packing import pack
 from isobit.rl.supervised import supervised_update
 from isobit.run import metrics
-from tests.conftest import tiny_model
-from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
-
-
-def random_model(precision: str = "fp8", **options: int) -> Model:
-    """Weights of some size, so that distributions are not flat."""
-    model = tiny_model(precision, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    model.sync()
-    return model
-
-
-def gradients(learner: Learner, samples: list[Sample], advantages: list[float], step: int = 0) -> dict[str, Tensor]:
-    """Of the first optimizer step of a batch, in place of taking it."""
-    taken: list[dict[str, Tensor]] = []
-
-    def keep(rate: float, norm: float) -> None:
-        taken.append({n: p.grad.clone() for n, p in learner.optimizer.parameters.items() if p.grad is not None})
-
-    learner.optimizer.step = keep  # type: ignore[method-assign]
-    learner.learn(samples, advantages, step)
-    return taken[0]
-
-
-def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Norm of the difference of two gradients, relative to the second."""
-    assert left.keys() == right.keys()
-    difference = sum(float((left[n].double() - right[n].double()).square().sum()) for n in right)
-    return (difference / sum(float(right[n].double().square().sum()) for n in right)) ** 0.5
+from tests.models import tiny_model
+from tests.rl.helpers import alternating, distance, gradients, make_learner, roll_out, same_bits, snapshot
 
 
 @pytest.mark.parametrize("preset", list(OBJECTIVES))
 def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
     """Sample by sample, token by token, in the plain formulas of the papers; off-policy, so that some tokens clip."""
-    model = random_model("float32")
+    model = tiny_model("float32", scale=8)
     samples = [
         replace(s, rollout_logprobs=tuple(x + 0.1 * i for i, x in enumerate(s.rollout_logprobs, 1)))
         for s in roll_out(model)[1::2]
@@ -94,7 +64,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_gradients_do_not_depend_on_the_split(precision: str, bound: float, aggregation: str) -> None:
     """To the rounding of sums; under FP8 WGrad to that of its scales, which 128 tokens of a micro-batch share."""
-    model = random_model(precision)
+    model = tiny_model(precision, scale=8)
     samples = roll_out(model)
     objective = Objective(loss_aggregation=aggregation, max_new_tokens=5)
     whole = gradients(make_learner(model, objective), samples, alternating(samples))
@@ -106,10 +76,10 @@ def test_gradients_do_not_depend_on_the_split(precision: str, bound: float, aggr
 
 
 def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
-    model = random_model()
+    model = tiny_model(scale=8)
     samples = roll_out(model)
     results = [
-        make_learner(random_model(), micro_batch_tokens=budget).learn(samples, alternating(samples), 0).metrics
+        make_learner(tiny_model(scale=8), micro_batch_tokens=budget).learn(samples, alternating(samples), 0).metrics
         for budget in (1, 17, 10_000)
     ]
     for name in ("mismatch/differing_tokens", "mismatch/kl_k3", "clip_fraction"):
@@ -119,7 +89,7 @@ def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-unified", "bf16", "float32"])
 def test_rollout_logprobs_are_the_learners_under_a_unified_precision(precision: str) -> None:
-    model = random_model(precision)
+    model = tiny_model(precision, scale=8)
     samples = roll_out(model, temperature=0.7)
     result = make_learner(model, Objective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
     assert result["mismatch/differing_tokens"] == 0
@@ -131,7 +101,7 @@ def test_rollout_logprobs_are_the_learners_under_a_unified_precision(precision: 
 
 def test_what_must_differ_differs() -> None:
     """Negative controls: another temperature, weights that have moved, a learner in BF16 under FP8 rollouts."""
-    model = random_model()
+    model = tiny_model(scale=8)
     samples = roll_out(model)
     count = sum(len(s.completion_ids) for s in samples)
     warm = make_learner(model, Objective(temperature=0.7))
@@ -139,7 +109,7 @@ def test_what_must_differ_differs() -> None:
     model.sync()
     moved = make_learner(model).learn(samples, alternating(samples), 1).metrics
     assert moved["mismatch/differing_tokens"] > 0.9 * count
-    split = random_model("fp8-rollout")
+    split = tiny_model("fp8-rollout", scale=8)
     objective = for_precision(Objective(), split.precision)
     samples = roll_out(split)
     result = make_learner(split, objective).learn(samples, alternating(samples), 0).metrics
@@ -149,13 +119,13 @@ def test_what_must_differ_differs() -> None:
 
 def test_recomputed_old_logprobs_and_their_correction() -> None:
     """Ratio 1 at the first update, and each token's loss times min(exp(old - rollout), cap)."""
-    model = random_model("fp8-rollout")
+    model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
     advantages = alternating(samples)
     rule = CorrectionRule("token", cap=1.01)
     objective = for_precision(Objective(loss_aggregation="token_mean", correction=rule), model.precision)
     result = make_learner(model, objective).learn(samples, advantages, 0).metrics
-    fresh = random_model("fp8-rollout")
+    fresh = tiny_model("fp8-rollout", scale=8)
     weighted, losses = [], []
     for sample, advantage in zip(samples, advantages):
         old = fresh.logprobs([sample.prompt_ids + sample.completion_ids])[0][len(sample.prompt_ids) - 1 :]
@@ -174,7 +144,7 @@ def test_recomputed_old_logprobs_and_their_correction() -> None:
 def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
     """verl's `agg_loss` over a mask that has lost the rejected tokens, policy and KL alike, for any split; the control
     is the average over all."""
-    model, reference = random_model("fp8-rollout"), random_model("fp8-rollout", seed=1)
+    model, reference = tiny_model("fp8-rollout", scale=8), tiny_model("fp8-rollout", seed=1, scale=8)
     samples = roll_out(model)
     rejection = Rejection("ratio", "token", 0.8, 1.25)
 
@@ -212,7 +182,7 @@ def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
 
 
 def test_bypass_takes_the_ratio_to_the_rollout() -> None:
-    model = random_model("fp8-rollout")
+    model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
     objective = for_precision(Objective(clip_low=1e-4, clip_high=1e-4, recompute_old_logprobs="never"), model.precision)
     result = make_learner(model, objective).learn(samples, alternating(samples), 0).metrics
@@ -222,7 +192,7 @@ def test_bypass_takes_the_ratio_to_the_rollout() -> None:
 
 
 def test_several_updates_see_the_weights_of_the_one_before() -> None:
-    model = random_model()
+    model = tiny_model(scale=8)
     samples = roll_out(model)
     objective = Objective(updates_per_batch=3, epochs=2, clip_low=0.01, clip_high=0.01)
     learner = make_learner(model, objective, rate=3e-3)
@@ -233,15 +203,15 @@ def test_several_updates_see_the_weights_of_the_one_before() -> None:
     assert result["mismatch/differing_tokens"] == 0  # measured before the first update
     assert result["clip_fraction"] > 0.1
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters().items())
-    once = make_learner(random_model(), replace(objective, updates_per_batch=1, epochs=1))
+    once = make_learner(tiny_model(scale=8), replace(objective, updates_per_batch=1, epochs=1))
     assert once.learn(samples, alternating(samples), 0).metrics["clip_fraction"] == 0
 
 
 def test_learning_is_the_same_bits_again_and_shuffles_by_step() -> None:
-    samples = roll_out(random_model())
+    samples = roll_out(tiny_model(scale=8))
 
     def learned(step: int) -> dict[str, Tensor]:
-        learner = make_learner(random_model(), Objective(updates_per_batch=3), seed=5)
+        learner = make_learner(tiny_model(scale=8), Objective(updates_per_batch=3), seed=5)
         learner.learn(samples, alternating(samples), step)
         return snapshot(learner)
 
@@ -251,7 +221,7 @@ def test_learning_is_the_same_bits_again_and_shuffles_by_step() -> None:
 
 def test_resumed_learning_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Weights and optimizer through files; the control forgets the optimizer."""
-    samples = roll_out(random_model())
+    samples = roll_out(tiny_model(scale=8))
     objective = Objective(updates_per_batch=2)
 
     def advance(learner: Learner, steps: range) -> Learner:
@@ -260,8 +230,8 @@ def test_resumed_learning_goes_on_bit_for_bit(tmp_path: Path) -> None:
             learner.learn(samples, alternating(samples), step)
         return learner
 
-    straight = advance(make_learner(random_model(), objective), range(4))
-    half = advance(make_learner(random_model(), objective), range(2))
+    straight = advance(make_learner(tiny_model(scale=8), objective), range(4))
+    half = advance(make_learner(tiny_model(scale=8), objective), range(2))
     half.model.save(tmp_path / "model")
     save_file(half.optimizer.state(), tmp_path / "optimizer.safetensors")
     resumed = make_learner(Model.load(tmp_path / "model"), objective)
@@ -272,10 +242,10 @@ def test_resumed_learning_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_reference_that_is_the_policy_has_no_kl_and_no_gradient() -> None:
-    samples = roll_out(random_model("float32"))
-    plain = make_learner(random_model("float32"))
+    samples = roll_out(tiny_model("float32", scale=8))
+    plain = make_learner(tiny_model("float32", scale=8))
     objective = Objective(kl_coefficient=0.5)
-    penalized = make_learner(random_model("float32"), objective, reference=random_model("float32"))
+    penalized = make_learner(tiny_model("float32", scale=8), objective, reference=tiny_model("float32", scale=8))
     first = penalized.learn(samples, alternating(samples), 0).metrics
     plain.learn(samples, alternating(samples), 0)
     assert first["loss/kl"] == 0
@@ -287,7 +257,7 @@ def test_a_reference_that_is_the_policy_has_no_kl_and_no_gradient() -> None:
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_kl_penalty_pulls_towards_the_reference(estimator: str) -> None:
     """With no advantage it is all that is learned; the reference computes under a precision of its own."""
-    model, reference = random_model("fp8"), random_model("bf16", seed=1)
+    model, reference = tiny_model("fp8", scale=8), tiny_model("bf16", seed=1, scale=8)
     objective = Objective(kl_coefficient=1.0, kl_estimator=estimator, loss_aggregation="token_mean")
     learner = make_learner(model, objective, rate=3e-3, reference=reference)
     distances = []
@@ -318,7 +288,7 @@ def test_the_probability_of_a_rewarded_token_rises() -> None:
 
 def test_supervised_learning_is_the_same_gradient_as_reinforcing_the_completion() -> None:
     """At ratio 1 with advantage 1 the token-mean surrogate has the gradient of cross-entropy."""
-    model = random_model("float32")
+    model = tiny_model("float32", scale=8)
     samples = roll_out(model)
     reinforced = gradients(make_learner(model, Objective(loss_aggregation="token_mean")), samples, [1.0] * len(samples))
     optimizer = make_learner(model).optimizer

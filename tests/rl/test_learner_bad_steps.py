@@ -10,7 +10,7 @@ from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.rl.supervised import supervised_update
 from isobit.run import metrics
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 
 

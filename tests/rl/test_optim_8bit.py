@@ -12,7 +12,7 @@ from isobit.errors import IsobitError
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim import Optimizer
 from isobit.training.train import resume, train
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
 pytest.importorskip("torchao", reason="the optional extra isobit[optim] is not installed")

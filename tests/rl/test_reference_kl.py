@@ -12,20 +12,9 @@ from isobit.model import Model
 from isobit.rl import Objective, Sample, for_precision
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import replay, train
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
-
-
-def random_model(precision: str) -> Model:
-    """Weights of some size, so that distributions are not flat."""
-    model = tiny_model(precision)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    model.sync()
-    return model
 
 
 def objective(model: Model, estimator: str = "k1") -> Objective:
@@ -37,7 +26,7 @@ def objective(model: Model, estimator: str = "k1") -> Objective:
 @pytest.mark.parametrize("preset", ["fp8-rollout", "fp8-e2e", "fp8"])
 def test_a_reference_that_is_the_policy_costs_exactly_nothing(preset: str, estimator: str) -> None:
     """With two engines too; the control is rollout minus reference, which there is noise and here is 0."""
-    model, reference = random_model(preset), random_model(preset)
+    model, reference = tiny_model(preset, scale=8), tiny_model(preset, scale=8)
     samples = roll_out(model)
     learner = make_learner(model, objective(model, estimator), reference=reference)
     found = learner.reference_kl(samples)
@@ -57,7 +46,7 @@ def test_a_reference_that_is_the_policy_costs_exactly_nothing(preset: str, estim
 
 def test_the_distance_is_by_hand_once_the_policy_has_moved() -> None:
     """verl, ray_trainer.py, `apply_kl_penalty`: old minus reference, token by token."""
-    model, reference = random_model("fp8-rollout"), random_model("fp8-rollout")
+    model, reference = tiny_model("fp8-rollout", scale=8), tiny_model("fp8-rollout", scale=8)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.05)
@@ -88,17 +77,17 @@ def count_passes(learner: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_old_logprobs_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before scoring, and not again while learning, whose result is that of a learner that computes them itself; other
     weights have others."""
-    model = random_model("fp8-rollout")
+    model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
-    learner = make_learner(model, objective(model), reference=random_model("fp8-rollout"))
+    learner = make_learner(model, objective(model), reference=tiny_model("fp8-rollout", scale=8))
     passes = count_passes(learner, monkeypatch)
     learner.reference_kl(samples[:7])
     learner.reference_kl(samples[7:])
     assert passes == [7, len(samples) - 7]
     result = learner.learn(samples, alternating(samples), 0).metrics
     assert [count for count in passes[2:] if count] == []
-    again = random_model("fp8-rollout")
-    alone = make_learner(again, objective(again), reference=random_model("fp8-rollout"))
+    again = tiny_model("fp8-rollout", scale=8)
+    alone = make_learner(again, objective(again), reference=tiny_model("fp8-rollout", scale=8))
     assert alone.learn(samples, alternating(samples), 0).metrics == result
     model.sync()
     learner.learn(samples, alternating(samples), 1)

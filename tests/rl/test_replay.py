@@ -4,31 +4,20 @@ from collections import Counter
 
 import pytest
 
-from isobit.rl import Group, Sample
 from isobit.rl.replay import ReplayBuffer, ReplaySettings
-
-
-def group(index: int, step: int, *rewards: float | None) -> Group:
-    return [
-        Sample(index, i, (1,), (2,), (-1.0,), "", False, 0, reward, rollout_step=step)
-        for i, reward in enumerate(rewards)
-    ]
-
-
-def indices(groups: list[Group]) -> list[int]:
-    return [samples[0].prompt_index for samples in groups]
+from tests.rl.helpers import group, indices
 
 
 def test_the_oldest_make_room_and_what_teaches_nothing_is_not_kept() -> None:
     buffer = ReplayBuffer(ReplaySettings(capacity=3, groups_per_step=1), 0)
-    buffer.add([group(0, 0, 0.0, 1.0), group(1, 0, 1.0, 1.0), group(2, 0, 0.0, None, 1.0)])
-    buffer.add([group(3, 1, 0.0, 1.0), group(4, 1, 0.0, 1.0)])
+    buffer.add([group(0, 0.0, 1.0), group(1, 1.0, 1.0), group(2, 0.0, None, 1.0)])
+    buffer.add([group(3, 0.0, 1.0, step=1), group(4, 0.0, 1.0, step=1)])
     assert indices(buffer.groups) == [2, 3, 4]
 
 
 def test_too_old_groups_are_forgotten() -> None:
     buffer = ReplayBuffer(ReplaySettings(capacity=9, groups_per_step=9, max_staleness=2), 0)
-    buffer.add([group(step, step, 0.0, 1.0) for step in range(5)])
+    buffer.add([group(step, 0.0, 1.0, step=step) for step in range(5)])
     assert indices(buffer.draw(5)) == [3, 4]
     assert indices(buffer.groups) == [3, 4]
     assert buffer.draw(9) == []
@@ -37,7 +26,7 @@ def test_too_old_groups_are_forgotten() -> None:
 def test_draws_are_without_replacement_and_repeat() -> None:
     def drawn(seed: int, step: int) -> list[int]:
         buffer = ReplayBuffer(ReplaySettings(capacity=20, groups_per_step=5), seed)
-        buffer.add([group(i, 0, 0.0, 1.0) for i in range(20)])
+        buffer.add([group(i, 0.0, 1.0) for i in range(20)])
         return indices(buffer.draw(step))
 
     assert drawn(0, 1) == drawn(0, 1)
@@ -51,7 +40,7 @@ def test_chances_follow_age_and_spread() -> None:
     hits: Counter[int] = Counter()
     for seed in range(3000):
         buffer = ReplayBuffer(ReplaySettings(capacity=3, groups_per_step=1, half_life=2.0), seed)
-        buffer.add([group(0, 2, 0.0, 1.0), group(1, 0, 0.0, 1.0), group(2, 2, 0.0, 0.5)])
+        buffer.add([group(0, 0.0, 1.0, step=2), group(1, 0.0, 1.0), group(2, 0.0, 0.5, step=2)])
         hits.update(indices(buffer.draw(3)))
     assert hits[0] / 3000 == pytest.approx(0.5, abs=0.04)
     assert hits[1] / 3000 == pytest.approx(0.25, abs=0.04)
@@ -60,5 +49,5 @@ def test_chances_follow_age_and_spread() -> None:
 
 def test_off_by_default() -> None:
     buffer = ReplayBuffer(ReplaySettings(), 0)
-    buffer.add([group(0, 0, 0.0, 1.0)])
+    buffer.add([group(0, 0.0, 1.0)])
     assert (buffer.groups, buffer.draw(1)) == ([], [])

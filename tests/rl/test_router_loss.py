@@ -14,7 +14,7 @@ from isobit.rl.learner import Learner
 from isobit.rl.routing import BatchLoad
 from tests.model.helpers import directory, tokens
 from tests.model.test_model import per_expert
-from tests.rl.helpers import make_learner
+from tests.rl.helpers import distance, gradients, make_learner
 
 BALANCED = Objective(router_aux_coefficient=0.5, max_new_tokens=5)
 
@@ -26,22 +26,10 @@ def batch() -> list[Sample]:
     return [Sample(i, 0, tuple(p), tuple(c), (-2.0,) * len(c), "", False, 0) for i, (p, c) in enumerate(drawn)]
 
 
-def gradients(learner: Learner, samples: list[Sample]) -> dict[str, Tensor]:
-    """Of the auxiliary loss alone: without an advantage there is no other."""
-    taken: list[dict[str, Tensor]] = []
-
-    def keep(rate: float, norm: float) -> None:
-        taken.append({n: p.grad.clone() for n, p in learner.optimizer.parameters.items() if p.grad is not None})
-
-    learner.optimizer.step = keep  # type: ignore[method-assign]
-    learner.learn(samples, [0.0] * len(samples), 0)
-    return {name: gradient for name, gradient in taken[0].items() if bool(gradient.any())}
-
-
-def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    assert left.keys() == right.keys()
-    difference = sum(float((left[n].double() - right[n].double()).square().sum()) for n in right)
-    return (difference / sum(float(right[n].double().square().sum()) for n in right)) ** 0.5
+def auxiliary(learner: Learner, samples: list[Sample]) -> dict[str, Tensor]:
+    """Gradients of the auxiliary loss alone: without an advantage there is no other."""
+    found = gradients(learner, samples, [0.0] * len(samples))
+    return {name: gradient for name, gradient in found.items() if bool(gradient.any())}
 
 
 def sequences(samples: list[Sample]) -> list[list[int]]:
@@ -76,10 +64,10 @@ def test_value_and_gradient_are_transformers_of_the_whole_batch(tmp_path: Path, 
     wanted = names.fuse(per_expert(theirs, model.config.family), model.config, "gradients")
     model = Model.load(path, "float32")
     for budget in (1, 17, 40, 10_000):
-        found = gradients(make_learner(model, BALANCED, micro_batch_tokens=budget), samples)
+        found = auxiliary(make_learner(model, BALANCED, micro_batch_tokens=budget), samples)
         assert found
         assert distance(found, {name: wanted[name] for name in found}) < 1e-5
-    half = gradients(make_learner(model, BALANCED), samples[:5])
+    half = auxiliary(make_learner(model, BALANCED), samples[:5])
     assert distance(half, {name: wanted[name] for name in half}) > 0.1
 
 
@@ -89,17 +77,17 @@ def test_the_gradient_does_not_depend_on_the_split(precision: str, tmp_path: Pat
     model = Model.load(directory(tmp_path, "qwen3-moe")[1], precision)
     samples = batch()
     samples[3:5] = [replace(s, completion_ids=(), rollout_logprobs=()) for s in samples[3:5]]
-    whole = gradients(make_learner(model, BALANCED), samples)
+    whole = auxiliary(make_learner(model, BALANCED), samples)
     bound = 1e-5 if precision == "float32" else 0.1
     for budget in (1, 17, 40):
         learner = make_learner(model, BALANCED, micro_batch_tokens=budget)
-        assert distance(gradients(learner, samples), whole) < bound
+        assert distance(auxiliary(learner, samples), whole) < bound
     alone = make_learner(model, BALANCED, micro_batch_tokens=17)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isobit.rl.learner.batch_load", lambda *arguments: None)
-        assert distance(gradients(alone, samples), whole) > 2 * bound
+        assert distance(auxiliary(alone, samples), whole) > 2 * bound
     without = [s for s in samples if s.completion_ids]
-    assert distance(gradients(make_learner(model, BALANCED), without), whole) < bound
+    assert distance(auxiliary(make_learner(model, BALANCED), without), whole) < bound
 
 
 def test_the_parts_of_a_batch_add_up_to_its_loss() -> None:

@@ -17,7 +17,7 @@ from isobit.rl.agreement import Disagreement, promises_bits
 from isobit.run import checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.training.train import replay, resume, train
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 from tests.runs import fingerprint, write_config
 

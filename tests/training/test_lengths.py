@@ -21,7 +21,7 @@ from isobit.tasks import TaskSettings, load_task
 from isobit.training.assembly import open_parts
 from isobit.training.lengths import fit_prompts
 from isobit.training.train import resume, train
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from isobit.config import load_config
 from isobit.engine.calibration import Calibrator
@@ -20,7 +19,7 @@ from isobit.run import checkpoints
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl
 from isobit.training.train import TrainResult, replay, train
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
 
@@ -224,12 +223,7 @@ def test_checkpoints_load_in_transformers(tmp_path: Path, base_model: Path) -> N
 def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random mixture of experts, whose routers have something to choose from."""
     path = tmp_path_factory.mktemp("mixtures") / "tiny"
-    model = tiny_model("fp8", "qwen3_moe")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(5)
-    model.save(path)
+    tiny_model("fp8", "qwen3_moe", scale=5).save(path)
     return path
 
 

@@ -12,7 +12,7 @@ from isobit.errors import IsobitError
 from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.tasks.gsm8k import INSTRUCTION
 from isobit.training.assembly import objective_of, open_parts
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.runs import write_config
 
 

@@ -15,8 +15,7 @@ from isobit.report import write_report
 from isobit.run.directory import read_jsonl
 from isobit.training.quantization import LearnerTotals
 from isobit.training.train import resume, train
-from tests.conftest import tiny_model
-from tests.model.helpers import require
+from tests.models import require, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 from tests.runs import fingerprint, write_config
 

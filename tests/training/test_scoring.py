@@ -14,18 +14,13 @@ from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.training.scoring import Scorer, WeightedModel
 from isobit.training.train import replay, train
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 from tests.runs import digit_reward_file, fingerprint, write_config
 
 
 def reward_model(path: Path, max_positions: int = 64) -> Path:
     """A classifier over the tiny model's tokens, made of a tiny model of other weights."""
-    model = tiny_model("float32", "qwen3", seed=9)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(5)
-    model.save(path)
+    tiny_model("float32", "qwen3", seed=9, scale=5).save(path)
     tensors = read_weights(path)
     score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     write_weights(path, {**tensors, "score.weight": score})

@@ -9,7 +9,7 @@ from isobit.model.names import layer_and_role
 from isobit.rl import Sample
 from isobit.rl.collect import StepBatch
 from isobit.training.statistics import WeightTotals, batch_metrics
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 
 
 def sample(reward: float | None, length: int, truncated: bool = False) -> Sample:

@@ -1,0 +1,65 @@
+"""Tiny random models for all tests, and where a real one stands beside the checkout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.errors import IsobitError
+from isobit.kernels import get_ops
+from isobit.model import Experts, Model, ModelConfig, Tokenizer
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+STORIES = SHARED / "models" / "stories260K"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-=.,!?"
+
+
+def require(backend: str) -> None:
+    """Skip the test where the native operators cannot be built."""
+    if backend == "native":
+        try:
+            get_ops("native")
+        except IsobitError as error:
+            pytest.skip(f"no native backend here: {error}")
+
+
+def tiny_model(
+    precision: str = "fp8",
+    family: str = "qwen3",
+    seed: int = 0,
+    alphabet: str = "0123456789+-*=",
+    backend: str = "auto",
+    scale: float = 1.0,
+    **sizes: Any,
+) -> Model:
+    """A random model of a few thousand parameters over the digits, or another alphabet. Matrices are multiplied by
+    `scale`: with some size to them, distributions are not flat."""
+    tokenizer = Tokenizer.characters(alphabet)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_positions": 64,
+        "experts": Experts(5, 2, 24) if family == "qwen3_moe" else None,
+    }
+    config = ModelConfig(
+        family=family,
+        vocab_size=tokenizer.vocab_size,
+        **{**shape, **sizes},
+        qkv_bias=family == "qwen2",
+        qk_norm=family.startswith("qwen3"),
+        tie_embeddings=True,
+        eos_ids=tokenizer.eos_ids,
+    )
+    model = Model.init(config, tokenizer, precision, seed, backend)
+    if scale != 1.0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(scale)
+        model.sync()
+    return model
