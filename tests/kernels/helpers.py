@@ -29,11 +29,21 @@ def ordinals(x: Tensor) -> Tensor:
     return torch.where(number < 0, lowest - number, number)
 
 
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 0.0) -> Tensor:
+def draw(seed: int | torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 0.0) -> Tensor:
     """Normal numbers; `spread` multiplies them by widely varying magnitudes."""
-    random = torch.Generator().manual_seed(seed)
+    random = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=random)
     return (x * torch.exp(spread * torch.randn(*shape, generator=random))).to(dtype)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return draw(seed, *shape, dtype=torch.float32)
+
+
+def keys_of(count: int, seed: int = 7) -> Tensor:
+    """Keys (seed, prompt, sample, position): eight samples a position of a prompt."""
+    index = torch.arange(count)
+    return torch.stack([torch.full((count,), seed), index // 64, index % 8, index // 8 % 8], 1)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from isobit.kernels import KVStore, Layout, Ops, get_ops
 from isobit.kernels.native import available
 from isobit.precision import BF16, E4M3, E5M2, FP32, QuantSpec, quantize
 
+from .helpers import draw, ordinals, same
+
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -42,19 +44,6 @@ def random() -> torch.Generator:
     return torch.Generator().manual_seed(20)
 
 
-def draw(random: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 0.0) -> Tensor:
-    """Normal numbers; `spread` multiplies them by widely varying magnitudes."""
-    x = torch.randn(*shape, generator=random)
-    return (x * torch.exp(spread * torch.randn(*shape, generator=random))).to(dtype)
-
-
-def ordinals(x: Tensor) -> Tensor:
-    """Integers in the order of the floats, one apart for neighbours."""
-    width = torch.int16 if x.dtype == torch.bfloat16 else torch.int32
-    bits = x.contiguous().view(width).long()
-    return torch.where(bits < 0, -(1 << (15 if width == torch.int16 else 31)) - bits, bits)
-
-
 def assert_close(a: Tensor, b: Tensor, ulps: int = 1, differing: float = 1e-3) -> None:
     """At most `ulps` apart, and at most the fraction `differing` (and one element) at all."""
     assert a.dtype == b.dtype
@@ -62,14 +51,6 @@ def assert_close(a: Tensor, b: Tensor, ulps: int = 1, differing: float = 1e-3) -
     distance = (ordinals(a) - ordinals(b)).abs()
     assert int(distance.max()) <= ulps
     assert int((distance > 0).sum()) <= 1 + differing * distance.numel()
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

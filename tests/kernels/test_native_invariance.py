@@ -21,6 +21,8 @@ from isobit.kernels.native import available, build
 from isobit.model.working import tensors_of
 from isobit.precision import BF16, E4M3, FP32, QuantSpec, quantize
 
+from .helpers import same, threads
+
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
 
 ROWS = (1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 128, 257)
@@ -40,18 +42,8 @@ def random() -> torch.Generator:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+    with threads(2):
+        yield
 
 
 def row_operators(ops: Ops, random: torch.Generator) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -78,22 +70,17 @@ def row_operators(ops: Ops, random: torch.Generator) -> dict[str, Callable[[Tens
     }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_is_the_same_in_every_batch(native: Ops, random: torch.Generator, threads: int) -> None:
-    before = torch.get_num_threads()
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_row_is_the_same_in_every_batch(native: Ops, random: torch.Generator, count: int) -> None:
     x = (torch.randn(257, INNER, generator=random) * 3).bfloat16()
     identity = torch.arange(257)
-    try:
-        torch.set_num_threads(1)
-        for name, operator in row_operators(native, random).items():
-            torch.set_num_threads(1)
+    for name, operator in row_operators(native, random).items():
+        with threads(1):
             alone = torch.cat([operator(x[i : i + 1], identity[i : i + 1]) for i in range(257)])
-            torch.set_num_threads(threads)
-            for count in ROWS:
-                chosen = torch.randperm(257, generator=random)[:count]
-                assert same(operator(x[chosen], identity[chosen]), alone[chosen]), (name, count)
-    finally:
-        torch.set_num_threads(before)
+        with threads(count):
+            for rows in ROWS:
+                chosen = torch.randperm(257, generator=random)[:rows]
+                assert same(operator(x[chosen], identity[chosen]), alone[chosen]), (name, rows)
 
 
 def test_one_scale_for_the_batch_is_noticed(native: Ops, random: torch.Generator) -> None:

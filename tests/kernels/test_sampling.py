@@ -11,7 +11,7 @@ from torch import Tensor
 from isobit.kernels import get_ops
 from isobit.kernels.reference import sampling
 
-from .helpers import draw, ordinals, same, threads
+from .helpers import draw, keys_of, ordinals, same, threads
 
 OPS = get_ops("reference")
 VECTORS = [
@@ -20,12 +20,6 @@ VECTORS = [
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
 """Counter, key and result of philox4x32 with 10 rounds: `kat_vectors` of Random123 (Salmon et al. 2011)."""
-
-
-def keys_of(count: int, seed: int = 7) -> Tensor:
-    """Keys (seed, prompt, sample, position): eight samples a prompt position."""
-    index = torch.arange(count)
-    return torch.stack([torch.full((count,), seed), index // 64, index % 8, index // 8 % 8], 1)
 
 
 def chi_squared(tokens: Tensor, probabilities: Tensor) -> float:

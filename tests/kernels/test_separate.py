@@ -1,18 +1,15 @@
 """The operators of a second engine: near the reference, and rounded where an inference engine rounds."""
 
-import pytest
 import torch
 
-from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, get_ops, separate_ops
 from isobit.precision import BF16, E4M3, QuantSpec, quantize
+from tests.models import require
+
+from .helpers import normal
 
 REFERENCE = get_ops("reference")
 SEPARATE = separate_ops(REFERENCE)
-
-
-def _random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -21,16 +18,16 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_fp8_products_are_scaled_block_sums() -> None:
     for columns in (48, 128, 300):
-        a = quantize(_random(9, columns), QuantSpec(E4M3, "1x128", "fp32"))
-        b = quantize(_random(140, columns, seed=1), QuantSpec(E4M3, "128x128", "fp32"))
-        bias = _random(140, seed=2)
+        a = quantize(normal(9, columns), QuantSpec(E4M3, "1x128", "fp32"))
+        b = quantize(normal(140, columns, seed=1), QuantSpec(E4M3, "128x128", "fp32"))
+        bias = normal(140, seed=2)
         exact = REFERENCE.product(a, b, bias, torch.float32)
         assert _error(SEPARATE.product(a, b, bias, torch.float32), exact) < 1e-6
         assert not torch.equal(SEPARATE.product(a, b, bias, torch.float32), exact)
 
 
 def test_logits_are_rounded_to_bf16() -> None:
-    hidden, head = _random(5, 64).bfloat16(), _random(30, 64, seed=1).bfloat16()
+    hidden, head = normal(5, 64).bfloat16(), normal(30, 64, seed=1).bfloat16()
     logits = SEPARATE.product(hidden, head, None, torch.float32)
     assert logits.dtype == torch.float32
     assert torch.equal(logits, logits.bfloat16().float())
@@ -38,20 +35,20 @@ def test_logits_are_rounded_to_bf16() -> None:
 
 
 def test_row_operators_round_in_between() -> None:
-    x, residual = _random(7, 64).bfloat16(), _random(7, 64, seed=1).bfloat16()
-    weight = (1 + 0.1 * _random(64, seed=2)).bfloat16()
+    x, residual = normal(7, 64).bfloat16(), normal(7, 64, seed=1).bfloat16()
+    weight = (1 + 0.1 * normal(64, seed=2)).bfloat16()
     y, summed, rstd = SEPARATE.rms_norm(x, weight, 1e-6, residual)
     expected = REFERENCE.rms_norm(x, weight, 1e-6, residual)
     assert torch.equal(summed, expected[1])
     assert torch.equal(y, (summed.float() * rstd.unsqueeze(-1)).bfloat16() * weight)
     assert 0 < _error(y, expected[0]) < 0.005
-    gate_up = _random(7, 128, seed=3).bfloat16()
+    gate_up = normal(7, 128, seed=3).bfloat16()
     assert 0 < _error(SEPARATE.silu_mul(gate_up), REFERENCE.silu_mul(gate_up)) < 0.005
 
 
 def test_attention_rounds_the_probabilities() -> None:
     layout = Layout.packed([37, 5])
-    q, k, v = (_random(42, heads, 16, seed=heads).bfloat16() for heads in (4, 2, 2))
+    q, k, v = (normal(42, heads, 16, seed=heads).bfloat16() for heads in (4, 2, 2))
     for kv, limit in ((None, 0.01), (QuantSpec(E4M3, "row", "fp32"), 0.01)):
         store = KVStore.allocate(layout.num_slots, 2, 16, kv, BF16)
         REFERENCE.kv_write(store, k, v, layout)
@@ -62,7 +59,7 @@ def test_attention_rounds_the_probabilities() -> None:
 
 
 def test_logprobs_are_a_float32_log_softmax() -> None:
-    logits, tokens = _random(6, 50), torch.arange(6)
+    logits, tokens = normal(6, 50), torch.arange(6)
     found, entropy = SEPARATE.token_logprobs(logits, tokens, 0.7)
     expected, expected_entropy = REFERENCE.token_logprobs(logits, tokens, 0.7)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -76,11 +73,8 @@ def test_a_token_that_was_cut_off_has_no_part_in_the_entropy() -> None:
 
 def test_what_both_engines_compute_alike_has_the_bits_of_the_learners_backend() -> None:
     for backend in ("reference", "native"):
-        try:
-            learner = get_ops(backend)
-        except IsobitError as error:
-            pytest.skip(f"no native backend here: {error}")
-        separate, x = separate_ops(learner), _random(9, 200)
+        require(backend)
+        separate, x = separate_ops(get_ops(backend)), normal(9, 200)
         spec = QuantSpec(E4M3, "1x128", "fp32")
         assert torch.equal(separate.quantize(x, spec).data.view(torch.uint8), quantize(x, spec).data.view(torch.uint8))
         keys = torch.tensor([[7, i, 0, 3] for i in range(9)])

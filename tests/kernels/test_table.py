@@ -8,6 +8,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS, Ops, get_ops, gpu, native, table
 from isobit.kernels.gpu import Gpu
 from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.triton.ops import TritonOps
 
 
 @pytest.fixture
@@ -52,11 +53,11 @@ def test_every_operator_is_there_with_its_signature() -> None:
     """A class that lacked one would have the protocol's, which returns None."""
     operators = [name for name, member in vars(Ops).items() if inspect.isfunction(member) and name[0] != "_"]
     assert "product" in operators
-    for backend in (ReferenceOps, native.NativeOps):
+    for backend in (ReferenceOps, native.NativeOps, TritonOps):
         for name in operators:
             own, wanted = getattr(backend, name), getattr(Ops, name)
             assert own is not wanted, f"{backend.__name__}.{name}"
-            pairs = zip(inspect.signature(own).parameters.values(), inspect.signature(wanted).parameters.values())
+            pairs = zip(*(inspect.signature(of).parameters.values() for of in (own, wanted)), strict=True)
             assert all((a.name, a.default, a.kind) == (b.name, b.default, b.kind) for a, b in pairs), name
 
 

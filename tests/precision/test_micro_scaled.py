@@ -7,15 +7,12 @@ import torch
 
 from isobit.kernels import get_ops
 from isobit.precision import E2M1, E4M3, QuantSpec, precision_from, quantize
+from tests.kernels.helpers import normal
 
 GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 MXFP8 = QuantSpec(E4M3, "1x32", "ue8m0")
 NVFP4 = QuantSpec(E2M1, "1x16", "nvfp4")
 NVFP4_ROW = QuantSpec(E2M1, "1x16", "nvfp4-row")
-
-
-def _random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_e2m1_rounds_to_nearest_and_ties_to_even() -> None:
@@ -33,7 +30,7 @@ def test_e2m1_rounds_to_nearest_and_ties_to_even() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 32), (4, 100)])
 def test_mxfp8_has_a_power_of_two_for_every_32(shape: tuple[int, int]) -> None:
-    x = _random(*shape) * 100
+    x = normal(*shape) * 100
     q = quantize(x, MXFP8)
     assert q.scale.shape == (shape[0], -(-shape[1] // 32))
     assert torch.equal(torch.frexp(q.scale).mantissa, torch.full_like(q.scale, 0.5))
@@ -44,7 +41,7 @@ def test_mxfp8_has_a_power_of_two_for_every_32(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("spec", [NVFP4, NVFP4_ROW])
 def test_nvfp4_scales_are_e4m3_times_one_number(spec: QuantSpec) -> None:
-    x = _random(6, 80) * torch.logspace(-2, 2, 6).unsqueeze(1)
+    x = normal(6, 80) * torch.logspace(-2, 2, 6).unsqueeze(1)
     q = quantize(x, spec)
     assert q.scale.shape == (6, 5)
     largest = x.abs().amax(1, keepdim=True) if spec is NVFP4_ROW else x.abs().max()
@@ -68,7 +65,7 @@ def test_nvfp4_zero_blocks_and_blocks_far_below_the_largest() -> None:
 
 
 def test_a_row_does_not_see_the_others_only_with_a_number_of_its_own() -> None:
-    x = _random(4, 64)
+    x = normal(4, 64)
     x[3] *= 1000
     alone, together = quantize(x[:1], NVFP4_ROW), quantize(x, NVFP4_ROW)
     assert torch.equal(alone.dequantize(), together.dequantize()[:1])
@@ -80,12 +77,12 @@ def test_a_row_does_not_see_the_others_only_with_a_number_of_its_own() -> None:
 @pytest.mark.parametrize("columns", [16, 48, 300])
 def test_products_of_small_blocks(backend: str, left: QuantSpec, right: QuantSpec, columns: int) -> None:
     ops = get_ops(backend)
-    a, b = ops.quantize(_random(9, columns), left), ops.quantize(_random(20, columns, seed=1), right)
-    assert torch.equal(a.scale, quantize(_random(9, columns), left).scale)
+    a, b = ops.quantize(normal(9, columns), left), ops.quantize(normal(20, columns, seed=1), right)
+    assert torch.equal(a.scale, quantize(normal(9, columns), left).scale)
     found = ops.product(a, b, None, torch.float32)
     wanted = a.dequantize().double() @ b.dequantize().double().t()
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
-    one = ops.product(ops.quantize(_random(9, columns)[2:3], left), b, None, torch.float32)
+    one = ops.product(ops.quantize(normal(9, columns)[2:3], left), b, None, torch.float32)
     assert torch.equal(one, found[2:3])
 
 

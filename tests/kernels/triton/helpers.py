@@ -4,7 +4,29 @@ import os
 
 import torch
 
+from isobit.kernels import KVStore
+from isobit.kernels.matrices import Operand
+from isobit.precision import QTensor
+
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 assert HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1", "tests/conftest.py sets it before Triton is imported"
+
+
+def there(operand: Operand) -> Operand:
+    """A copy on the device of the kernels, strides kept."""
+    if isinstance(operand, QTensor):
+        codes = there(operand.data.view(torch.uint8)).view(operand.data.dtype)
+        return QTensor(codes, there(operand.scale), operand.spec)
+    copy = torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype, device=DEVICE)
+    return copy.copy_(operand)
+
+
+def moved(store: KVStore) -> KVStore:
+    """A copy on the device of the kernels; calibrated scales stay views of one number."""
+    parts = (store.k, store.v, store.k_scale, store.v_scale)
+    copies = [None if part is None else part.clone().to(DEVICE) for part in parts]
+    if store.calibrated:
+        copies[2:] = [part[:1, :1].clone().to(DEVICE).expand(part.shape) for part in (store.k_scale, store.v_scale)]
+    return KVStore(*copies, store.kv, None if store.counts is None else store.counts.clone().to(DEVICE))

@@ -14,7 +14,7 @@ from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16, E4M3, FP32, QuantSpec
 
 from ..helpers import draw, same
-from .helpers import DEVICE, HAS_GPU
+from .helpers import DEVICE, HAS_GPU, moved
 
 REFERENCE = get_ops("reference")
 STORES = {
@@ -56,18 +56,8 @@ def _filled(kind: str, k: Tensor, v: Tensor, layout: Layout, garbage: bool = Fal
     return store
 
 
-def _on_device(store: KVStore) -> KVStore:
-    def move(scale: Tensor | None) -> Tensor | None:
-        if scale is None or not store.calibrated:
-            return None if scale is None else scale.to(DEVICE)
-        return scale[:1, :1].to(DEVICE).expand(scale.shape)
-
-    k_scale, v_scale = move(store.k_scale), move(store.v_scale)
-    return replace(store, k=store.k.to(DEVICE), v=store.v.to(DEVICE), k_scale=k_scale, v_scale=v_scale)
-
-
 def _run(q: Tensor, store: KVStore, layout: Layout) -> tuple[Tensor, Tensor]:
-    out, lse = implementation.attention(q.to(DEVICE), _on_device(store), layout.to(DEVICE), SCALE)
+    out, lse = implementation.attention(q.to(DEVICE), moved(store), layout.to(DEVICE), SCALE)
     return out.cpu(), lse.cpu()
 
 

@@ -9,8 +9,6 @@ their magnitudes. With A = scale · Σ|q||k|, B = Σ|dout||v| and C = Σ|dout||o
 - sums over n keys or queries add n · e of their magnitudes; results are rounded twice, here and there: 2 · u.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +19,9 @@ from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16, E4M3, FP32, QuantSpec
 
 from ..helpers import draw, same
-from .helpers import DEVICE
+from .helpers import DEVICE, moved
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 OPS = get_ops("reference")
 CACHES = {
@@ -33,14 +33,6 @@ CACHES = {
 }
 LENGTHS = (19, 1, 33)
 Case = tuple[Tensor, Tensor, Tensor, Tensor, KVStore, Layout, float]
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """What the operator allocates is NaN until a kernel writes it."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def scattered(lengths: tuple[int, ...], page_size: int, seed: int) -> Layout:
@@ -71,12 +63,8 @@ def make(cache: str, shape: tuple[int, int, int], lengths: tuple[int, ...], layo
 
 def run(case: Case) -> tuple[Tensor, ...]:
     dout, q, out, lse, store, layout, scale = case
-    parts = [None if x is None else x.to(DEVICE) for x in (store.k, store.v, store.k_scale, store.v_scale)]
-    if store.calibrated and DEVICE.type != "cpu":
-        parts[2:] = [x[:1, :1].expand(x.shape) for x in parts[2:]]
-    there = KVStore(*parts, store.kv, store.counts)
     given = (x.to(DEVICE) for x in (dout, q, out, lse))
-    found = implementation.attention_backward(*given, there, layout.to(DEVICE), scale)
+    found = implementation.attention_backward(*given, moved(store), layout.to(DEVICE), scale)
     return tuple(x.cpu() for x in found)
 
 

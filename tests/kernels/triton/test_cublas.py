@@ -10,8 +10,8 @@ from isobit.kernels.triton.product import product
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, quantize
 
 from ..helpers import draw, same
-from .helpers import DEVICE, HAS_GPU
-from .test_product import ROWS, ROWS32, WEIGHT, WEIGHT32, block_error, check_close, needs_gpu, there, whole
+from .helpers import DEVICE, HAS_GPU, there
+from .test_product import ROWS, ROWS32, WEIGHT, WEIGHT32, block_error, check_close, needs_gpu, whole
 
 SIZES = [(1, 256, 384), (6, 48, 1664), (130, 144, 200), (4, 16, 40), (64, 1024, 512)]
 

@@ -13,7 +13,7 @@ from isobit.kernels.triton.grouped import Schedule
 from isobit.precision import E4M3, QTensor, QuantSpec, quantize
 
 from ..helpers import ROW, WEIGHT, draw, same
-from .helpers import DEVICE, HAS_GPU
+from .helpers import DEVICE, HAS_GPU, there
 
 ROWS, EXPERTS, INNER, COLUMNS = 20, 5, 160, 96
 OFFSETS = torch.tensor([0, 3, 3, 4, 15, 20])  # the second expert has no row
@@ -33,12 +33,6 @@ def codes(seed: int, *shape: int, spec: QuantSpec) -> QTensor:
 
 def whole(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def there(operand: Operand) -> Operand:
-    if isinstance(operand, QTensor):
-        return QTensor(operand.data.to(DEVICE), operand.scale.to(DEVICE), operand.spec)
-    return operand.to(DEVICE)
 
 
 def stacked(matrices: list[Operand]) -> Stacked:

@@ -12,9 +12,9 @@ from isobit.kernels import get_ops
 from isobit.kernels.triton import head
 from isobit.kernels.triton.launch import record_launches
 
-from ..helpers import draw, same
+from ..helpers import draw, keys_of, same
 from .helpers import DEVICE
-from .test_sampling import UNIT, check_draws, entropy_bound, keys_of, logprob_bound
+from .test_sampling import UNIT, check_draws, entropy_bound, logprob_bound
 
 REFERENCE = get_ops("reference")
 T, V, C = 70, 300, 48

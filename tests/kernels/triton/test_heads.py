@@ -6,7 +6,6 @@ step (and that) after it. The rotation passes on |cos| and |sin| of what the two
 again: one more step. Gradients say theirs below.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,9 @@ from isobit.model.rope import Rope
 from isobit.precision import BF16, E4M3, E5M2, FP32, QuantSpec
 
 from ..helpers import draw, same
-from .helpers import DEVICE
+from .helpers import DEVICE, moved
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 OPS = get_ops("reference")
 STORES = {
@@ -38,14 +39,6 @@ STEP = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
 Inputs = tuple[Tensor, Heads]
 
 
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """What the operators allocate is NaN until a kernel writes it."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def make_layout() -> Layout:
     table = torch.tensor([[7, 1, 0, 0, 0], [3, 2, 0, 0, 0], [0, 8, 4, 6, 5]])
     return Layout.build(LENGTHS, CONTEXTS, table, 4)
@@ -58,15 +51,6 @@ def make_store(name: str, shape: tuple[int, int, int], layout: Layout, seed: int
     for data in (store.k, store.v):
         data.copy_(draw(seed, *data.shape, dtype=torch.float32) if kv is None else torch.full_like(data, 0x35))
     return store
-
-
-def moved(store: KVStore) -> KVStore:
-    """A copy on the device."""
-    parts = (store.k, store.v, store.k_scale, store.v_scale)
-    copies = [None if part is None else part.clone().to(DEVICE) for part in parts]
-    if store.calibrated:
-        copies[2:] = [part[:1, :1].clone().to(DEVICE).expand(part.shape) for part in (store.k_scale, store.v_scale)]
-    return KVStore(*copies, store.kv, None if store.counts is None else store.counts.clone().to(DEVICE))
 
 
 def assert_stored_alike(found: KVStore, wanted: KVStore) -> None:

@@ -20,21 +20,13 @@ from isobit.kernels.triton.product_plan import FEW_ROWS, ProductPlan, plan, spli
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, expand_scale, quantize
 
 from ..helpers import draw, same
-from .helpers import DEVICE, HAS_GPU
+from .helpers import DEVICE, HAS_GPU, there
 
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 ROWS, WEIGHT = QuantSpec(E4M3, "1x128", "ue8m0"), QuantSpec(E4M3, "128x128", "ue8m0")
 ROWS32, WEIGHT32 = QuantSpec(E4M3, "1x128", "fp32"), QuantSpec(E4M3, "128x128", "fp32")
 UNIT = 2.0**-24
 OUTPUTS = (torch.float32, torch.bfloat16)
-
-
-def there(operand: Operand) -> Operand:
-    """The operand on the device of the kernels, strides kept."""
-    if isinstance(operand, QTensor):
-        return QTensor(there(operand.data.view(torch.uint8)).view(E4M3.dtype), there(operand.scale), operand.spec)
-    moved = torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype, device=DEVICE)
-    return moved.copy_(operand)
 
 
 def run(a: Operand, b: Operand, bias: Tensor | None = None, out: torch.dtype = torch.float32) -> Tensor:

@@ -10,7 +10,7 @@ from isobit.kernels.triton.quantize import quantize_along_tokens, supported
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, quantize
 
 from ..helpers import bits, draw, same
-from .helpers import DEVICE, HAS_GPU
+from .helpers import DEVICE, HAS_GPU, there
 
 REFERENCE = get_ops("reference")
 GRANULARITIES = ("1x128", "128x1", "128x128", "row")
@@ -79,17 +79,12 @@ def test_along_tokens_is_the_composition(dtype: torch.dtype, scale: str) -> None
         x = hard(rows, columns, dtype, seed=4)
         saved = quantize(x, spec), quantize(x, QuantSpec(E4M3, "row", scale))
         for operand in (x, *saved):
-            given = operand.to(DEVICE) if isinstance(operand, Tensor) else _on_device(operand)
             raised = flag()
-            found = quantize_along_tokens(given, spec, raised)
+            found = quantize_along_tokens(there(operand), spec, raised)
             assert equal(found, REFERENCE.quantize_along_tokens(operand, spec, "x")), (rows, columns)
             assert found.data.is_contiguous()
             assert found.scale.is_contiguous()
             assert raised.item() == 0
-
-
-def _on_device(q: QTensor) -> QTensor:
-    return QTensor(q.data.to(DEVICE), q.scale.to(DEVICE), q.spec)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -118,7 +113,7 @@ def test_nan_and_infinity_set_the_flag_and_make_the_scale_nan(granularity: str, 
 def test_a_nan_scale_of_a_saved_activation_is_noticed() -> None:
     saved, raised = quantize(draw(6, 40, 130), QuantSpec(E4M3)), flag()
     saved.scale[7, 1] = float("nan")
-    found = host(quantize_along_tokens(_on_device(saved), QuantSpec(E4M3), raised))
+    found = host(quantize_along_tokens(there(saved), QuantSpec(E4M3), raised))
     assert raised.item() == 1
     assert found.scale[128:].isnan().all()
     assert not found.scale[:128].isnan().any()

@@ -17,7 +17,7 @@ from isobit.kernels.reference import sampling as reference
 from isobit.kernels.triton import sampling
 from isobit.kernels.triton.launch import launch
 
-from ..helpers import draw, same
+from ..helpers import draw, keys_of, same
 from .helpers import DEVICE
 
 UNIT = 2.0**-24
@@ -29,12 +29,6 @@ TOKENS = torch.tensor([0, 255, 256, 599, 17, 300])
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then 600 logits are three chunks, the last ragged."""
     monkeypatch.setattr(sampling, "CHUNK", 256)
-
-
-def keys_of(count: int, seed: int = 7) -> Tensor:
-    """Keys (seed, prompt, sample, position): eight samples a position of a prompt."""
-    index = torch.arange(count)
-    return torch.stack([torch.full((count,), seed), index // 64, index % 8, index // 8 % 8], 1)
 
 
 def logprob_bound(z: Tensor, error: float = 0.0) -> float:
