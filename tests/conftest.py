@@ -2,6 +2,8 @@
 kernels."""
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels then run on the CPU, slowly
 
+from isobit import cli
 from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
 
@@ -37,6 +40,34 @@ def gsm8k_test() -> Path:
     if not path.is_file():
         pytest.skip(f"the data file {path} is not here")
     return path
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run a command that must be refused and write nothing; returns its one line."""
+    monkeypatch.chdir(tmp_path)
+
+    def listing() -> dict[str, int]:
+        found = (path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts)
+        return {str(path): path.stat().st_size for path in found}
+
+    def call(*arguments: object) -> str:
+        before = listing()
+        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        line = capsys.readouterr().err
+        assert stop.value.code == 2, line
+        assert line.startswith("isobit: ")
+        assert line.count("\n") == 1, line
+        assert len(line) < 700
+        assert listing() == before
+        return line
+
+    return call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

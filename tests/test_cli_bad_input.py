@@ -27,31 +27,6 @@ def config(tmp_path: Path, base_model: Path) -> Path:
     return write_config(tmp_path, tmp_path / "model")
 
 
-@pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must be refused; returns its one line."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> str:
-        before = listing(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        line = capsys.readouterr().err
-        assert stop.value.code == 2, line
-        assert line.startswith("isobit: ")
-        assert line.count("\n") == 1, line
-        assert len(line) < 700
-        assert listing(tmp_path) == before
-        return line
-
-    return call
-
-
-def listing(folder: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_size for path in folder.rglob("*") if "__pycache__" not in path.parts}
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

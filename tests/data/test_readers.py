@@ -17,10 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from isobit.data.dataset import Example, Shaping, read_examples
+from isobit.data.dataset import Example, read_examples
 from isobit.data.readers import Source, read_rows
 from isobit.errors import IsobitError
 from isobit.tasks import TaskSettings, load_task
+
+from .test_dataset import read
 
 Rows = Sequence[dict[str, Any]]
 Writer = Callable[[Path, Rows], Path]
@@ -113,10 +115,6 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 PROMPT = TEXT.filter(lambda text: bool(text.strip()))
 
 
-def examples(path: Path, **shaping: Any) -> list[Example]:
-    return read_examples(Source(path), Shaping(**shaping))
-
-
 @st.composite
 def text_rows(draw: st.DrawFn) -> Rows:
     names = draw(st.lists(st.text("abcdefgh", min_size=1, max_size=5), max_size=3, unique=True))
@@ -129,7 +127,7 @@ def text_rows(draw: st.DrawFn) -> Rows:
 def test_every_format_gives_the_same_examples(tmp_path: Path, rows: Rows) -> None:
     wanted = [Example(i, row["prompt"], {k: v for k, v in row.items() if k != "prompt"}) for i, row in enumerate(rows)]
     for write in WRITERS:
-        assert examples(write(tmp_path, rows)) == wanted, write.__name__
+        assert read(write(tmp_path, rows)) == wanted, write.__name__
 
 
 MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": TEXT})
@@ -148,37 +146,37 @@ NESTED = st.fixed_dictionaries(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(NESTED, min_size=1, max_size=4))
 def test_nested_columns_and_chats_are_the_same_in_every_format_that_has_them(tmp_path: Path, rows: Rows) -> None:
-    first = examples(jsonl(tmp_path, rows))
+    first = read(jsonl(tmp_path, rows))
     assert [example.prompt for example in first] == [row["prompt"] for row in rows]
     for write in (parquet, saved, saved_splits, json_array, packed(jsonl)):
-        assert examples(write(tmp_path, rows)) == first, write.__name__
+        assert read(write(tmp_path, rows)) == first, write.__name__
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 def test_a_row_has_its_place(tmp_path: Path, write: Writer) -> None:
     path = write(tmp_path, ROWS)
-    second = examples(path)[1].where
+    second = read(path)[1].where
     files = {"shards": "part-0.parquet", "saved_splits": "train", "packed_splits": "train.jsonl.gz"}
     file = path / files.get(write.__name__, "")
     lines = {"jsonl": ":2", "csv_file": ":3", "tsv_file": ":3", "splits": ":2"}
     line = lines.get(write.__name__.removeprefix("packed_"), ": row 2")
     assert second == f"{file}{line}"
     with pytest.raises(IsobitError, match="did you mean 'prompt'") as caught:
-        examples(path, columns={"prompt": "promt"})
-    assert str(caught.value).startswith(examples(path)[0].where)
+        read(path, columns={"prompt": "promt"})
+    assert str(caught.value).startswith(read(path)[0].where)
 
 
 def test_a_place_in_csv_is_where_the_record_begins(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n\r\n"two\r\nlines",1\r\nb,2\r\n')
-    assert [(e.prompt, e.where) for e in examples(path)] == [("two\r\nlines", f"{path}:3"), ("b", f"{path}:5")]
+    assert [(e.prompt, e.where) for e in read(path)] == [("two\r\nlines", f"{path}:3"), ("b", f"{path}:5")]
 
 
 def test_a_long_field_of_csv_is_read_and_the_limit_left_as_it_was(tmp_path: Path) -> None:
     import csv
 
     before = csv.field_size_limit()
-    assert examples(csv_file(tmp_path, [{"prompt": "x" * 300_000}]))[0].prompt == "x" * 300_000
+    assert read(csv_file(tmp_path, [{"prompt": "x" * 300_000}]))[0].prompt == "x" * 300_000
     assert csv.field_size_limit() == before
 
 
@@ -201,7 +199,7 @@ def test_what_json_has_no_word_for_becomes_plain(tmp_path: Path) -> None:
         }
     )
     pq.write_table(table, tmp_path / "rows.parquet")
-    (example,) = examples(tmp_path / "rows.parquet")
+    (example,) = read(tmp_path / "rows.parquet")
     assert json.loads(json.dumps(example.columns)) == example.columns
     assert example.columns == {
         "when": "2024-05-06T07:08:09",
@@ -223,7 +221,7 @@ def test_arrays_of_datasets_are_lists(tmp_path: Path) -> None:
     features = datasets.Features({"prompt": datasets.Value("string"), "grid": datasets.Array2D((2, 2), "int32")})
     data = datasets.Dataset.from_dict({"prompt": ["a", "b"], "grid": [[[1, 2], [3, 4]]] * 2}, features=features)
     data.with_format("numpy").select([1, 0]).save_to_disk(tmp_path / "d")
-    found = examples(tmp_path / "d")
+    found = read(tmp_path / "d")
     assert [(e.prompt, e.columns) for e in found] == [
         ("b", {"grid": [[1, 2], [3, 4]]}),
         ("a", {"grid": [[1, 2], [3, 4]]}),
@@ -276,17 +274,17 @@ def test_training_and_held_out_data_are_splits_of_one_directory(tmp_path: Path) 
 
 def test_a_format_is_known_by_content_or_forced(tmp_path: Path) -> None:
     for write in (jsonl, parquet):
-        assert len(examples(write(tmp_path, ROWS).rename(tmp_path / "rows"))) == 5
+        assert len(read(write(tmp_path, ROWS).rename(tmp_path / "rows"))) == 5
     table = csv_file(tmp_path, ROWS).rename(tmp_path / "rows.txt")
     assert len(read_examples(Source(table, "csv"))) == 5
     with pytest.raises(IsobitError, match=r"cannot tell its format .* set task\.format to one of jsonl, csv, parquet"):
-        examples(table)
+        read(table)
     csv_file(tmp_path, ROWS)
     jsonl(tmp_path, ROWS[:2])
     (tmp_path / "rows").unlink()
     assert len(read_examples(Source(tmp_path, "jsonl"))) == 2
     with pytest.raises(IsobitError, match=r"has csv and jsonl files; choose with task\.format"):
-        examples(tmp_path)
+        read(tmp_path)
 
 
 def truncated(folder: Path) -> Path:
@@ -431,7 +429,7 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
 @pytest.mark.parametrize(("make", "message"), BAD, ids=[message[:40] for _, message in BAD])
 def test_what_cannot_be_read_is_named_in_one_line(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
     with pytest.raises(IsobitError) as caught:
-        examples(make(tmp_path))
+        read(make(tmp_path))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
@@ -464,9 +462,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def test_what_needs_an_extra_says_how_to_install_it(tmp_path: Path, without: Callable[[str], None]) -> None:
     file, folder = parquet(tmp_path, ROWS), saved(tmp_path, ROWS)
     without("datasets")
-    assert len(examples(file)) == 5, "pyarrow is enough for Parquet"
+    assert len(read(file)) == 5, "pyarrow is enough for Parquet"
     with pytest.raises(IsobitError, match=r'saved: .* needs datasets; install it with: pip install "isobit\[data\]"'):
-        examples(folder)
+        read(folder)
     without("pyarrow")
     with pytest.raises(IsobitError, match=r'Parquet needs pyarrow; install it with: pip install "isobit\[data\]"'):
-        examples(file)
+        read(file)

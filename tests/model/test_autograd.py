@@ -12,17 +12,10 @@ from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.head import head_logprobs
 from isobit.precision import BF16, E4M3, FP32, PRESETS, QTensor, QuantSpec, quantize
-from tests.models import require
 
 _ROWS, _IN, _OUT = 150, 300, 260
 _BLOCKS, _ROW_BLOCKS = QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "1x128")
 _BF16_ROUNDING = 2.0**-8
-
-
-@pytest.fixture(params=["reference", "native"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    require(request.param)
-    return get_ops(request.param)
 
 
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -17,12 +17,6 @@ _ROWS, _IN, _OUT = 1024, 384, 256
 _IN_FP8 = [name for name, preset in PRESETS.items() if preset.wgrad == "fp8"]
 
 
-@pytest.fixture(params=["reference", "native"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    require(request.param)
-    return get_ops(request.param)
-
-
 def weight_of(preset: str) -> Weight:
     precision = PRESETS[preset]
     master = torch.nn.Parameter(_random(_OUT, _IN, seed=1).float() * 0.1)

@@ -105,7 +105,7 @@ def test_transpose_is_a_view_of_the_same_values() -> None:
 
 
 def test_requantizing_along_the_other_dimension_is_free_only_with_powers_of_two() -> None:
-    """What lets one saved activation serve FProp and WGrad (DESIGN 2.1); with FP32 scales it adds error."""
+    """What lets one saved activation serve FProp and WGrad (docs/numerics.md, section 2); FP32 scales add error."""
     torch.manual_seed(1)
     x = torch.randn(256, 256)
     for scale, added in (("ue8m0", False), ("fp32", True)):

@@ -110,13 +110,6 @@ COMPLETIONS = ["bad" if i == BAD else f"c{i}" for i in range(COUNT)]
 PROMPTS = [f"p{i}" for i in range(COUNT)]
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("rewards") / "my.py"
-    path.write_text(FUNCTIONS)
-    return str(path)
-
-
 def score(file: str, *names: str, **options: Any) -> list[Reward]:
     with RewardPool([RewardSpec(f"{file}:{name}") for name in names], **options) as pool:
         return pool.score(PROMPTS, COMPLETIONS, [{}] * COUNT)

@@ -52,13 +52,6 @@ def ok(completions, **k):
 """
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("process") / "my.py"
-    path.write_text(FUNCTIONS)
-    return str(path)
-
-
 def running(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
     try:

@@ -6,29 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from isobit import cli
 from isobit.config import load_config
 from isobit.training.train import train
 from tests.runs import write_config
 
 Refused = Callable[..., str]
-
-
-@pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Run a command that must be refused; returns its one line."""
-
-    def call(*arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        line = capsys.readouterr().err
-        assert stop.value.code == 2, line
-        assert line.startswith("isobit: ")
-        assert line.count("\n") == 1, line
-        return line
-
-    return call
 
 
 @pytest.mark.parametrize(

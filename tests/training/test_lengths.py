@@ -3,7 +3,6 @@
 import json
 import shutil
 import string
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit import cli
 from isobit.commands.dry_run import dry_run_report
 from isobit.config import load_config
 from isobit.errors import IsobitError
@@ -60,23 +58,6 @@ def run(tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         return tmp_path / "run.yaml"
 
     return write
-
-
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must be refused in one line, before it writes anything."""
-
-    def call(*words: object) -> str:
-        before = sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts)
-        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, words)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        line = capsys.readouterr().err
-        assert (stop.value.code, line.count("\n")) == (2, 1), line
-        assert sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts) == before
-        return line
-
-    return call
 
 
 PROMPTS = ["a" * 10, "b" * 57, "c" * 20, "d" * 56]

@@ -30,7 +30,7 @@ def run(folder: Path, model: Path, *overrides: str, **changes: object) -> TrainR
 
 @pytest.mark.parametrize("preset", ["fp8", "fp8-unified", "bf16", "float32", "mxfp8", "nvfp4"])
 def test_unified_presets_have_no_differing_token_in_any_step(tmp_path: Path, base_model: Path, preset: str) -> None:
-    """The claim of DESIGN 2.4 in a run, after optimizer steps; the negative control is the next test."""
+    """The claim of docs/numerics.md, section 1, in a run, after optimizer steps; the control is the next test."""
     result = run(tmp_path, base_model, f"precision={preset}")
     assert [row["mismatch/differing_tokens"] for row in result.metrics] == [0] * 4
     assert all(row["mismatch/kl_k3"] == 0 and row["mismatch/token_mult_prob_error"] == 1 for row in result.metrics)
@@ -188,7 +188,7 @@ def test_scoring_beside_the_rollout_changes_nothing(
     changes["rewards"]["num_workers"] = 1
     after = run(tmp_path, base_model, f"run.dir={tmp_path / 'after'}", **changes)
     assert fingerprint(beside.run_dir) == fingerprint(after.run_dir)
-    assert all(row["time/score_overlapped"] >= 0 for row in beside.metrics)
+    assert sum(row["time/score_overlapped"] for row in beside.metrics) > 0
 
 
 def test_non_finite_steps_end_the_run_with_the_last_good_checkpoint(
