@@ -26,7 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_S = 600
 _PRELOADED = ("isobit.training.loop", *(f"isobit.commands.{name}" for name in ("compare", "evaluate", "inspect")))
-_server: "subprocess.Popen[str] | None" = None
+_servers: dict[str, "subprocess.Popen[str]"] = {}
+"""By the library that is loaded before all others (LD_PRELOAD), or ""."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,17 @@ class Process:
     words: list[str]
     out: Path
     err: Path
+    preload: str = ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.id, number)
 
     def wait(self) -> "subprocess.CompletedProcess[str]":
         """When it has ended; the whole server is killed after ten minutes, and AssertionError raised."""
-        assert _server is not None
-        timer = threading.Timer(_LONGEST_S, os.killpg, (_server.pid, signal.SIGKILL))
+        timer = threading.Timer(_LONGEST_S, os.killpg, (_servers[self.preload].pid, signal.SIGKILL))
         timer.start()
         try:
-            code = _ask({"wait": self.id})
+            code = _ask({"wait": self.id}, self.preload)
         finally:
             timer.cancel()
         printed = [path.read_text(encoding="utf-8") for path in (self.out, self.err)]
@@ -61,7 +62,9 @@ def start(words: list[str], folder: Path, **environment: str) -> Process:
     files = [Path(tempfile.mkstemp(prefix=f"warm-{name}-")[1]) for name in ("out", "err")]
     variables = {"TMPDIR": tempfile.gettempdir(), **os.environ, **environment}
     request = {"words": words, "folder": str(folder), "environment": _without_ours(variables)}
-    return Process(_ask({**request, "out": str(files[0]), "err": str(files[1])}), words, files[0], files[1])
+    preload = environment.get("LD_PRELOAD", "")
+    number = _ask({**request, "out": str(files[0]), "err": str(files[1])}, preload)
+    return Process(number, words, files[0], files[1], preload)
 
 
 def isobit(folder: Path, *words: object, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -89,24 +92,24 @@ def _without_ours(variables: dict[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
-def _ask(request: dict[str, Any]) -> int:
-    global _server
-    if _server is None or _server.poll() is not None:
-        _server = subprocess.Popen(
+def _ask(request: dict[str, Any], preload: str) -> int:
+    server = _servers.get(preload)
+    if server is None or server.poll() is not None:
+        server = _servers[preload] = subprocess.Popen(
             [sys.executable, "-m", "tests.warm"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=_without_ours(dict(os.environ)),
+            env=_without_ours(dict(os.environ)) | ({"LD_PRELOAD": preload} if preload else {}),
             start_new_session=True,
         )
-        atexit.register(_server.stdin.close)  # type: ignore[union-attr]
-    assert _server.stdin is not None
-    assert _server.stdout is not None
-    _server.stdin.write(json.dumps(request) + "\n")
-    _server.stdin.flush()
-    reply = _server.stdout.readline()
+        atexit.register(server.stdin.close)  # type: ignore[union-attr]
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    reply = server.stdout.readline()
     assert reply, f"{request}: nothing within {_LONGEST_S} s"
     return int(reply)
 

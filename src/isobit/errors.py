@@ -1,10 +1,11 @@
-"""The exceptions that isobit raises for its users.
+"""The exceptions that isobit raises for its users, and how a terminal shows what others wrote.
 
 A message is one line that says what is wrong, where, and what would be right. The command line prints it on
 stderr, without a traceback, and exits with `exit_code`. Broken internal invariants are `assert`s instead.
 """
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -40,6 +41,16 @@ class RunFailed(IsobitError):
 
 class NonFiniteError(IsobitError):
     """NaN or infinity where a number is needed. The learner skips a step in which this happens, and counts it."""
+
+
+def printable(text: str) -> str:
+    """Text that others wrote (a model, a data row, a template, an exception), as a terminal may have it: what it would
+    obey, escape sequences and changes of the direction of writing, is written out."""
+    return "".join(c if _harmless(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _harmless(c: str) -> bool:
+    return c.isprintable() or c in "\n\t\u200c\u200d" or unicodedata.category(c) in ("Zs", "Co")
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from isobit import cli
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import checkpoints
-from isobit.run.checkpoints import all_checkpoints, damage, newest, save
+from isobit.run.checkpoints import all_checkpoints, damage, go_on_from, newest, remove_leftovers, save
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 
@@ -117,8 +117,44 @@ def test_what_an_interrupted_write_left_is_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, content("1"), keep_last=2)
     (tmp_path / ".writing-000002").mkdir()
     (tmp_path / ".writing-000002" / "model.safetensors").write_text("half")
-    assert newest(tmp_path)[0].name == "step-000001"
+    path, _ = newest(tmp_path)
+    assert names(tmp_path) == [".writing-000002", "step-000001"]  # the directory may be that of a run at work
+    go_on_from(path)
     assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_write_that_was_interrupted_between_its_two_renames_is_undone(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, content("1"), keep_last=1)
+    path.rename(tmp_path / ".replaced-step-000001")
+    (tmp_path / ".writing-step-000001").mkdir()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["step-000001"]
+    assert damage(path) is None
+
+
+def test_what_was_just_saved_is_never_dropped_and_what_is_damaged_never_counted(tmp_path: Path) -> None:
+    for step in (5, 10):
+        save(tmp_path, step, content(str(step)), keep_last=2)
+    flip(tmp_path / "step-000010")
+    path, warnings = newest(tmp_path)
+    assert (path.name, len(warnings)) == ("step-000005", 1)
+    go_on_from(path)
+    save(tmp_path, 7, content("7"), keep_last=1)
+    assert names(tmp_path) == [".damaged-step-000010", "step-000007"]
+    assert newest(tmp_path)[0].name == "step-000007"
+
+
+def test_a_millionth_step_comes_after_the_others(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 1_000_001):
+        save(tmp_path, step, content(str(step)), keep_last=2)
+    assert names(tmp_path) == ["step-1000000", "step-1000001"]
+    assert newest(tmp_path)[0].name == "step-1000001"
+
+
+def test_a_manifest_of_nothing_is_no_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, content("1"), keep_last=1)
+    (path / "manifest.json").write_text("{}")
+    assert damage(path) == "manifest.json names no files"
     with pytest.raises(IsobitError, match="there is none"):
         newest(tmp_path / "step-000001")
 

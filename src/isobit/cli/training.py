@@ -7,7 +7,7 @@ import typer
 
 from isobit.cli import completion
 from isobit.cli.app import Overrides, Quiet, app, names
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, printable
 
 
 @app.command()
@@ -93,7 +93,7 @@ def _train(
     assert config is not None
     resolved = load_config(config, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
     if dry_run:
-        print(dry_run_report(resolved))
+        print(printable(dry_run_report(resolved)))
         return 0
     if redo:
         clear_finished(resolved)

@@ -13,6 +13,7 @@ from isobit.config import CompareConfig, Config, load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.report.comparison import OUTCOME, write_comparison
 from isobit.run import directory as runs
+from isobit.run import durable
 from isobit.training.train import resume, train
 
 
@@ -87,5 +88,5 @@ def _run_one(config: Config, title: str, quiet: bool) -> int:
         if result.exit_code:
             return result.exit_code
         outcome = {"finished": True, "reason": ""}
-    (directory / OUTCOME).write_text(json.dumps(outcome) + "\n", encoding="utf-8")
+    durable.write_text(directory / OUTCOME, json.dumps(outcome) + "\n")
     return 0

@@ -4,7 +4,6 @@ It is written under a temporary name and renamed into place, so that an existing
 formats (GGUF, MXFP8), and uploading.
 """
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.checkpoint import SHARD_BYTES
 from isobit.model.fp8_blocks import block_checkpoint
+from isobit.run import durable
 from isobit.run.directory import CONFIG, model_directory
 
 FORMATS = ("bf16", "fp32", "fp8")
@@ -44,9 +44,11 @@ def export(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         lines = _write(model, partial, form, shard_bytes)
+        durable.flush_tree(partial)
         if to.exists():
             to.rmdir()  # empty, as checked above
-        os.replace(partial, to)
+        partial.rename(to)
+        durable.flush(to.parent)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's error
         reason = getattr(error, "strerror", None) or str(error)
         raise IsobitError(f"cannot write {to}: {reason}") from None

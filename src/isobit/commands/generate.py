@@ -1,13 +1,14 @@
 """`isobit generate`: prompts in, completions out, on stdout. Left out: scoring them (`evaluate.py`)."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, printable
 from isobit.model import Model
 
 
@@ -38,11 +39,12 @@ def print_completions(
     groups = engine.generate(requests, sampling)
     for prompt, group in zip(prompts, groups):
         for completion in group:
-            print(_line(prompt, completion) if as_json else _text(prompt, completion, chat, sampling.n))
+            print(_line(prompt, completion) if as_json else printable(_text(prompt, completion, chat, sampling.n)))
 
 
 def _line(prompt: str, completion: Completion) -> str:
-    return json.dumps({"prompt": prompt, **asdict(completion)}, ensure_ascii=False)
+    text = json.dumps({"prompt": prompt, **asdict(completion)}, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text)  # a terminal may obey these too
 
 
 def _text(prompt: str, completion: Completion, chat: bool, n: int) -> str:

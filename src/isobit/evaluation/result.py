@@ -18,6 +18,7 @@ from typing import Any
 
 from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError
+from isobit.run import durable
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Result:
 def write_result(path: Path, content: Mapping[str, Any]) -> None:
     """Write plain values. Raises IsobitError if that cannot be."""
     try:
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        durable.write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise IsobitError(f"cannot write {path}: {error.strerror}") from None
 

@@ -4,7 +4,7 @@ results appear at once."""
 from pathlib import Path
 from typing import Any
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, printable
 from isobit.evaluation.comparison import compare, comparison_json, comparison_table
 from isobit.evaluation.result import Result, read_result, write_result
 from isobit.evaluation.summary import summarize, summary_json, summary_table
@@ -20,9 +20,9 @@ def is_saved(path: Path) -> bool:
 def show(result: Result, against: Result | None, out: Path | None) -> None:
     """Print it, and write it to `out`. Raises IsobitError for results that cannot be compared."""
     if against is None:
-        print(f"{result.model}\n\n{summary_table(result)}")
+        print(printable(f"{result.model}\n\n{summary_table(result)}"))
     else:
-        print(comparison_table(result, against))
+        print(printable(comparison_table(result, against)))
     if out is not None:
         write_result(out, _content(result, against))
 

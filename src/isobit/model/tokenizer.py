@@ -153,7 +153,8 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template."""
         directory = Path(directory)
-        self.fast.save(str(directory / "tokenizer.json"))
+        # not `save`, whose error on a full disk is no OSError
+        (directory / "tokenizer.json").write_text(self.fast.to_str(pretty=True), encoding="utf-8")
         write_json(directory / "tokenizer_config.json", self.settings)
         if self.chat_template is not None and self.chat_template != self.settings.get("chat_template"):
             (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")

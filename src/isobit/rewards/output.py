@@ -10,6 +10,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from isobit.errors import printable
+
 MAX_AT_ONCE = 1 << 20
 MAX_FILE_BYTES = 8 << 20
 OLDER = ".1"
@@ -33,7 +35,7 @@ class Output:
             text += b"\n"
         if self.path is None:
             lines = text.decode("utf-8", "replace").splitlines()
-            sys.stderr.write("".join(f"{_plain(line)}\n" for line in lines))
+            sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
             return
         with suppress(OSError):  # a full disk ends the run where its own files are written, not here
             if self.path.is_file() and self.path.stat().st_size + len(text) > MAX_FILE_BYTES:
@@ -41,8 +43,3 @@ class Output:
             with self.path.open("ab") as file:
                 file.write(f"--- {heading}\n".encode() + text)
             self.written = True
-
-
-def _plain(line: str) -> str:
-    """Without control characters, which a terminal would obey: a function may print what a model wrote."""
-    return "".join(c if c.isprintable() or c == "\t" else " " for c in line)

@@ -1,33 +1,40 @@
 """Checkpoints that are either complete or absent: written under a temporary name, hashed, renamed into place.
 
 A checkpoint is a directory with a manifest of its files' SHA-256. Loading takes the newest one whose files match; a
-damaged one is reported and skipped. Left out: what is in a checkpoint (the caller writes it).
+damaged one is reported and skipped, and set aside by a run that goes on. A power cut between any two writes leaves the
+checkpoint or its predecessor (tests/run/test_power_cuts.py). Left out: what is in a checkpoint (the caller writes it).
 """
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from isobit.errors import IsobitError, RunFailed
+from isobit.run import durable
 
 _MANIFEST = "manifest.json"
-_PREFIX, _TEMPORARY = "step-", ".writing-"
+_PREFIX, _WRITING, _REPLACED, _DAMAGED = "step-", ".writing-", ".replaced-", ".damaged-"
+Problem = Callable[[Path], str | None]
+"""What is wrong with a checkpoint, or None."""
 
 
 def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: int) -> Path:
-    """Write the checkpoint of a step through `write(folder)`, atomically, and drop all but the newest `keep_last`.
+    """Write the checkpoint of a step through `write(folder)`, atomically, and drop all but it and the newest
+    `keep_last` - 1 others.
 
     Raises RunFailed if the disk is full or the files cannot be written; earlier checkpoints stay as they are.
     """
     final = path_of(directory, step)
     replace(final, write)
-    for old in all_checkpoints(directory)[:-keep_last]:
-        shutil.rmtree(old)
+    others = [path for path in all_checkpoints(directory) if path != final]
+    for old in others[: len(others) - keep_last + 1]:
+        with suppress(OSError):  # that it stays harms nobody, and the next one tries again
+            shutil.rmtree(old.rename(directory / f"{_WRITING}{old.name}"))
     return final
 
 
@@ -39,57 +46,75 @@ def path_of(directory: Path, step: int) -> Path:
 def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None) -> None:
     """Write a directory through `write(folder)`, with a manifest, and put it in the place of `final`, whole or not at
     all; what was there is removed, or renamed to `keep`. Raises RunFailed as `save`."""
-    temporary = final.parent / f"{_TEMPORARY}{final.name.removeprefix(_PREFIX)}"
+    temporary = final.parent / f"{_WRITING}{final.name}"
+    replaced = keep or final.parent / f"{_REPLACED}{final.name}"
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(final.parent)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         write(temporary)
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         manifest = {str(p.relative_to(temporary)): _digest(p) for p in files}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        for path in [*files, temporary / _MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
-            _flush(path)
-        if final.exists() and keep is not None:
-            final.rename(keep)
-        elif final.exists():
-            shutil.rmtree(final)
+        durable.flush_tree(temporary)
+        if final.exists():
+            final.rename(replaced)  # `remove_leftovers` brings it back if this is all that is done
         temporary.rename(final)
-        _flush(final.parent)
+        durable.flush(final.parent)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
         if isinstance(error, (OSError, SafetensorError)):  # safetensors wraps the system's error
             reason = getattr(error, "strerror", None) or str(error)
             raise RunFailed(f"cannot save checkpoint {final}: {reason}; earlier checkpoints are intact") from None
         raise
+    if keep is None:
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def all_checkpoints(directory: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(p for p in directory.glob(f"{_PREFIX}*") if p.is_dir())
+    found = [p for p in directory.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal() and p.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
-def newest(directory: Path, *, clean: bool = True) -> tuple[Path, list[str]]:
-    """The newest checkpoint that is whole, and a line for every newer one that is damaged.
+def newest(directory: Path, problem: Problem | None = None) -> tuple[Path, list[str]]:
+    """The newest checkpoint that is whole, and of which `problem` has none to tell, and a line for every newer one.
 
-    Removes what an interrupted write left behind if it is to `clean`. Raises IsobitError if no checkpoint is whole.
+    Changes nothing: the directory may be that of a run at work. Raises IsobitError if there is no such checkpoint.
     """
-    if clean:
-        remove_leftovers(directory)
     warnings: list[str] = []
     for path in reversed(all_checkpoints(directory)):
-        problem = damage(path)
-        if problem is None:
+        found = damage(path) or (problem(path) if problem is not None else None)
+        if found is None:
             return path, warnings
-        warnings.append(f"checkpoint {path} is damaged ({problem}); taking the one before it")
+        warnings.append(f"checkpoint {path} is damaged ({found}); taking the one before it")
     found = f"all {len(warnings)} are damaged: {warnings[0]}" if warnings else "there is none"
     raise IsobitError(f"{directory}: no checkpoint to take: {found}")
 
 
+def go_on_from(path: Path) -> None:
+    """For the run that goes on from a checkpoint: what interrupted writes left behind is removed, and newer
+    checkpoints, being damaged, are set aside, where no count of the newest ones finds them."""
+    remove_leftovers(path.parent)
+    checkpoints = all_checkpoints(path.parent)
+    for newer in checkpoints[checkpoints.index(path) + 1 :]:
+        aside = path.parent / f"{_DAMAGED}{newer.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        newer.rename(aside)
+
+
 def remove_leftovers(directory: Path) -> None:
-    """Remove what interrupted writes into a directory left behind."""
-    for leftover in directory.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(leftover)
+    """Remove what interrupted writes into a directory left behind, and bring back what they would have replaced."""
+    for leftover in directory.glob(f"{_WRITING}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in directory.glob(f"{_REPLACED}*"):
+        final = directory / leftover.name.removeprefix(_REPLACED)
+        if final.exists():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.rename(final)
 
 
 def damage(path: Path) -> str | None:
@@ -103,7 +128,7 @@ def damage(path: Path) -> str | None:
         return f"{Path(str(error.filename)).name} is missing"
     except (OSError, ValueError, AttributeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
-    return None
+    return None if manifest else f"{_MANIFEST} names no files"
 
 
 def _digest(path: Path) -> str:
@@ -112,11 +137,3 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

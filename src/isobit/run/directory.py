@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO, Any
 
 from isobit.errors import IsobitError, RunFailed
-from isobit.run import checkpoints, metrics
+from isobit.run import checkpoints, durable, metrics
 from isobit.run.completions import COMPLETIONS, pack
 
 CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE = (
@@ -37,30 +37,47 @@ REWARDS_LOG = "rewards.log"
 """What reward functions print; grows over a resume."""
 
 
+class Lock:
+    """A run directory that no second process works on. Raises IsobitError where one does, or where nothing can be
+    written."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self._file = (directory / LOCK).open("w")
+        except OSError as error:
+            raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise IsobitError(f"run directory {directory} is in use by another process") from None
+
+    def close(self) -> None:
+        """Let others in."""
+        self._file.close()
+
+
 class RunDirectory:
     """An open run directory, locked against a second process. Use as a context manager."""
 
-    def __init__(self, directory: Path, offsets: Mapping[str, int], config_text: str | None = None) -> None:
-        """`config_text` takes the place of what `config.yaml` says: a resumed run may be a longer one."""
+    def __init__(
+        self, directory: Path, offsets: Mapping[str, int], config_text: str | None = None, lock: Lock | None = None
+    ) -> None:
+        """`config_text` takes the place of what `config.yaml` says: a resumed run may be a longer one. `lock`, if it
+        was taken before, is given up with the rest."""
         self.directory = directory
-        self._lock = (directory / LOCK).open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise IsobitError(f"run directory {directory} is in use by another process") from None
+        self._lock = lock or Lock(directory)
         self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
         if config_text is not None:
-            _replace_text(directory / CONFIG, config_text)
+            durable.write_text(directory / CONFIG, config_text)
 
     @staticmethod
     def create(directory: Path, config_text: str) -> "RunDirectory":
         """A new run; IsobitError if the directory exists and is not empty."""
         refuse_existing(directory)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / CONFIG).write_text(config_text, encoding="utf-8")
-            return RunDirectory(directory, NOTHING_WRITTEN)
+            durable.make_directory(directory)
+            return RunDirectory(directory, NOTHING_WRITTEN, config_text)
         except OSError as error:
             raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
 
@@ -77,10 +94,11 @@ class RunDirectory:
         """Keep what the run is computed by; returns a line for each of the user's `functions` whose file has changed
         since. Raises IsobitError where the run would go on by another `backend`, with other bits."""
         path = self.directory / MACHINE
-        if not path.exists():
-            _replace_text(path, json.dumps(facts, indent=1) + "\n")
-            return []
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = _object(path)
+        if before is None or "backend" not in before:
+            missing = [] if before is None else [f"warning: {path} cannot be read: what the run began on is not known"]
+            durable.write_text(path, json.dumps(facts, indent=1) + "\n")
+            return missing
         if before["backend"] != facts["backend"]:
             raise IsobitError(
                 f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
@@ -95,7 +113,7 @@ class RunDirectory:
                     f"warning: {key}: its file has changed since the run began; from here on the new one counts"
                 )
         if lines:
-            _replace_text(path, json.dumps(before, indent=1) + "\n")
+            durable.write_text(path, json.dumps(before, indent=1) + "\n")
         return lines
 
     @property
@@ -105,6 +123,15 @@ class RunDirectory:
     def offsets(self) -> dict[str, int]:
         """How long the files are that grow: part of a checkpoint's state."""
         return {name: file.tell() for name, file in self._files.items()}
+
+    def flush(self) -> None:
+        """Have the disk take what was written, before a checkpoint counts on it."""
+        try:
+            for file in self._files.values():
+                os.fsync(file.fileno())
+            durable.flush(self.directory)
+        except OSError as error:
+            raise self._cannot_write(self.directory, error) from None
 
     def write_metrics(self, values: Mapping[str, float]) -> None:
         metrics.check(values)
@@ -126,8 +153,10 @@ class RunDirectory:
             file.write(content)
             file.flush()
         except OSError as error:
-            again = f"isobit train --resume {self.directory}"
-            raise RunFailed(f"cannot write {self.directory / name}: {error.strerror}; go on with: {again}") from None
+            raise self._cannot_write(self.directory / name, error) from None
+
+    def _cannot_write(self, path: Path, error: OSError) -> RunFailed:
+        return RunFailed(f"cannot write {path}: {error.strerror}; go on with: isobit train --resume {self.directory}")
 
 
 def refuse_existing(directory: Path) -> None:
@@ -147,14 +176,29 @@ def occupied(directory: Path) -> str | None:
         return "is a run"
     if (directory / "config.json").is_file():
         return "is a model"
-    return "is not empty" if any(directory.iterdir()) else None
+    begun = {LOCK, f".{CONFIG}.partial"}  # and no further: nothing is lost
+    return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
 
 
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+def _object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file: empty if there is something else in it, None without a file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def too_short(directory: Path, offsets: Mapping[str, int]) -> str | None:
+    """Which of the files that grow has lost what a checkpoint says it has, or None."""
+    for name, offset in offsets.items():
+        path = directory / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size < offset:
+            return f"{name} has {size:,} bytes, and had {offset:,} then"
+    return None
 
 
 def _open_at(path: Path, offset: int) -> IO[bytes]:
@@ -186,10 +230,10 @@ def require_run(directory: Path) -> None:
         raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
 
 
-def newest_checkpoint(directory: Path) -> Path:
-    """The newest whole checkpoint of a run; damaged ones are named on stderr."""
-    require_run(directory)
-    path, warnings = checkpoints.newest(directory / CHECKPOINTS)
+def newest_checkpoint(directory: Path, problem: checkpoints.Problem | None = None) -> Path:
+    """The newest checkpoint of a run that is whole, and of which `problem` has none to tell; newer ones are named on
+    stderr."""
+    path, warnings = checkpoints.newest(directory / CHECKPOINTS, problem)
     for warning in warnings:
         print(f"isobit: {warning}", file=sys.stderr)
     return path
@@ -201,22 +245,26 @@ def model_directory(path: Path, best: bool = False) -> Path:
     if not (path / CONFIG).is_file():
         return path
     if not best:
-        # what lies half-written there belongs to a run that may be alive
-        return checkpoints.newest(path / CHECKPOINTS, clean=False)[0]
+        return newest_checkpoint(path)
     if not (path / BEST).is_dir():
         raise IsobitError(f"{path} has no best model: its evaluation is off, or keep_best is")
+    if (problem := checkpoints.damage(path / BEST)) is not None:
+        raise IsobitError(f"{path / BEST} is damaged ({problem}); take the newest checkpoint: leave out --best")
     return path / BEST
 
 
 class Interruption:
-    """SIGINT and SIGTERM set a flag, which the training loop reads between steps; a second signal ends the process."""
+    """SIGINT, SIGTERM and SIGHUP, unless it is ignored as under nohup, set a flag, which the training loop reads
+    between steps; a second signal ends the process."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             try:
                 self._previous[number] = signal.signal(number, self._handle)
             except ValueError:  # not in the main thread: a program that embeds isobit keeps its own handlers

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import IO, Any
 
 from isobit.errors import IsobitError
+from isobit.run import durable
 from isobit.run.completions import COMPLETIONS, CompletionTail
 from isobit.run.directory import METRICS
 from isobit.trackers.base import COMPLETION_COLUMNS, Place, Tracker
@@ -85,9 +86,7 @@ class Follower:
         return found
 
     def _keep(self) -> None:
-        temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"last": self.last, "kept": dict(self._kept)}) + "\n", encoding="utf-8")
-        os.replace(temporary, self._state_file)
+        durable.write_text(self._state_file, json.dumps({"last": self.last, "kept": dict(self._kept)}) + "\n")
 
 
 class Tail(Iterator[dict[str, Any]]):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from isobit.config import SamplingConfig
 from isobit.data.dataset import Dataset, Example
 from isobit.engine.prompts import encode
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, printable
 from isobit.model import Model
 from isobit.tasks import Task, TaskSettings
 
@@ -110,5 +110,6 @@ def keep(
         raise IsobitError(f"no {name} example is within the limits of length; the first: {first}")
     if not quiet:
         count = f"{len(dropped):,} of {len(data):,}"
-        print(f"{count} {name} examples dropped for their length; the first: {first}", file=sys.stderr)
+        text = f"{count} {name} examples dropped for their length; the first: {first}"
+        print(printable(text), file=sys.stderr)
     return replace(data, examples=[example for example in data.examples if example.index not in dropped])

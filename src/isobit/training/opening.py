@@ -17,7 +17,7 @@ from isobit.run.directory import RunDirectory
 from isobit.training.agreement import unlike
 from isobit.training.assembly import open_parts
 from isobit.training.objects import Given, Objects
-from isobit.training.parts import load_state
+from isobit.training.parts import load_state, problem_of
 from isobit.training.recording import recorded_groups
 from isobit.training.session import Session
 from isobit.training.snapshot import State
@@ -36,13 +36,23 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet
     again."""
     runs.require_run(run_dir)
     check_resumed(overrides)
+    lock = runs.Lock(run_dir)
+    try:
+        return _resumed(run_dir, overrides, given, lock, quiet=quiet)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _resumed(run_dir: Path, overrides: Sequence[str], given: Given, lock: runs.Lock, *, quiet: bool) -> Session:
+    """The directory is this process's alone before anything in it is read or cleared away."""
     config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
     objects = given.again(config)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         parts = open_parts(config, quiet=quiet, objects=objects)
-        run = RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config))
+        run = RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock)
         return Session(parts, run, State(), quiet=quiet, objects=objects)
-    path = runs.newest_checkpoint(run_dir)
+    path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir))
     parts = open_parts(config, quiet=quiet, checkpoint=path, objects=objects)
     counted = load_state(path, parts)
     pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
@@ -51,7 +61,8 @@ def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet
     state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"))
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
-    run = RunDirectory(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config))
+    checkpoints.go_on_from(path)
+    run = RunDirectory(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config), lock)
     session = Session(parts, run, state, quiet=quiet, objects=objects)
     session.saver.saved_step = state.step
     session.best.restore(counted.get("best"))

@@ -27,6 +27,7 @@ from isobit.rl.learner import Learner, LearnerState
 from isobit.rl.optim import Optimizer
 from isobit.rl.replay import ReplayBuffer
 from isobit.run import checkpoints
+from isobit.run.directory import too_short
 from isobit.tasks import Task
 from isobit.training.scoring import Scorer
 
@@ -111,15 +112,38 @@ def save_checkpoint(
     return checkpoints.save(directory, state["step"], write, keep_last)
 
 
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The first tensor that holds NaN or infinity, or None."""
+    return next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None)
+
+
+def problem_of(checkpoint: Path, run: Path) -> str | None:
+    """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or the run's files have
+    lost what had been written by then."""
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        if (name := not_finite(load_file(path))) is not None:
+            return f"{name} in {path.name} is not finite"
+    return too_short(run, _state(checkpoint)["offsets"])
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / _TRAINER / "state.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise IsobitError(f"{path}: cannot be read: {error}") from None
+    return found
+
+
 def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
     """Bring the optimizer and the version of the weights back; returns the state."""
     trainer = checkpoint / _TRAINER
     try:
         tensors = load_file(trainer / "optimizer.safetensors")
         scales = load_file(trainer / _KV) if parts.calibrator.active else {}
-        state = json.loads((trainer / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise IsobitError(f"{trainer}: cannot be read: {error}") from None
+    state = _state(checkpoint)
     parts.optimizer.load_state(tensors)
     parts.calibrator.load_state(scales)
     parts.learner.state = LearnerState(tuple(state["clip_bounds"]), state["bad_steps_in_a_row"])

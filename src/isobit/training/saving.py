@@ -13,7 +13,7 @@ from isobit.evaluation.best import Best
 from isobit.run import checkpoints
 from isobit.run.directory import RunDirectory
 from isobit.training.meter import Meter
-from isobit.training.parts import Parts, save_checkpoint
+from isobit.training.parts import Parts, not_finite, save_checkpoint
 from isobit.training.snapshot import Snapshot, State
 
 
@@ -42,7 +42,10 @@ class Saver:
     def save(self, whole: Snapshot | None = None) -> None:
         """Write a checkpoint, of now unless a snapshot is given."""
         self._meter.phase("save")
+        if (name := not_finite(self.parts.model.named_parameters())) is not None:
+            self.fail(f"{name} is not finite")
         whole = whole or self._now()
+        self.run.flush()
         keep_last = self.parts.config.run.keep_last
         save_checkpoint(self.run.checkpoints, self.parts, whole.to_json(), whole.scales, keep_last)
         self.best.settle()

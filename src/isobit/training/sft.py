@@ -29,6 +29,7 @@ from isobit.rewards.pool import RewardPool
 from isobit.rl import learning_rate
 from isobit.rl.optim import Optimizer
 from isobit.rl.supervised import supervised_update
+from isobit.run import durable
 from isobit.run.directory import occupied
 from isobit.tasks import Task, load_task
 from isobit.training.lengths import encode_prompt, keep, outside
@@ -71,9 +72,11 @@ def _save(model: Model, out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".sft-") as temporary:
             model.save(Path(temporary) / "model")
+            durable.flush_tree(Path(temporary) / "model")
             if out.exists():
                 out.rmdir()
             (Path(temporary) / "model").rename(out)
+            durable.flush(out.parent)
     except (OSError, SafetensorError) as error:
         raise RunFailed(f"cannot save model {out}: {getattr(error, 'strerror', None) or error}") from None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from isobit.errors import printable
 from isobit.run.standstill import PATIENCE
 from isobit.view.history import History, Shown
 from isobit.view.screen import screen, summary
@@ -47,7 +48,7 @@ class Display:
     def note(self, text: str) -> None:
         """A line that stays, above the screen."""
         if not self.quiet:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
         """What the run does now."""

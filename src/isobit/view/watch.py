@@ -44,7 +44,11 @@ class GrowingRows:
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
-                yield json.loads(line)
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    raise IsobitError(f"{self.path}, byte {self.offset - len(line)}: not a line of JSON") from None
+                yield row
 
 
 class Watched:

@@ -1,0 +1,41 @@
+"""What a model, a row or an exception wrote reaches no terminal as a command."""
+
+from pathlib import Path
+
+import pytest
+
+from isobit import cli
+from isobit.errors import IsobitError, printable
+from isobit.view import Display
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \r \u202e \x7f \ud800"
+
+
+def test_escape_sequences_are_written_out_and_text_stays() -> None:
+    shown = printable(HOSTILE)
+    assert shown.startswith("\\x1b[2J\\x1b]0;owned\\x07 \\x9b31m \\r \\u202e")
+    assert shown.isprintable()
+    for text in ("line\n\ttab", "日本語　空白", "a\u00a0b", "👩\u200d👩\u200d👧", "naïve"):
+        assert printable(text) == text
+
+
+def test_errors_and_notes_are_shown_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(prog_name: str) -> None:
+        raise IsobitError(f"reward failed: {HOSTILE}")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit):
+        cli.main()
+    with Display(1) as display:
+        display.note(HOSTILE)
+    printed = capsys.readouterr().err
+    assert printed.count("\\x1b[2J") == 2
+    assert "\x1b" not in printed
+
+
+def test_a_broken_line_of_metrics_is_named(tmp_path: Path) -> None:
+    from isobit.view.watch import GrowingRows
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
+    with pytest.raises(IsobitError, match=r"metrics\.jsonl, byte 12: not a line of JSON"):
+        list(GrowingRows(tmp_path / "metrics.jsonl").rows())
