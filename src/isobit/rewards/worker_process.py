@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import IO, Any
 
 import isobit
 from isobit.errors import IsobitError
+from isobit.rewards.interpreter import module_command
 
 START_DEADLINE_S = 300.0  # importing a reward function may import a large library
 MAX_LOG_BYTES = 4 << 20  # of output between two `new_output`; then it is dropped
@@ -69,7 +69,7 @@ class WorkerProcess:
         theirs = (requests, replies, lifeline)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "isobit.rewards.worker", *map(str, theirs)],
+                module_command("isobit.rewards.worker", *map(str, theirs)),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

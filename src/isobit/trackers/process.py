@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import isobit
 from isobit.errors import IsobitError
+from isobit.rewards.interpreter import module_command
 from isobit.run.directory import METRICS, read_jsonl
 from isobit.trackers.follow import TRACKING, read_state
 from isobit.trackers.table import make_tracker
@@ -103,7 +104,7 @@ class _TrackerProcess:
             (run / TRACKING / name).mkdir(parents=True, exist_ok=True)
             with (run / TRACKING / f"{name}.log").open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "isobit.trackers"],
+                    module_command("isobit.trackers"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

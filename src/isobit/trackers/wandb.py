@@ -7,13 +7,13 @@ steps wandb's reader lists; `wandb sync` joins those with the same id in the ord
 import json
 import os
 import subprocess
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
+from isobit.rewards.interpreter import module_command
 from isobit.trackers.base import COMPLETION_COLUMNS, Opened, Place
 
 _NO_CREDENTIALS = (
@@ -85,7 +85,7 @@ class WeightsAndBiases:
 
 def _last_step(directory: Path) -> int:
     """The last step of an offline directory, from wandb's own reader; -1 if it has none."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(directory)]
+    command = module_command("wandb", "leet", "inspect", "--json", str(directory))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     return max((int(r["history"]["item"]["_step"]) for r in records if r["type"] == "history"), default=-1)
