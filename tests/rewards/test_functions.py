@@ -174,6 +174,7 @@ def test_numbers_of_any_kind_are_rewards() -> None:
     ("value", "message"),
     [
         (float("nan"), "returned nan, expected a finite number or None"),
+        (-1e308, "returned -1e+308, expected a number within ±1e+30 or None"),
         (float("-inf"), "returned -inf, expected a finite number or None"),
         ("1", "returned str '1', expected a finite number or None"),
         (10**400, "returned int 1000000000"),

@@ -162,6 +162,10 @@ def last_line(error: BaseException, file: str) -> str:
     return f"{text:.300}{where}"
 
 
+LARGEST = 1e30
+"""A reward beyond it would overflow in a sum of squares."""
+
+
 def checked_values(result: Any, count: int) -> tuple[list[float | None], dict[int, str]]:
     """(values, {index: what is wrong with that value}); a wrong value is None in the list.
 
@@ -179,6 +183,8 @@ def checked_values(result: Any, count: int) -> tuple[list[float | None], dict[in
         if entry is not None and (value is None or not math.isfinite(value)):
             wrong[i] = f"returned {_described(entry) if value is None else value}, expected a finite number or None"
             value = None
+        elif value is not None and abs(value) > LARGEST:
+            wrong[i], value = f"returned {value}, expected a number within ±{LARGEST:g} or None", None
         values.append(value)
     return values, wrong
 
