@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from tests.conftest import tiny_model
+from tests.models import tiny_model
 
 from .crash import after_a_cut, kinds_of_loss
 from .runs import KINDS, Place

@@ -77,18 +77,21 @@ static void say(const char *format, ...) {
     errno = saved;
 }
 
-/* 0: go on; 1: half of it, for a write; -1: fail, errno is set. */
-static int fault(int writes) {
+/* What a call takes of the disk: nothing new, bytes, or room for a name. */
+enum { NOTHING, BYTES, ROOM };
+
+/* 0: go on; 1: half of it, for bytes; -1: fail, errno is set. */
+static int fault(int takes) {
     const char *at = getenv("FAULT_AT"), *kind = getenv("FAULT_KIND");
     count++;
     if (!at || !kind || count < atol(at)) return 0;
     int here = count == atol(at);
-    if (!strcmp(kind, "full") && writes) { errno = ENOSPC; return -1; }
+    if (!strcmp(kind, "full") && takes) { errno = ENOSPC; return -1; }
     if (!here) return 0;
     if (!strcmp(kind, "io")) { errno = EIO; return -1; }
-    if (!strcmp(kind, "interrupted") && writes) { errno = EINTR; return -1; }
-    if (!strcmp(kind, "short") && writes) return 1;
-    if (!strcmp(kind, "kill")) { if (writes) return 1; raise(SIGKILL); }
+    if (!strcmp(kind, "interrupted") && takes == BYTES) { errno = EINTR; return -1; }
+    if (!strcmp(kind, "short") && takes == BYTES) return 1;
+    if (!strcmp(kind, "kill")) { if (takes == BYTES) return 1; raise(SIGKILL); }
     return 0;
 }
 
@@ -100,7 +103,7 @@ static int opened(int directory, const char *path, int flags, mode_t mode) {
         return (int)syscall(SYS_openat, directory, path, flags, mode);
     int there = stat(whole, &found) == 0;
     if (there && !(flags & O_TRUNC)) return (int)syscall(SYS_openat, directory, path, flags, mode);
-    if (fault(1) < 0) return -1;
+    if (fault(ROOM) < 0) return -1;
     int file = (int)syscall(SYS_openat, directory, path, flags, mode);
     if (file >= 0) there ? say("T\t%s\t0\n", whole) : say("C\t%s\n", whole);
     return file;
@@ -118,7 +121,7 @@ ssize_t write(int file, const void *data, size_t length) {
     char path[PATH_MAX];
     of_file(file, path);
     if (!length || !ours(path)) return real(file, data, length);
-    int how = fault(1);
+    int how = fault(BYTES);
     if (how < 0) return -1;
     ssize_t done = real(file, data, how ? (length + 1) / 2 : length);
     if (done > 0) {
@@ -131,14 +134,14 @@ ssize_t write(int file, const void *data, size_t length) {
 
 #define CUT(name, type) int name(int file, type size) { REAL(name); char path[PATH_MAX]; of_file(file, path); \
     if (!ours(path)) return real(file, size); \
-    if (fault(1) < 0) return -1; \
+    if (fault(ROOM) < 0) return -1; \
     int result = real(file, size); if (!result) say("T\t%s\t%lld\n", path, (long long)size); return result; }
 CUT(ftruncate, off_t)
 CUT(ftruncate64, off64_t)
 
 #define FLUSH(name) int name(int file) { REAL(name); char path[PATH_MAX]; of_file(file, path); \
     if (!ours(path)) return real(file); \
-    if (fault(0) < 0) return -1; \
+    if (fault(NOTHING) < 0) return -1; \
     int result = real(file); if (!result) say("S\t%s\n", path); return result; }
 FLUSH(fsync)
 FLUSH(fdatasync)
@@ -149,7 +152,7 @@ static int with_mode(int directory, const char *path, mode_t mode) {
     ssize_t length;
     absolute(directory, path, whole);
     int watched = ours(whole);
-    if (watched && fault(1) < 0) return -1;
+    if (watched && fault(ROOM) < 0) return -1;
     int result = (int)syscall(SYS_fchmodat, directory, path, mode);
     int file = (int)syscall(SYS_openat, AT_FDCWD, whole, O_RDONLY);
     if (!result && watched && log_file >= 0 && file >= 0 && fstat(file, &found) == 0) {
@@ -168,7 +171,7 @@ static int renamed(int from, const char *old, int to, const char *new) {
     absolute(from, old, before);
     absolute(to, new, after);
     int watched = ours(before) || ours(after);
-    if (watched && fault(0) < 0) return -1;
+    if (watched && fault(NOTHING) < 0) return -1;
     int result = (int)syscall(SYS_renameat2, from, old, to, new, 0);
     if (!result && watched) say("R\t%s\t%s\n", before, after);
     return result;
@@ -180,7 +183,7 @@ static int gone(int directory, const char *path, int flags) {
     char whole[PATH_MAX];
     absolute(directory, path, whole);
     int watched = ours(whole);
-    if (watched && fault(0) < 0) return -1;
+    if (watched && fault(NOTHING) < 0) return -1;
     int result = (int)syscall(SYS_unlinkat, directory, path, flags);
     if (!result && watched) say("%s\t%s\n", flags & AT_REMOVEDIR ? "D" : "U", whole);
     return result;
@@ -193,7 +196,7 @@ static int made(int directory, const char *path, mode_t mode) {
     char whole[PATH_MAX];
     absolute(directory, path, whole);
     int watched = ours(whole);
-    if (watched && fault(1) < 0) return -1;
+    if (watched && fault(ROOM) < 0) return -1;
     int result = (int)syscall(SYS_mkdirat, directory, path, mode);
     if (!result && watched) say("M\t%s\n", whole);
     return result;
