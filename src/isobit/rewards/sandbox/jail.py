@@ -4,15 +4,18 @@ Under isolation `namespaces` the cage is of Linux namespaces of its own, which n
 IPC and host name. The file system is an empty one that holds the system's and Python's directories, read-only, and a
 small writable directory in memory; there is no /proc, no home, no network device. The first process of the PID
 namespace runs the programs; when it ends, or anyone above it is killed, the kernel kills all that is left inside.
-A program has no capabilities, cannot gain privileges, and has limits on time, memory, files, file size and processes.
-Under `none` the limits but for that on processes are all there is.
+A program has a session of its own, no capabilities, cannot gain privileges, is held to the system calls that the
+job's filter lets through (`seccomp.py`), and has limits on time, memory, files, file size and processes. Under `none`
+the limits but for that on processes are all there is. Two cages of one job have nothing in common but two pipes.
 
-This file is run as a script, imports nothing of isobit, and is the trusted side; the programs are not trusted. What
-cannot be set up is reported as {"error": ...}, and nothing is run.
+This file is run as a script, imports nothing of isobit, and is the trusted side; the programs are not trusted. For
+each cage {"started": true} is reported when its first program runs. What cannot be set up is reported as
+{"error": ...}, and nothing is run; what fails later is the fault of a program and leaves outcomes out.
 """
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -29,7 +32,8 @@ NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x800
 NOSUID, NODEV, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # the number is the same on all architectures
-SET_DEATH_SIGNAL, SET_DUMPABLE, SET_NO_NEW_PRIVS = 1, 4, 38
+SET_DEATH_SIGNAL, SET_DUMPABLE, SET_SECCOMP, SET_NO_NEW_PRIVS = 1, 4, 22, 38
+FILTER = 2  # the mode of seccomp that takes one
 INSIDE = 1000  # the user and group of the programs, as they see themselves
 NOBODY = 65534  # what they are outside where this process is root: limits on processes do not bind root
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -48,9 +52,39 @@ def main() -> None:
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
+    if job["isolation"] == "none":
+        os.mkdir(job["directory"] + WORK)
+    if len(job["cages"]) == 1:
+        _cage(job | job["cages"][0], report)
+    else:
+        _pair(job, report)
+
+
+def _pair(job: Job, report: int) -> None:
+    """Two cages whose programs can write to each other. The outcomes are those of the first, which ends both."""
+    read, write_there = os.pipe()
+    read_there, write = os.pipe()
+    stop, hold = os.pipe()
+    first, second = job["cages"]
+    own, companion = os.getpid(), os.fork()
+    if companion == 0:
+        for descriptor in (read, write, hold):
+            os.close(descriptor)
+        job |= second | {"channel": [read_there, write_there], "stop": stop}
+        _guarded(report, lambda: _cage(job, report, own))
+    for descriptor in (read_there, write_there, stop):
+        os.close(descriptor)
+    _cage(job | first | {"channel": [read, write]}, report)
+    os.close(hold)
+    os.waitpid(companion, 0)
+
+
+def _cage(job: Job, report: int, parent: int | None = None) -> None:
+    """One cage, from its making to its end."""
     try:
+        if parent is not None and sys.platform == "linux":
+            _die_with(parent)
         if job["isolation"] == "none":
-            os.mkdir(job["directory"] + WORK)
             _no_new_privileges()
             _run_all(job, report, job["directory"], caged=False)
         else:
@@ -84,6 +118,8 @@ def _isolated(job: Job, report: int) -> None:
 def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
     """In the new namespaces: the file system, then the first process of the PID namespace, which runs the programs."""
     _die_with(parent)
+    with contextlib.suppress(OSError):  # where memory runs out, the kernel is to begin with what is inside
+        _write("/proc/self/oom_score_adj", "1000")
     if _libc.unshare(NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS) != 0:
         raise CannotIsolate(f"namespaces cannot be made ({_errno()})")
     os.write(made, b"+")
@@ -96,6 +132,7 @@ def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
     os.setresuid(INSIDE, INSIDE, INSIDE)
     _die_with(parent)  # the change of user has cleared it
     _no_new_privileges()
+    _check_filter(job)
     read, write = os.pipe()
     first = os.fork()
     if first == 0:
@@ -137,10 +174,10 @@ def _map_users(process: int) -> None:
 
 def _make_root(job: Job) -> None:
     """A file system of its own for this process and what it forks."""
-    root = job["directory"]
+    root, owner = job["directory"], os.geteuid()
     os.umask(0o022)
     _mount(None, "/", None, RECURSIVE | PRIVATE)
-    _mount("tmpfs", root, "tmpfs", NOSUID | NODEV, f"size=4m,mode=755,uid={_owner()},gid={_owner()}")
+    _mount("tmpfs", root, "tmpfs", NOSUID | NODEV, f"size=4m,mode=755,uid={owner},gid={owner}")
     for path in (*SYSTEM, *job["paths"]):
         _show(root, path)
     for path in DEVICES:
@@ -177,26 +214,28 @@ def _show(root: str, path: str, device: bool = False) -> None:
         _read_only(target, recursive=True)
 
 
-def _owner() -> int:
-    """The user that builds, as seen inside."""
-    return os.geteuid()
-
-
 def _run_all(job: Job, report: int, root: str, caged: bool) -> None:
     """The runs one after another until the time is out; nothing of one is alive in the next."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    if caged:  # only signals that it handles reach the first process of a PID namespace from inside
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.set_wakeup_fd(wake)
     end = time.monotonic() + job["timeout_s"]
-    for stdin in job["inputs"]:
-        _say(report, _run(job, stdin, root, end, woken, caged))
+    for number, stdin in enumerate(job["inputs"]):
+        program, read = _start(job, stdin, root, caged)
+        if number == 0:
+            _say(report, {"started": True})
+        outcome = _watch(job, program, read, woken, end, caged)
+        if "stop" not in job:
+            _say(report, outcome)
         if time.monotonic() >= end:
             return
 
 
-def _run(job: Job, stdin: str, root: str, end: float, woken: int, caged: bool) -> dict[str, Any]:
-    """Start the program, read what it prints until it has ended, the time is out or it has printed too much."""
+def _start(job: Job, stdin: str, root: str, caged: bool) -> tuple[int, int]:
+    """Fork the program; its process, and where its output can be read."""
     given = _given(stdin, root)
     read, write = os.pipe()
     own, program = os.getpid(), os.fork()
@@ -204,12 +243,20 @@ def _run(job: Job, stdin: str, root: str, end: float, woken: int, caged: bool) -
         if not caged and sys.platform == "linux":
             _die_with(own)
         _become(job, root, given, write, caged)
-    os.close(given)
-    os.close(write)
+    for descriptor in (given, write, *job.get("channel", ())):
+        os.close(descriptor)
+    return program, read
+
+
+def _watch(job: Job, program: int, read: int, woken: int, end: float, caged: bool) -> dict[str, Any]:
+    """Read what the program prints until it has ended, the time is out, it has printed too much, or it is to stop."""
     output, status, limit = bytearray(), None, job["output_bytes"]
-    sources = [read, woken]
+    stop = job.get("stop")
+    sources = [read, woken] if stop is None else [read, woken, stop]
     while status is None and len(output) <= limit and (left := end - time.monotonic()) > 0:
         ready = select.select(sources, [], [], left)[0]
+        if stop in ready:
+            break
         if woken in ready:
             os.read(woken, 4096)
         if read in ready:
@@ -244,11 +291,11 @@ def _given(text: str, root: str) -> int:
 def _become(job: Job, root: str, stdin: int, stdout: int, caged: bool) -> NoReturn:
     """In the fork: the program, under its limits."""
     try:
-        if not caged:
-            os.setpgid(0, 0)
+        os.setsid()  # or its signals to its process group would reach this one and all above it
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.chdir(root + WORK)
         limits = {"CORE": 0, "CPU": int(job["timeout_s"]) + 1, "NOFILE": job["open_files"]}
         limits |= {"FSIZE": job["disk_bytes"], "AS": job["memory_bytes"]}
@@ -260,6 +307,11 @@ def _become(job: Job, root: str, stdin: int, stdout: int, caged: bool) -> NoRetu
         environment = {"PATH": "/usr/bin:/bin", "HOME": root + WORK, "TMPDIR": root + WORK, "LANG": "C.UTF-8"}
         environment |= {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(job["packages"]), "OMP_NUM_THREADS": "1"}
         python = [job["python"], "-S", "-s", "-B", "-X", "utf8", f"{root}/{job['main']}"]
+        for descriptor in job.get("channel", ()):
+            os.set_inheritable(descriptor, True)
+            python.append(str(descriptor))
+        if caged:
+            _filter_calls(bytes.fromhex(job["filter"]))
         os.execve(job["python"], python, environment)
     finally:
         os._exit(126)
@@ -274,7 +326,7 @@ def _kill_all(program: int, caged: bool) -> None:
             os.killpg(program, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
-            os.waitpid(-1, 0)
+            os.waitpid(-1 if caged else program, 0)
 
 
 def _die_with(parent: int) -> None:
@@ -287,6 +339,21 @@ def _die_with(parent: int) -> None:
 def _no_new_privileges() -> None:
     if sys.platform == "linux":
         _check(_libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+
+
+def _check_filter(job: Job) -> None:
+    if job["filter"] is None:
+        raise CannotIsolate("system calls are filtered only on x86_64 and aarch64")
+    _libc.prctl(SET_SECCOMP, FILTER, None, 0, 0)  # with no filter: it fails, in a way that tells
+    if ctypes.get_errno() != errno.EFAULT:
+        raise CannotIsolate(f"system calls cannot be filtered ({_errno()})")
+
+
+def _filter_calls(code: bytes) -> None:
+    """From here on this process, and what it starts, makes only the system calls that the filter lets through."""
+    instructions = ctypes.create_string_buffer(code, len(code))
+    program = (ctypes.c_uint64 * 2)(len(code) // 8, ctypes.addressof(instructions))  # as `struct sock_fprog`
+    _check(_libc.prctl(SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0), "seccomp")
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:

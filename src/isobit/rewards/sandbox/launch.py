@@ -5,6 +5,7 @@ Left out: what the outcome is worth (`named/code.py`).
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobit.errors import IsobitError
+from isobit.rewards.sandbox.seccomp import filter_for
 
 _HERE = Path(__file__).resolve().parent
 _GRACE_S = 10.0  # for setting up and for the end, beyond the programs' own time
@@ -45,22 +47,33 @@ class Outcome:
 
 
 def run_caged(
-    files: Mapping[str, str], main: str, inputs: Sequence[str], limits: Limits, isolation: str, packages: bool = False
+    files: Mapping[str, str],
+    main: str,
+    inputs: Sequence[str],
+    limits: Limits,
+    isolation: str,
+    packages: bool = False,
+    companion: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """Run the file `main` once for each text on stdin; outcomes in order, fewer of them when the time is out.
+    """Run the file `main` once for each text on stdin; outcomes in order, fewer of them when the time is out or a
+    program broke the cage.
 
-    `packages`: the program may also import what is installed for this Python. Raises IsobitError if the cage cannot be
-    had; nothing has been run then.
+    `packages`: the program may also import what is installed for this Python. `companion`: files of a second cage,
+    whose first file is run beside the program until that ends; each gets the numbers of two pipes to the other, to
+    read and to write, as its arguments. Raises IsobitError if the cage cannot be had; nothing has been run then.
     """
     with tempfile.TemporaryDirectory(prefix="isobit-code-") as directory:
         os.chmod(directory, 0o755)  # the user inside may be another
         found = _packages() if packages else []
+        cages = [{"files": dict(files), "main": main, "inputs": list(inputs)}]
+        if companion:
+            cages.append({"files": dict(companion), "main": next(iter(companion)), "inputs": [""]})
+        code = filter_for(platform.machine())
         job = {
             "isolation": isolation,
             "directory": directory,
-            "files": dict(files),
-            "main": main,
-            "inputs": list(inputs),
+            "cages": cages,
+            "filter": code.hex() if code else None,
             "python": _python(),
             "paths": [*_python_paths(), *found],
             "packages": found,
@@ -72,14 +85,9 @@ def run_caged(
             "output_bytes": limits.output_bytes,
         }
         if isolation == "none":
-            for name, text in files.items():
+            for name, text in {**files, **(companion or {})}.items():
                 Path(directory, name).write_text(text, encoding="utf-8", errors="surrogatepass")
-        lines = _jail(json.dumps(job).encode(), limits.timeout_s + _GRACE_S)
-    replies = [json.loads(line) for line in lines]
-    for reply in replies:
-        if "error" in reply:
-            raise IsobitError(reply["error"])
-    return [Outcome(**reply) for reply in replies]
+        return _jail(json.dumps(job).encode(), len(cages), limits.timeout_s + _GRACE_S)
 
 
 def check_cage(isolation: str, packages: bool) -> None:
@@ -104,8 +112,9 @@ def check_cage(isolation: str, packages: bool) -> None:
     )
 
 
-def _jail(job: bytes, timeout_s: float) -> list[bytes]:
-    """The lines that the jail reports. Raises IsobitError if it breaks."""
+def _jail(job: bytes, cages: int, timeout_s: float) -> list[Outcome]:
+    """What the jail reports. Raises IsobitError unless all cages came to run their programs; what breaks a cage after
+    that is a program, and costs it its outcomes."""
     command = [sys.executable, "-I", "-S", "-B", str(_HERE / "jail.py")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
@@ -115,11 +124,12 @@ def _jail(job: bytes, timeout_s: float) -> list[bytes]:
         except subprocess.TimeoutExpired:  # it keeps the time itself; its death is that of all in it
             process.kill()
             reported, errors = process.communicate()
-    lines = reported.splitlines(keepends=True)
-    if not lines:
+    replies = [json.loads(line) for line in reported.splitlines(keepends=True) if line.endswith(b"\n")]
+    if sum("started" in reply for reply in replies) < cages:
         last = errors.decode(errors="replace").strip().splitlines()
-        raise IsobitError(f"no program could be started: {last[-1] if last else 'no reason given'}")
-    return [line for line in lines if line.endswith(b"\n")]
+        reasons = [reply["error"] for reply in replies if "error" in reply]
+        raise IsobitError(*(reasons[:1] or [f"no program could be started: {last[-1] if last else 'no reason given'}"]))
+    return [Outcome(**reply) for reply in replies if "status" in reply]
 
 
 def harness_source() -> str:
