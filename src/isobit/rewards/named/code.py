@@ -6,15 +6,18 @@ statement that asserts or calls (`assert f(1) == 2`, `check(f)`) is one, and the
 of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et al. 2021) and verl's prime_code; they are
 compared line by line without white space at the ends, here, outside the cage, which never sees the expected text.
 
-A program that fails, hangs, is killed or takes too much fails its tests: that is a reward, not an error. Asserts run in
-the program's own interpreter (see `sandbox/harness.py` for what that cannot rule out); a result such as an object that
-equals everything can satisfy them. Left out: other languages, APPS's calls by function name.
+A program that fails, hangs, is killed, takes too much or breaks its cage fails its tests: that is a reward, not an
+error. Asserts run in a process and cage of their own, which the program answers with plain values (what that cannot
+rule out: `sandbox/examiner.py`). They take from the program only the names that they load and do not import or define;
+builtins are never taken, except where there is no other name and all tests call the same one (`assert sum(1, 2) == 3`).
+Left out: other languages, APPS's calls by function name.
 """
 
 import ast
+import builtins
 import json
 import re
-import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
 from isobit.rewards.named.base import NamedReward, Unscored
-from isobit.rewards.sandbox.launch import Limits, check_cage, harness_source, run_caged
+from isobit.rewards.sandbox.launch import Limits, check_cage, run_caged, side
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
@@ -78,12 +81,14 @@ class Code(NamedReward):
     def _asserts(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
         (column,) = self.columns
         steps = steps_of(row[column], column)
-        nonce = secrets.token_hex(16)
-        files = {"program.py": source, "harness.py": harness_source()}
-        given = json.dumps({"nonce": nonce, "steps": steps})
-        outcomes = run_caged(files, "harness.py", [given], self._limits(), self.isolation, self.packages)
-        expected = {f"{nonce} {step['token']}" for step in steps if step["token"] is not None}
-        found = {line for outcome in outcomes for line in outcome.output.splitlines()}
+        names, modules = names_of([step["source"] for step in steps if step["token"] is not None], steps)
+        given = json.dumps({"steps": steps, "names": names, "modules": modules})
+        outcomes = run_caged(
+            *(side("examiner"), "examiner.py", [given], self._limits(), self.isolation, self.packages),
+            companion=side("harness", program=source),
+        )
+        expected = {str(step["token"]) for step in steps if step["token"] is not None}
+        found = {token for outcome in outcomes for token in outcome.output.split()}
         return len(found & expected), len(expected)
 
     def _pairs(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
@@ -132,6 +137,37 @@ def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
     if not count:
         raise ValueError(f"column {column!r}: no test in it: nothing asserts or calls")
     return steps
+
+
+def names_of(tests: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """The names that the steps take from the program, and the modules that they use and do not import.
+
+    A name of a module of the standard library of which only attributes are used is that module, whatever the program
+    calls so.
+    """
+    nodes = [node for step in steps for node in ast.walk(ast.parse(step["source"]))]
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    based = [node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    imports = [alias for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    own = {(alias.asname or alias.name).split(".")[0] for alias in imports}
+    own |= {node.name for node in nodes if isinstance(node, definitions)}
+    free = loaded - own
+    uses = [node.id for node in nodes if isinstance(node, ast.Name)]
+    modules = {name for name in free & sys.stdlib_module_names if uses.count(name) == based.count(name)}
+    local = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    known = set(vars(builtins))
+    names = free - modules - known
+    if not names - local:
+        common = set.intersection(*(_called(test) for test in tests)) & known
+        names |= common if len(common) == 1 else set()
+    return sorted(names), sorted(modules)
+
+
+def _called(source: str) -> set[str]:
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
 def _parse(source: str, column: str) -> ast.Module:

@@ -132,9 +132,11 @@ def _jail(job: bytes, cages: int, timeout_s: float) -> list[Outcome]:
     return [Outcome(**reply) for reply in replies if "status" in reply]
 
 
-def harness_source() -> str:
-    """The text of `harness.py`, which goes into the cage."""
-    return (_HERE / "harness.py").read_text(encoding="utf-8")
+def side(name: str, **more: str) -> dict[str, str]:
+    """The files of one of two cages: a script of this package, what it imports of it, and others by stem."""
+    texts = {file: (_HERE / f"{file}.py").read_text(encoding="utf-8") for file in (name, "wire")}
+    texts[name] = texts[name].replace("from isobit.rewards.sandbox import wire", "import wire")
+    return {f"{file}.py": text for file, text in {**texts, **more}.items()}
 
 
 def _python() -> str:

@@ -1,0 +1,333 @@
+"""Runs the tests of a row in a cage of their own: stdin holds them, stdout takes the number of each one that passed.
+
+The program is in another cage, behind two pipes (`harness.py`). Names that it defines stand in the tests' namespace as
+plain values, or as objects of class Remote where they are not plain. A call sends its arguments and takes back plain
+values, which are made anew here (`wire.py`), so that nothing the program defines or changes has a part in an assertion:
+builtins, modules and comparisons are this process's own. What a Remote compares equal to, adds up to, or is rounded to
+is decided here, from its plain content if its class is derived from a plain one; any other Remote equals nothing plain.
+Only between two objects of the program is the program asked. Functions of the tests can be arguments and are called
+back; iterators are given as lists of at most MOST_ITEMS; other objects of the tests cannot be given to the program.
+Arguments are copies; a list, dict, set or bytearray that a call which returns None has changed is changed here too.
+
+Left out: what the tests define is not visible to the program, coroutines, subclasses of the program's classes, and
+isinstance of its objects with builtin classes. It cannot rule out a program that returns what it knows to be expected,
+and objects whose methods, length, items or comparison with each other lie, where a test asks for just these.
+"""
+
+import importlib
+import itertools
+import json
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from isobit.rewards.sandbox import wire
+
+MOST_ITEMS = 100_000
+MIRRORED = ("__name__", "__qualname__", "__doc__", "__dict__", "__annotations__", "__wrapped__")
+ITERATORS: tuple[Any, ...] = (types.GeneratorType, map, filter, zip, enumerate, reversed)
+ITERATORS += (type(iter(())), type(iter([])), type(iter({})), type(iter("")), type(iter(range(0))), type({}.keys()))
+
+
+class Connection:
+    """The tests' end of the pipes."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self.read, self.write = read, write
+        self.gone = False
+        self.functions: list[Callable[..., Any]] = []
+        self.errors: dict[int, type] = {}
+
+    def ask(self, operation: str, *given: Any, **named: Any) -> Any:
+        """Have the program's process do something. Raises what that raises, as an exception of this process."""
+        arguments = [self.encode(value) for value in given]
+        options = {name: self.encode(value) for name, value in named.items()}
+        try:
+            if self.gone:
+                raise wire.Gone
+            wire.send(self.write, {"do": operation, "arguments": arguments, "named": options})
+            while "call" in (message := self._message()):
+                wire.send(self.write, self._called(message))
+        except wire.Gone:
+            self.gone = True
+            raise
+        if "raise" in message:
+            raise self._error(message)
+        result = self.decode(message["value"])
+        if result is None and operation == "call":
+            for mine, theirs in zip(given, self.decode(message["arguments"])):
+                _update(mine, theirs)
+        return result
+
+    def _message(self) -> dict[str, Any]:
+        message = wire.receive(self.read)
+        if not isinstance(message, dict):
+            raise wire.Gone
+        return message
+
+    def _called(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            function = self.functions[message["call"]]
+            named = {name: self.decode(value) for name, value in message["named"].items()}
+            return {"value": self.encode(function(*self.decode(message["arguments"]), **named))}
+        except Exception as raised:
+            return {"raise": wire.error(raised)}
+
+    def _error(self, message: dict[str, Any]) -> BaseException:
+        name, arguments = message["raise"]
+        kind = wire.CLASSES.get(name, Exception)
+        if message["class"] is not None:
+            kind = self._class(message["class"], message["name"], name)
+        try:
+            error = kind(*self.decode(arguments))
+        except TypeError:
+            error = Exception(str(arguments))
+        return error if isinstance(error, BaseException) else Exception(str(arguments))
+
+    def _class(self, number: int, name: str, base: str) -> type:
+        """A stand-in for an exception class of the program."""
+        kind = wire.CLASSES[base]
+        assert issubclass(kind, BaseException)
+        return self.errors.setdefault(number, type(str(name), (kind,), {}))
+
+    def encode(self, value: Any) -> Any:
+        """As JSON."""
+        return wire.encode(value, self._foreign)
+
+    def decode(self, body: Any) -> Any:
+        """Of JSON, from the program."""
+        return wire.decode(body, self._received)
+
+    def _foreign(self, value: Any) -> Any:
+        if isinstance(value, Remote):
+            return {"object": value._number}
+        if isinstance(value, type):
+            numbers = [number for number, kind in self.errors.items() if kind is value]
+            if numbers:
+                return {"object": numbers[0]}
+        elif isinstance(value, types.BuiltinFunctionType) and value.__module__ == "builtins" and not _bound(value):
+            return {"builtin": value.__name__}
+        elif isinstance(value, ITERATORS):
+            return {"iterator": self.encode(list(itertools.islice(value, MOST_ITEMS)))}
+        elif isinstance(value, wire.BASES):
+            return self.encode(wire.content(value))
+        elif callable(value):
+            self.functions.append(value)
+            return {"function": len(self.functions) - 1}
+        raise TypeError(f"the tests' {type(value).__name__!r} cannot be given to the program")
+
+    def _received(self, name: str, content: Any) -> Any:
+        if name == "object":
+            return Remote(self, int(content))
+        if name == "error":
+            return self._class(*content)
+        if name == "module":
+            return _module(str(content))
+        if name != "array":
+            raise wire.Gone
+        numpy = __import__("numpy")
+        kind = numpy.dtype(str(content[0]))
+        assert kind.kind in "biufc"
+        return numpy.array(content[1], dtype=kind)
+
+
+def _module(name: str) -> Any:
+    """What this process imports by a name, if anything."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _bound(function: types.BuiltinFunctionType) -> bool:
+    return not isinstance(function.__self__, types.ModuleType)
+
+
+def _update(mine: Any, theirs: Any) -> None:
+    """Have an argument of the tests hold what the program has made of it."""
+    if type(mine) is not type(theirs) or type(mine) not in (list, dict, set, bytearray) or mine == theirs:
+        return
+    if isinstance(mine, (list, bytearray)):
+        mine[:] = theirs
+    else:
+        mine.clear()
+        mine.update(theirs)
+
+
+class Remote:
+    """An object of the program: what is done with it is done there, but for what is decided from its plain content."""
+
+    __slots__ = ("_connection", "_number")
+    _connection: Connection
+    _number: int
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        object.__setattr__(self, "_connection", connection)
+        object.__setattr__(self, "_number", number)
+
+    def _ask(self, operation: str, *given: Any, **named: Any) -> Any:
+        return self._connection.ask(operation, self, *given, **named)
+
+    def _content(self) -> Any:
+        """Its plain content. Raises TypeError if it has none."""
+        content = self._ask("content")
+        if type(content) not in wire.BASES:
+            raise TypeError("this object of the program has no plain value")
+        return content
+
+    def _exactly(self, operation: str, kind: type) -> Any:
+        value = self._ask(operation)
+        if type(value) is not kind:
+            raise TypeError(f"{operation} of an object of the program gave {type(value).__name__!r}")
+        return value
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._ask("call", *given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in MIRRORED:
+            raise AttributeError(name)
+        return self._ask("getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("setattr", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._ask("delattr", name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("setitem", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._ask("delitem", key)
+
+    def __iter__(self) -> Iterator[Any]:
+        items = self._ask("iter")
+        return items if type(items) is not Remote else _Items(items)
+
+    def __next__(self) -> Any:
+        return self._ask("next")
+
+    def __reversed__(self) -> Iterator[Any]:
+        return _Items(self._ask("reversed"))
+
+    def __len__(self) -> int:
+        return self._exactly("len", int)
+
+    def __bool__(self) -> bool:
+        return self._exactly("bool", bool)
+
+    def __repr__(self) -> str:
+        return self._exactly("repr", str)
+
+    def __str__(self) -> str:
+        return self._exactly("str", str)
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self._content())
+        except TypeError:
+            return hash(self._number)
+
+    def __enter__(self) -> Any:
+        return self._ask("enter")
+
+    def __exit__(self, kind: Any, *rest: Any) -> Any:
+        return self._ask("exit", kind if kind in wire.CLASSES.values() else None)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Remote) and self._connection.ask("isinstance", value, self) is True
+
+
+class _Items:
+    """An iterator of the program."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def __iter__(self) -> "_Items":
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._remote)
+
+
+def _binary(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Remote, Any], Any]:
+    def method(self: Remote, other: Any) -> Any:
+        if isinstance(other, Remote):
+            return self._ask(name, other)
+        try:
+            mine = self._content()
+        except Exception:
+            if name not in ("eq", "ne"):
+                raise TypeError("an object of the program has no plain value to work with") from None
+            return name == "ne"
+        return function(mine, other)
+
+    return method
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *given: function(self._content(), *given)
+
+
+for _name in (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "and_",
+    "or_",
+    "xor",
+):
+    _function = getattr(operator, _name)
+    setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name, _function))
+for _function in (float, int, complex, round, abs, operator.index, operator.neg):
+    setattr(Remote, f"__{_function.__name__}__", _unary(_function))
+
+
+def main() -> None:
+    """The tests, one after another; each is {"source": ..., "token": number or null}."""
+    given = json.load(sys.stdin)
+    program = Connection(*map(int, sys.argv[1:3]))
+    report, null = os.dup(1), os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    run = exec
+    namespace: dict[str, Any] = {"__name__": "tests"}
+    taken: dict[str, Any] = {}
+    for name in given["modules"]:
+        namespace[name] = __import__(name)
+    try:
+        for step in given["steps"]:
+            for name, value in program.ask("names", *given["names"]).items():
+                if name in given["names"] and (name not in namespace or namespace[name] is taken.get(name, taken)):
+                    namespace[name] = taken[name] = value
+            try:
+                run(compile(step["source"], "tests.py", "exec"), namespace)
+            except BaseException:
+                if step["token"] is None:  # what the tests need cannot be made
+                    break
+                continue
+            if step["token"] is not None and not program.gone:
+                os.write(report, f"{step['token']}\n".encode())
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
