@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 LARGE = 1 << 53  # integers from here on are written in base 16, which is linear
+LARGEST = 1 << 28  # bytes of a message
 CLASSES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
 
 
@@ -36,7 +37,10 @@ def send(pipe: int, message: Any) -> None:
 def receive(pipe: int) -> Any:
     """Read one message. Raises Gone."""
     try:
-        return json.loads(_exactly(pipe, int.from_bytes(_exactly(pipe, 8), "big")))
+        count = int.from_bytes(_exactly(pipe, 8), "big")
+        if count > LARGEST:
+            raise Gone
+        return json.loads(_exactly(pipe, count))
     except (OSError, ValueError, MemoryError, OverflowError, RecursionError):
         raise Gone from None
 
@@ -58,7 +62,7 @@ def encode(value: Any, foreign: Callable[[Any], Any]) -> Any:
         return value
     if kind is list:
         return [encode(item, foreign) for item in value]
-    if kind is type and CLASSES.get(value.__name__) is value:
+    if kind is type and any(value is known for known in CLASSES.values()):
         return {"type": value.__name__}
     name = kind.__name__
     if CODERS.get(name, (None,))[0] != kind.__module__:

@@ -1,0 +1,294 @@
+"""Tests on one side of a pipe and the program on the other: right programs pass as they would in one process."""
+
+import collections
+import datetime
+import json
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isobit.errors import IsobitError
+from isobit.rewards.named import build
+from isobit.rewards.named.code import names_of, steps_of
+from isobit.rewards.sandbox import wire
+from isobit.rewards.sandbox.launch import check_cage
+
+SAME = "def f(x):\n    return x\n"
+STACK = """
+class Empty(Exception):
+    pass
+class Stack:
+    def __init__(self, *items):
+        self.items = list(items)
+    def push(self, x):
+        self.items.append(x)
+    def pop(self):
+        if not self.items:
+            raise Empty("nothing", 3)
+        return self.items.pop()
+    def __len__(self):
+        return len(self.items)
+    def __iter__(self):
+        return iter(self.items)
+    def __add__(self, other):
+        return Stack(*self.items, *other.items)
+    def __eq__(self, other):
+        return isinstance(other, Stack) and self.items == other.items
+    def __repr__(self):
+        return f"Stack({self.items})"
+    def __enter__(self):
+        return self
+    def __exit__(self, *given):
+        self.items.clear()
+"""
+KINDS = """
+from collections import *
+from enum import IntEnum
+class Color(IntEnum):
+    RED = 1
+Point = namedtuple("Point", "x y")
+class Mine(dict):
+    pass
+def counter(): return Counter("aab")
+def ordered(): return OrderedDict(a=1)
+def default():
+    found = defaultdict(list)
+    found[1].append(2)
+    return found
+def point(): return Point(1, 2)
+def two():
+    yield 1
+    yield 2
+def red(): return Color.RED
+def mine(): return Mine(a=1)
+def queue(): return deque([1, 2])
+"""
+RIGHT = {
+    "equality": (SAME, ("assert f(1) == 2 - 1\nassert f([1, (2, {3})]) == [1, (2, {3})]\nassert f(2**80) == 2**80")),
+    "constants": (SAME, ("assert f(None) is None\nassert f(True) is True\nassert not f('')\nassert f(1.5) > 1")),
+    "helpers": (
+        SAME,
+        ("assert sorted(f((3, 1))) == [1, 3]\nassert set(f([1, 1])) == {1}\nassert isinstance(f(1), int)"),
+    ),
+    "text": (SAME, ("assert f('\\u00e9\\ud800\\0') == '\\u00e9\\ud800\\0'\nassert f(b'\\xff') == b'\\xff'")),
+    "numbers": (
+        SAME,
+        ("import math\nassert math.isclose(f(1.4), 1.4)\nassert math.isnan(f(math.nan))\nassert f(1j) == 1j"),
+    ),
+    "HumanEval": (
+        SAME,
+        ("METADATA = {}\n\ndef check(candidate):\n    assert abs(candidate(3.5) - 3.5) < 1e-6\ncheck(f)"),
+    ),
+    "a list": (("def sum(a, b):\n    return 6"), ["assert sum(10, 15) == 6", "assert sum(100, 150) == 6"]),
+    "modules": (
+        ("import math, os.path as p\nfrom math import gcd"),
+        ("assert gcd(4, 6) == 2\nassert p.join('a') == 'a'"),
+    ),
+    "a class": (
+        STACK,
+        (
+            "s = Stack()\n"
+            "s.push(3)\n"
+            "assert len(s) == 1\n"
+            "assert list(s) == [3]\n"
+            "assert 3 in s\n"
+            "assert 4 not in s\n"
+            "assert s.pop() == 3\n"
+            "assert s.items == []\n"
+            "assert repr(s) == 'Stack([])'\n"
+            "assert isinstance(s, Stack)"
+        ),
+    ),
+    "objects": (
+        STACK,
+        (
+            "assert Stack(1) + Stack(2) == Stack(1, 2)\n"
+            "assert Stack(1) != Stack(2)\n"
+            "assert Stack(1) != [1]\n"
+            "with Stack(1) as s:\n"
+            "    assert s.items == [1]\n"
+            "assert s.items == []\n"
+            "s.items = [5]\n"
+            "assert s.pop() == 5\n"
+            "assert hasattr(s, 'push') and not hasattr(s, 'peek')"
+        ),
+    ),
+    "exceptions": (
+        STACK,
+        ("try:\n    Stack().pop()\n    assert False\nexcept Empty as e:\n    assert e.args == ('nothing', 3)"),
+    ),
+    "builtin exceptions": (
+        ("def f(x):\n    return [][x]"),
+        ("try:\n    f(1)\nexcept IndexError:\n    pass\nelse:\n    assert 0"),
+    ),
+    "containers": (
+        KINDS,
+        (
+            "assert counter() == {'a': 2, 'b': 1}\n"
+            "assert ordered() == {'a': 1}\n"
+            "assert default() == {1: [2]}\n"
+            "assert list(queue()) == [1, 2]\n"
+            "assert counter().most_common(1) == [('a', 2)]"
+        ),
+    ),
+    "derived": (
+        KINDS,
+        (
+            "assert point() == (1, 2)\n"
+            "assert point().x == 1\n"
+            "assert red() == 1\n"
+            "assert red().name == 'RED'\n"
+            "assert mine() == {'a': 1}\n"
+            "assert mine()['a'] == 1\n"
+            "assert len(mine()) == 1\n"
+            "assert red() + 1 == 2"
+        ),
+    ),
+    "generators": (
+        KINDS,
+        ("assert list(two()) == [1, 2]\nassert next(two()) == 1\nassert sum(two()) == 3\nassert 2 in two()"),
+    ),
+    "numbers of classes": (
+        SAME,
+        (
+            "from fractions import Fraction\n"
+            "from decimal import Decimal\n"
+            "import datetime\n"
+            "assert f(Fraction(1, 3)) == Fraction(1, 3)\n"
+            "assert f(Decimal('0.1')) == Decimal('0.1')\n"
+            "assert f(datetime.date(2020, 1, 2)) == datetime.date(2020, 1, 2)"
+        ),
+    ),
+    "functions": (
+        ("def f(g, *x):\n    return g(*x)\ndef both(g, h):\n    return lambda x: g(h(x))"),
+        (
+            "assert f(lambda x: x + 1, 3) == 4\n"
+            "assert f(len, 'ab') == 2\n"
+            "assert f(str, 3) == '3'\n"
+            "assert both(lambda x: x + 1, lambda x: 2 * x)(3) == 7"
+        ),
+    ),
+    "a decorator": (
+        ("def twice(g):\n    return lambda x: g(g(x))"),
+        ("@twice\ndef h(x):\n    return x + 1\nassert h(1) == 3"),
+    ),
+    "iterators": (
+        ("def f(x):\n    return max(x)"),
+        (
+            "assert f(x for x in (1, 3)) == 3\n"
+            "assert f({1: 2}.keys()) == 1\n"
+            "assert f(map(int, '12')) == 2\n"
+            "assert f(range(3)) == 2"
+        ),
+    ),
+    "in place": (
+        ("def f(x):\n    x.sort()\ndef g(x):\n    x['a'] = 1\n    return x"),
+        ("a = [3, 1]\nf(a)\nassert a == [1, 3]\nb = {}\nassert g(b) == {'a': 1} and b == {}"),
+    ),
+    "variables": (("n = 3\ndef f():\n    global n\n    n += 1"), ("assert n == 3\nf()\nassert n == 4")),
+}
+
+
+@pytest.fixture(scope="module")
+def _a_cage() -> None:
+    try:
+        check_cage("namespaces", False)
+    except IsobitError as error:
+        pytest.skip(str(error))
+
+
+def score(source: str, tests: Any, **options: Any) -> Any:
+    return build("code", options).score(source, {"tests": tests}, None)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.usefixtures("_a_cage")
+def test_a_right_program_passes(name: str) -> None:
+    source, tests = RIGHT[name]
+    assert score(source, tests) == 1.0
+
+
+@pytest.mark.usefixtures("_a_cage")
+def test_what_is_left_out() -> None:
+    """Documented in `examiner.py`; a change here is one of the documentation too."""
+    assert score("async def f():\n    return 1", "import asyncio\nassert asyncio.run(f()) == 1") == 0
+    assert score("class A:\n    pass", "class B(A):\n    pass\nassert B()") == 0
+    assert score("def f():\n    return helper()", "def helper():\n    return 1\nassert f() == 1") == 0
+    assert score(SAME, "class A:\n    pass\nassert f(A())") == 0
+    assert score("def f(x):\n    x.clear()\n    return x", "a = [1]\nassert f(a) == a") == 0
+
+
+@pytest.mark.usefixtures("_a_cage")
+def test_arrays_are_compared_by_the_tests() -> None:
+    pytest.importorskip("numpy")
+    source = "import numpy as np\ndef f(x):\n    return np.array(x) * 2\ndef g(x):\n    return np.float64(x)\n"
+    tests = "assert np.allclose(f([1, 2]), [2, 4])\nassert math.isclose(g(1.5), 1.5)\nassert f([1]).tolist() == [2]"
+    assert score(source, tests, packages=True, memory_mib=2048) == 1.0
+    lies = (
+        source + "class A(np.ndarray):\n    __eq__ = lambda *given: True\ndef f(x):\n    return np.zeros(2).view(A)\n"
+    )
+    assert score(lies, "import numpy\nassert numpy.allclose(f([1, 2]), [2, 4])", packages=True, memory_mib=2048) == 0
+
+
+@pytest.mark.parametrize(
+    ("tests", "names", "modules"),
+    [
+        ("assert f(1) == sorted([2])", ["f"], []),
+        ("import math\nassert math.isclose(f(1), 2)", ["f"], []),
+        ("assert math.isclose(f(1), 2)", ["f"], ["math"]),
+        ("assert queue(1) == 2", ["queue"], []),
+        ("def check(c):\n    assert c(1)\ncheck(f)", ["c", "f"], []),
+        ("assert sum(1, 2) == 3\nassert sum(2, 2) == 4", ["sum"], []),
+        ("assert list(sum(1, 2)) == 3", [], []),
+        ("assert all(f(x) for x in [1])", ["f", "x"], []),
+    ],
+)
+def test_the_names_that_are_the_programs(tests: str, names: list[str], modules: list[str]) -> None:
+    steps = steps_of(tests, "tests")
+    assert names_of([step["source"] for step in steps if step["token"] is not None], steps) == (names, modules)
+
+
+def refuse(*given: Any) -> Any:
+    raise TypeError(given)
+
+
+NUMBERS = (st.floats(allow_nan=False), st.complex_numbers(allow_nan=False), st.decimals(allow_nan=False))
+SCALARS = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.integers(1 << 52, 1 << 200), st.binary(), *NUMBERS),
+    *(st.fractions(), st.dates(), st.datetimes(), st.timedeltas(), st.times()),
+    *(st.text(st.characters(exclude_categories=())), st.sampled_from([int, str, KeyError, range(1, 9, 2)])),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        *(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.lists(SCALARS, max_size=3).map(set)),
+        *(st.dictionaries(SCALARS, inner, max_size=3), st.lists(inner).map(collections.deque)),
+        st.dictionaries(SCALARS, inner, max_size=3).map(collections.OrderedDict),
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    back = wire.decode(json.loads(json.dumps(wire.encode(value, refuse))), refuse)
+    assert type(back) is type(value)
+    assert back == value
+    assert repr(back) == repr(value) or isinstance(value, (set, list, tuple, dict, collections.deque))
+
+
+def test_only_exact_classes_are_plain() -> None:
+    """A class that calls itself by a plain one's name is not taken for it."""
+    for value in (type("int", (int,), {})(1), type("Counter", (dict,), {})(), object(), len, math):
+        with pytest.raises(TypeError):
+            wire.encode(value, refuse)
+    for body in ({"os": 1}, {"int": [1]}, {"range": "a"}, {"type": "nothing"}, {"set": [[1]]}, {"int": "1", "set": []}):
+        with pytest.raises((TypeError, ValueError, KeyError)):
+            wire.decode(body, refuse)
+    known = (Fraction(1, 2), Decimal("0.1"), datetime.date(2020, 1, 1))
+    assert [wire.decode(wire.encode(value, refuse), refuse) for value in known] == list(known)
