@@ -9,9 +9,12 @@ Only between two objects of the program is the program asked. Functions of the t
 back; iterators are given as lists of at most MOST_ITEMS; other objects of the tests cannot be given to the program.
 Arguments are copies; a list, dict, set or bytearray that a call which returns None has changed is changed here too.
 
-Left out: what the tests define is not visible to the program, coroutines, subclasses of the program's classes, and
-isinstance of its objects with builtin classes. It cannot rule out a program that returns what it knows to be expected,
-and objects whose methods, length, items or comparison with each other lie, where a test asks for just these.
+Left out: what the tests define or import is not visible to the program; coroutines, subclasses of the program's
+classes, and isinstance of its objects with builtin classes. It cannot rule out a program that returns what it knows to
+be expected; objects whose methods, truth, length, items or comparison with each other lie, where a test asks for just
+these; helpers that the tests take from the program because they define none; and a program that changes, by returning
+None, an argument from which the tests make what they expect. Under isolation `none` the program could reach this
+process.
 """
 
 import importlib

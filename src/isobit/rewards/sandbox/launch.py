@@ -62,7 +62,8 @@ def run_caged(
     whose first file is run beside the program until that ends; each gets the numbers of two pipes to the other, to
     read and to write, as its arguments. Raises IsobitError if the cage cannot be had; nothing has been run then.
     """
-    with tempfile.TemporaryDirectory(prefix="isobit-code-") as directory:
+    # without isolation a program may leave what cannot be removed
+    with tempfile.TemporaryDirectory(prefix="isobit-code-", ignore_cleanup_errors=True) as directory:
         os.chmod(directory, 0o755)  # the user inside may be another
         found = _packages() if packages else []
         cages = [{"files": dict(files), "main": main, "inputs": list(inputs)}]
