@@ -69,6 +69,12 @@ class N({base}):
     __sub__ = __rsub__ = __abs__ = lambda self, *other: N()
     __str__ = __repr__ = lambda self: "8"
 """
+YES = """
+def yes(request):
+    if request["do"] == "names":
+        return {"value": {"dict": [["double", {"object": 0}]]}}
+    return {"value": True if request["do"] in ("eq", "bool", "isinstance") else {"object": 1}}
+"""
 # Runs in the interpreter that answers the tests, and replaces what it says.
 ANSWERS = """
 import json, os, sys
@@ -124,6 +130,9 @@ SIGNALS = {
     "kills its parent's group": "import os\nos.killpg(os.getpgid(os.getppid()), 9)\n" + WRONG,
     "joins its parent's group": tries("os.setpgid(0, os.getpgid(1))\ndone = True"),
     "takes time from the first process": tries("import resource\nresource.prlimit(1, 0, (0, 0))\ndone = True"),
+    "slows the first process": "import os\nos.setpriority(os.PRIO_PROCESS, 1, 19)\n"
+    "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))\nfor _ in range(3):\n    os.fork()\n"
+    "while True:\n    pass\n",
     "traces the first process": tries("done = libc.ptrace(16, 1, None, None) == 0"),
     "aborts": "import os\nos.abort()",
     "writes to address 0": "import ctypes\nctypes.memset(0, 0, 1)\n" + WRONG,
@@ -197,6 +206,11 @@ VALUES = {
     "unequal to nothing": returns("float('nan')"),
     "double is such an object": EVERYTHING + "Any.__call__ = lambda self, x: self\ndouble = Any()\n",
     "raises what passes": returns("fail()", "def fail():\n    raise StopIteration\n"),
+    "a list without end": returns(
+        "N()",
+        "class N(list):\n    def __iter__(self):\n        i = 0\n        while i < 1000:\n"
+        "            yield i\n            i += 1\n",
+    ),
     "leaves": returns("leave()", "def leave():\n    raise SystemExit(0)\n"),
 }
 PROTOCOL = {
@@ -216,6 +230,7 @@ PROTOCOL = {
         reply="{'value': {'dict': [['abs', {'object': 0}], ['check', {'type': 'str'}], ['sorted', {'type': 'list'}],"
         " ['math', {'object': 1}], ['__builtins__', {'dict': []}]]}}"
     ),
+    "says yes to every question": ANSWERS + WRONG + YES + "answer_all(yes)\n",
     "raises AssertionError": SAYS.format(reply="{'raise': ['AssertionError', []], 'class': 0, 'name': 'x'}"),
     "raises no exception": SAYS.format(reply="{'raise': ['int', [0]], 'class': None, 'name': 'x'}"),
 }
