@@ -260,7 +260,7 @@ def test_without_a_file_stderr_takes_it_and_no_terminal_obeys(tmp_path: Path, ca
     (tmp_path / "loud.py").write_text(LOUD)
     with RewardPool([RewardSpec(f"{tmp_path}/loud.py:loud")]) as pool:
         pool.score(["p"], ["one"], [{}])
-        assert capfd.readouterr() == ("", "imported\nsaid  [31m one\nwarned\n")
+        assert capfd.readouterr() == ("", "imported\nsaid \\x1b[31m one\nwarned\n")
         with pytest.raises(RunFailed, match=r"line 11\)$"):
             pool.score(["p"], ["bad"], [{}])
 
