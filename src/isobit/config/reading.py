@@ -12,12 +12,14 @@ import yaml
 
 from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
+from isobit.data.foreign import read_bytes, reason_of
 from isobit.errors import IsobitError
 from isobit.options.declare import options_of, plain
 from isobit.rl.objective import Objective, without_preset
 
 Source = str | Path | Mapping[str, Any] | Config | SftConfig
 """Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded before."""
+_MOST_BYTES = 1 << 20
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
@@ -47,10 +49,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         hint = f"; a run goes on with --resume {path}" if (path / "config.yaml").is_file() else ""
         raise IsobitError(f"cannot read config {path}: it is a directory, not a YAML file{hint}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, _MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise IsobitError(f"cannot read config {path}: {reason}") from None
+        raise IsobitError(f"cannot read config {path}: {reason_of(error)}") from None
     try:
         values = strict_yaml.load(text)
     except strict_yaml.DuplicateKey as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from isobit.data.foreign import check_readable
 from isobit.data.text_rows import Row, check_distinct
 from isobit.errors import IsobitError
 
@@ -26,6 +27,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
     except ImportError:
         raise IsobitError(f'{path}: Parquet needs pyarrow; install it with: pip install "isobit[data]"') from None
     try:
+        check_readable(path)
         with path.open("rb") as stream:
             table = _whole_parquet(path, stream, parquet, pyarrow.ArrowException)
     except OSError as error:

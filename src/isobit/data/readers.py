@@ -6,7 +6,6 @@ A file is JSONL, a JSON array, CSV or Parquet; a text file may be packed by gzip
 (name the folder of one), and other compressions.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.data.arrow_rows import parquet_rows, saved_dataset_rows
+from isobit.data.foreign import BadJson, parse_json, read_bytes
 from isobit.data.text_rows import Row, csv_rows, jsonl_rows, read_text_file, stem_of, suffix_of
 from isobit.errors import IsobitError, download_hint
 
@@ -37,6 +37,7 @@ _SPLIT_WORDS = {
     "test": ("test", "testing", "eval"),
 }
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_MOST_DESCRIPTION = 1 << 24  # bytes
 _UNNAMED = "train"  # as `datasets` calls what has no split
 
 
@@ -70,6 +71,8 @@ def read_rows(source: Source) -> Iterator[Row]:
         is_folder = path.is_dir()
         if not is_folder:
             path.stat()
+    except ValueError:
+        raise IsobitError(f"cannot read data file {str(path)!r}: not a file name") from None
     except OSError as error:
         hint = download_hint(path, data=True)
         raise IsobitError(f"cannot read data file {path}: {error.strerror}{hint}") from None
@@ -120,8 +123,9 @@ def _known_formats() -> str:
 
 def _splits_of_dict(folder: Path) -> list[str]:
     try:
-        return [str(name) for name in json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]]
-    except (OSError, ValueError, LookupError, TypeError):
+        text = read_bytes(folder / "dataset_dict.json", _MOST_DESCRIPTION).decode("utf-8")
+        return [str(name) for name in parse_json(text)["splits"]]
+    except (OSError, UnicodeDecodeError, BadJson, LookupError, TypeError):
         raise IsobitError(f"{folder / 'dataset_dict.json'}: does not list the splits; save the dataset again") from None
 
 

@@ -1,12 +1,19 @@
 """YAML in which a key comes once: PyYAML itself takes the last of two silently, and the other is lost.
 
 Plain values only, as of `yaml.safe_load`. A key that a merge (`<<`) brings along may be given again, which is what
-merges are for.
+merges are for. Documents are bounded: aliases and merges may not write out more than `MOST_VALUES` values, and values
+may not lie deeper than `MOST_DEPTH` levels.
 """
 
 from typing import Any
 
 import yaml
+
+from isobit.data.foreign import MOST_DEPTH, MOST_DIGITS
+
+MOST_VALUES = 100_000
+_TEXT = 100  # characters
+_TOO_DEEP = f"nested too deeply, in more than {MOST_DEPTH} levels"
 
 
 class DuplicateKey(yaml.YAMLError):
@@ -24,15 +31,52 @@ def load(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
+        _measure(node, {}, 1)
         _check(node, set(), "")
         return loader.construct_document(node)
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem=_TOO_DEEP) from None
+    except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
+        # PyYAML's own constructors, of a date such as 2026-99-99 or of text that is tagged as a number
+        raise yaml.MarkedYAMLError(problem=f"a value cannot be read: {str(error)[:80]}") from None
     finally:
         loader.dispose()
 
 
+def _measure(node: yaml.Node, found: dict[int, tuple[int, int] | None], depth: int) -> tuple[int, int]:
+    """(values, levels) of a node with aliases written out; a long text counts as several. `found`: of nodes that were
+    measured; None of those that are being measured, to which an alias inside leads back."""
+    if not isinstance(node, yaml.CollectionNode):
+        if len(node.value) > MOST_DIGITS and node.tag == "tag:yaml.org,2002:int":
+            raise _bad(node, f"a whole number of more than {MOST_DIGITS} digits")
+        return 1 + len(node.value) // _TEXT, 0
+    if id(node) in found:
+        known = found[id(node)]
+        if known is None:
+            raise _bad(node, "an alias to what it is inside of")
+        return known
+    if depth > MOST_DEPTH:
+        raise _bad(node, _TOO_DEEP)
+    found[id(node)] = None
+    pairs = isinstance(node, yaml.MappingNode)
+    inner = [part for pair in node.value for part in pair] if pairs else node.value
+    sizes = [_measure(part, found, depth + 1) for part in inner]
+    total, levels = 1 + sum(size for size, _ in sizes), 1 + max((height for _, height in sizes), default=0)
+    if levels > MOST_DEPTH:
+        raise _bad(node, _TOO_DEEP)
+    if total > MOST_VALUES:
+        raise _bad(node, f"more than {MOST_VALUES:,} values once its aliases are written out")
+    found[id(node)] = total, levels
+    return total, levels
+
+
+def _bad(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
 def _check(node: yaml.Node, seen: set[int], prefix: str) -> None:
-    """Before anything is constructed, since construction writes merges out. `seen`: aliases may lead back; `prefix`:
-    the path to the node."""
+    """Before anything is constructed, since construction writes merges out. `seen`: aliases come again; `prefix`: the
+    path to the node."""
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))

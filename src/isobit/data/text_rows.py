@@ -8,7 +8,6 @@ packed by gzip or not; blank lines are passed over. A value of CSV is text, also
 import csv
 import gzip
 import io
-import json
 import sys
 import zlib
 from collections.abc import Iterator
@@ -16,9 +15,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from isobit.data.foreign import BadJson, check_readable, parse_json
 from isobit.errors import IsobitError
 
 _GZIP = b"\x1f\x8b"
+_MOST_RATIO, _LEAST_UNPACKED = 400, 1 << 26  # text is packed 3 to 20 times smaller, zeros 1,000 times
+_MOST_COLUMNS = 10_000
 Row = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its columns."""
 
@@ -34,41 +36,45 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
             continue
         where = f"{path}:{number}"
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = parse_json(line.decode("utf-8"))
         except UnicodeDecodeError:
             raise IsobitError(f"{where}: not UTF-8 text") from None
-        except json.JSONDecodeError as error:
+        except BadJson as error:
             if number == 1 and _is_one_object(data):
                 wanted = "an array of rows, [{...}, {...}], or one object a line"
                 raise IsobitError(f"{path}: one JSON object; expected {wanted}") from None
-            raise IsobitError(f"{where}: malformed JSON: {error.msg} (column {error.colno})") from None
-        except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python converts
-            raise IsobitError(f"{where}: malformed JSON: nested too deeply or a number too long") from None
-        if not isinstance(row, dict):
-            raise IsobitError(f"{where}: expected a JSON object of columns, got {kind(row)}")
-        yield where, row
+            raise IsobitError(f"{where}: malformed JSON: {_reason(error)}") from None
+        yield where, _checked_row(where, row)
 
 
 def _array_rows(path: Path, data: bytes) -> Iterator[Row]:
     try:
-        rows = json.loads(data.decode("utf-8"))
+        rows = parse_json(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise IsobitError(f"{path}:{data.count(10, 0, error.start) + 1}: not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise IsobitError(f"{path}:{error.lineno}: malformed JSON: {error.msg} (column {error.colno})") from None
-    except (RecursionError, ValueError):  # as above
-        raise IsobitError(f"{path}: malformed JSON: nested too deeply or a number too long") from None
+    except BadJson as error:
+        line = "" if error.line is None else f":{error.line}"
+        raise IsobitError(f"{path}{line}: malformed JSON: {_reason(error)}") from None
     for number, row in enumerate(rows, 1):
         where = f"{path}: row {number}"
-        if not isinstance(row, dict):
-            raise IsobitError(f"{where}: expected a JSON object of columns, got {kind(row)}")
-        yield where, row
+        yield where, _checked_row(where, row)
+
+
+def _checked_row(where: str, row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise IsobitError(f"{where}: expected a JSON object of columns, got {kind(row)}")
+    _check_count(where, len(row))
+    return row
+
+
+def _reason(error: BadJson) -> str:
+    return error.reason if error.column is None else f"{error.reason} (column {error.column})"
 
 
 def _is_one_object(data: bytes) -> bool:
     try:
-        return isinstance(json.loads(data), dict)
-    except (RecursionError, ValueError):
+        return isinstance(parse_json(data.decode("utf-8")), dict)
+    except (BadJson, UnicodeDecodeError):
         return False
 
 
@@ -91,10 +97,18 @@ def csv_rows(path: Path) -> Iterator[Row]:
 
 
 def check_distinct(where: str, names: list[str]) -> None:
-    """Raise IsobitError if a column name comes twice."""
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
-        raise IsobitError(f"{where}: two columns are called {twice[0]!r}; rename one")
+    """Raise IsobitError if a column name comes twice, or there are too many."""
+    _check_count(where, len(names))
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise IsobitError(f"{where}: two columns are called {name!r:.80}; rename one")
+        seen.add(name)
+
+
+def _check_count(where: str, columns: int) -> None:
+    if columns > _MOST_COLUMNS:
+        raise IsobitError(f"{where}: {columns:,} columns; expected at most {_MOST_COLUMNS:,}")
 
 
 def kind(value: Any) -> str:
@@ -131,11 +145,15 @@ def read_text_file(path: Path, count: int = -1) -> bytes:
     """The first `count` bytes (-1: all) of a file, unpacked where gzip packed it, without a byte order mark. Raises
     IsobitError for what cannot be read."""
     try:
+        size = check_readable(path)
+        most = max(_LEAST_UNPACKED, size * _MOST_RATIO)
         with path.open("rb") as file:
             packed = file.read(2) == _GZIP
             file.seek(0)
             with gzip.open(file) if packed else nullcontext(file) as unpacked:
-                data = unpacked.read(count)
+                data = unpacked.read(most + 1 if packed and count < 0 else count)
+        if packed and len(data) > most:
+            raise IsobitError(f"{path}: unpacks to more than {_MOST_RATIO} times its size; expected an unpacked file")
     except gzip.BadGzipFile as error:
         raise IsobitError(f"{path}: malformed gzip: {error}") from None
     except (EOFError, zlib.error):

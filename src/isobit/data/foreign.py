@@ -1,0 +1,107 @@
+"""Files that others wrote, read within limits: what cannot be read is one line, and nothing waits or grows without end.
+
+A file must be a regular one (links are followed): a pipe or a device could block. JSON has at most `MOST_DEPTH` levels
+and `MOST_DIGITS` digits in a whole number, so that what walks or prints the values later cannot fail on them; NaN and
+infinity are read, and refused where a number is used. Left out: how long a file may be, which the caller says.
+"""
+
+import json
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import IsobitError
+
+MOST_DEPTH = 100
+MOST_DIGITS = 300  # the largest such number is still a float
+_LONG_NUMBER = re.compile(rf"\d{{{MOST_DIGITS + 1}}}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class BadJson(Exception):
+    """Text that is no JSON within the limits: the reason, and the place where there is one."""
+
+    def __init__(self, reason: str, line: int | None = None, column: int | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.line, self.column = reason, line, column
+
+
+def exists(path: Path) -> bool:
+    """Whether something is at the path. Raises IsobitError where that cannot be known, as in a folder that may not be
+    searched."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    return True
+
+
+def check_readable(path: Path) -> int:
+    """The size in bytes of a regular file that may be read. Raises OSError, whose `strerror` says why it is none."""
+    try:
+        found = path.stat()
+    except ValueError:  # a null character in the name
+        raise OSError(0, "not a file name") from None
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(21, "Is a directory")
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(0, "not a regular file; expected no pipe, socket or device")
+    with path.open("rb"):
+        return found.st_size
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A regular file of at most `most` bytes. Raises OSError, whose `strerror` says why it cannot be read."""
+    check_readable(path)
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(0, f"longer than {most:,} bytes")
+    return data
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be read, in words."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8 text"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises BadJson."""
+    try:
+        value = json.loads(text, parse_int=_whole if _LONG_NUMBER.search(text) else None)
+    except json.JSONDecodeError as error:
+        raise BadJson(error.msg, error.lineno, error.colno) from None
+    except RecursionError:
+        raise BadJson(f"nested too deeply, in more than {MOST_DEPTH} levels") from None
+    if text.count("[") + text.count("{") > MOST_DEPTH and _deeper(value):
+        raise BadJson(f"nested too deeply, in more than {MOST_DEPTH} levels")
+    if _SURROGATE.search(text) and not _is_unicode(value):
+        raise BadJson("half of a surrogate pair, which is no character")
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise BadJson(f"a whole number of {len(digits):,} digits; at most {MOST_DIGITS} are read")
+    return int(digits)
+
+
+def _deeper(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        containers = [each for each in level if isinstance(each, (dict, list))]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, (dict, list)) for each in level)
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
