@@ -6,7 +6,8 @@ atomic (`isobit.run.checkpoints`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from isobit.data.foreign import BadJson, check_readable, exists, parse_json, read_bytes, reason_of
 from isobit.errors import IsobitError, download_hint
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
@@ -22,6 +24,7 @@ from isobit.precision.quantize import BLOCK, expand_scale
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
+_MOST_TEXT_BYTES = 1 << 28  # a tokenizer.json of a vocabulary of 260,000 has 3e7
 _SCALES = "_scale_inv"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,51 +34,85 @@ def model_folder(path: str | Path, what: str = "model") -> Path:
     if not isinstance(path, (str, Path)):
         raise IsobitError(f"{what}: expected the path of a Hugging Face model directory, got {path!r}")
     folder = Path(path)
-    if folder.is_file():
-        raise IsobitError(f"{what} {folder}: a file; give the Hugging Face model directory that it is in")
-    if not folder.is_dir():
+    if not exists(folder):
         hint = download_hint(path) or "; expected a Hugging Face model directory"
         raise IsobitError(f"{what} {folder}: no such directory{hint}")
+    if not folder.is_dir():
+        raise IsobitError(f"{what} {folder}: a file; give the Hugging Face model directory that it is in")
     return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; IsobitError if it is missing or malformed."""
+    """A JSON object from a file, within the limits of `isobit.data.foreign`; IsobitError if it is missing or
+    malformed."""
     try:
-        values = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise IsobitError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from None
+        values = parse_json(read_text(path))
+    except BadJson as error:
+        line = "" if error.line is None else f", line {error.line}"
+        raise IsobitError(f"{path}{line}: not valid JSON: {error.reason}") from None
     if not isinstance(values, dict):
         raise IsobitError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values
 
 
 def read_text(path: Path) -> str:
-    """A text file; IsobitError if it is missing or not UTF-8."""
+    """A text file of a model directory; IsobitError if it is missing, not UTF-8 or far too long."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path, _MOST_TEXT_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise IsobitError(f"{path.parent}: {path.name} is missing; expected a Hugging Face model directory") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise IsobitError(f"{path}: cannot be read: {error}") from None
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors of a directory, by name, from the headers of its files: what `read_weights` would
+    return, before anything is allocated. Raises IsobitError for a file that is missing or corrupt, for a tensor that is
+    in two files, and for one that the index names and its file lacks."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, str] = {}
+    for name, wanted in _weight_files(directory).items():
+        with _opened(directory / name) as file:
+            for key in file.keys():  # noqa: SIM118 (a file handle, not a dict)
+                if key in places:
+                    raise IsobitError(
+                        f"{directory}: tensor {key} is in both {places[key]} and {name}; it must be in one of them"
+                    )
+                places[key], shapes[key] = name, tuple(file.get_slice(key).get_shape())
+        for key in wanted:
+            if places.get(key) != name:
+                raise IsobitError(f"{directory / INDEX}: tensor {key} is not in {name}, where weight_map says it is")
+    scales = [key for key in shapes if key.endswith(_SCALES) and key.removesuffix(_SCALES) in shapes]
+    return {key: shape for key, shape in shapes.items() if key not in scales}
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """All tensors of a directory, float32, by their Hugging Face names. Raises IsobitError for a file that is missing
     or corrupt, and for a tensor that is not of numbers or not finite."""
     tensors: dict[str, Tensor] = {}
+    tensor_shapes(directory)  # refuses what the index and the headers contradict
     for name in _weight_files(directory):
-        path = directory / name
-        if not path.is_file():
-            raise IsobitError(f"{directory}: weight file {name} is missing")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (a file handle, not a dict)
-                    tensors[key] = _as_float(file.get_tensor(key), key, path)
-        except (SafetensorError, OSError) as error:
-            raise IsobitError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+        with _opened(directory / name) as file:
+            for key in file.keys():  # noqa: SIM118 (a file handle, not a dict)
+                tensors[key] = _as_float(file.get_tensor(key), key, directory / name)
     _dequantize_blocks(tensors, directory)
     return tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises IsobitError for one that is missing, cannot be read, or is damaged."""
+    if not exists(path):
+        raise IsobitError(f"{path.parent}: weight file {path.name} is missing")
+    try:
+        check_readable(path)
+    except OSError as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise IsobitError(f"{path}: truncated or corrupt safetensors file ({error})") from None
 
 
 def _dequantize_blocks(tensors: dict[str, Tensor], directory: Path) -> None:
@@ -89,17 +126,20 @@ def _dequantize_blocks(tensors: dict[str, Tensor], directory: Path) -> None:
         tensors[name] = codes.float() * expand_scale(scale, (BLOCK, BLOCK), (codes.shape[0], codes.shape[1]))
 
 
-def _weight_files(directory: Path) -> list[str]:
-    if (directory / WEIGHTS).is_file():
-        return [WEIGHTS]
-    if (directory / INDEX).is_file():
+def _weight_files(directory: Path) -> dict[str, list[str]]:
+    """The files of the weights, and the tensors that the index says are in each."""
+    if exists(directory / WEIGHTS):
+        return {WEIGHTS: []}
+    if exists(directory / INDEX):
         mapping = read_json(directory / INDEX).get("weight_map")
         if not isinstance(mapping, dict) or not mapping:
             raise IsobitError(f"{directory / INDEX}: weight_map is missing or empty")
-        names = sorted({str(name) for name in mapping.values()})
-        if any(Path(name).name != name for name in names):
-            raise IsobitError(f"{directory / INDEX}: weight_map names a file outside the directory")
-        return names
+        files: dict[str, list[str]] = {}
+        for tensor, name in mapping.items():
+            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+                raise IsobitError(f"{directory / INDEX}: weight_map names a file outside the directory: {name!r:.80}")
+            files.setdefault(name, []).append(tensor)
+        return dict(sorted(files.items()))
     raise IsobitError(f"{directory}: no {WEIGHTS} and no {INDEX}; only safetensors checkpoints are read")
 
 

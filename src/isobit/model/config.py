@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.model.families import FAMILIES, Family, flag, optional_whole, real, refuse_windows, whole
+from isobit.model.families import (
+    FAMILIES,
+    MOST_LAYERS,
+    Family,
+    flag,
+    optional_whole,
+    real,
+    refuse_windows,
+    whole,
+)
 from isobit.model.rope import Rope
 
 
@@ -90,15 +99,15 @@ class ModelConfig:
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
         """From the parsed config.json. Raises IsobitError for an unsupported architecture or feature."""
         name = values.get("model_type")
-        if name not in FAMILIES:
-            named = name or ", ".join(values.get("architectures") or ["none"])
-            raise IsobitError(f"{where}: unsupported architecture {named!r}: supported are {', '.join(FAMILIES)}")
+        if not isinstance(name, str) or name not in FAMILIES:
+            named = name or architectures(values)
+            raise IsobitError(f"{where}: unsupported architecture {named!r:.80}: supported are {', '.join(FAMILIES)}")
         family = FAMILIES[name]
         _refuse_unsupported(values, where)
         num_heads, hidden = (whole(values, key, where) for key in ("num_attention_heads", "hidden_size"))
         if family.whole_heads and hidden % num_heads:
             raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
-        layers = whole(values, "num_hidden_layers", where)
+        layers = whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
         refuse_windows(values, where, family, layers, max_positions)
         rope = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions)
@@ -177,13 +186,14 @@ def _experts_from_hf(values: Mapping[str, Any], where: str, family: Family, laye
         return Experts(count, per_token, whole(values, "intermediate_size", where))
     step, dense = whole(values, "decoder_sparse_step", where, 1), values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise IsobitError(f"{where}: mlp_only_layers has the wrong type: expected a list of layers, got {dense!r}")
+        raise IsobitError(f"{where}: mlp_only_layers has the wrong type: expected a list of layers, got {dense!r:.80}")
+    listed = set(dense)
     return Experts(
         count,
         per_token,
         whole(values, "moe_intermediate_size", where, 768),
         flag(values, "norm_topk_prob", where),
-        tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
+        tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step),
     )
 
 
@@ -200,12 +210,18 @@ def _experts_to_hf(experts: Experts, family: Family) -> dict[str, Any]:
     }
 
 
+def architectures(values: Mapping[str, Any]) -> str:
+    """The class names that config.json gives, for a message."""
+    named = values.get("architectures")
+    return ", ".join(map(str, named)) if isinstance(named, list) and named else "none"
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """Token ids from a config value: one id, a list of them, or nothing. Raises ValueError for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
-            raise ValueError(f"{token!r} is not a token id")
+            raise ValueError(f"{token!r:.80} is not a token id")
     return tuple(ids)
 
 
@@ -216,7 +232,7 @@ def _first(ids: tuple[int, ...]) -> int | None:
 def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
-        raise IsobitError(f"{where}: unsupported hidden_act {activation!r}: supported is silu")
+        raise IsobitError(f"{where}: unsupported hidden_act {activation!r:.80}: supported is silu")
     if not values.get("is_causal", True):
         raise IsobitError(
             f"{where}: is_causal is off: a model that sees later tokens has no log-probabilities to train"

@@ -91,15 +91,24 @@ FAMILIES = {
 _WINDOW, _WINDOW_FROM_LAYER = 4096, 28  # of Qwen's, where use_sliding_window is true
 
 
-def whole(values: Mapping[str, Any], key: str, where: str, default: int | None = None, least: int = 1) -> int:
-    """An integer of at least `least`; IsobitError that names key and file for anything else, or if it is missing."""
+MOST = 2**31 - 1
+"""No size in a config.json is larger; sizes that the tensors decide are compared with them (`names.check_shapes`)."""
+MOST_LAYERS = 65536
+
+
+def whole(
+    values: Mapping[str, Any], key: str, where: str, default: int | None = None, least: int = 1, most: int = MOST
+) -> int:
+    """An integer from `least` to `most`; IsobitError that names key and file for anything else, or if it is missing."""
     if key not in values and default is None:
         raise IsobitError(f"{where}: key {key!r} is missing")
     value = values.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise IsobitError(f"{where}: {key} has the wrong type: expected an integer, got {value!r}")
+        raise IsobitError(f"{where}: {key} has the wrong type: expected an integer, got {value!r:.80}")
     if value < least:
         raise IsobitError(f"{where}: {key} must be at least {least}, got {value}")
+    if value > most:
+        raise IsobitError(f"{where}: {key} must be at most {most:,}, got {value!r:.80}")
     return value
 
 
@@ -114,7 +123,7 @@ def real(values: Mapping[str, Any], key: str, where: str, default: float) -> flo
     """A number with a decimal point, finite and not negative; IsobitError for anything else."""
     value = values.get(key, default)
     if not isinstance(value, float) or not 0 <= value < float("inf"):
-        raise IsobitError(f"{where}: {key} has the wrong type: expected a number such as {default}, got {value!r}")
+        raise IsobitError(f"{where}: {key} has the wrong type: expected a number such as {default}, got {value!r:.80}")
     return value
 
 
@@ -122,7 +131,7 @@ def flag(values: Mapping[str, Any], key: str, where: str, default: bool = False)
     """true or false; IsobitError for anything else."""
     value = values.get(key, default)
     if not isinstance(value, bool):
-        raise IsobitError(f"{where}: {key} has the wrong type: expected true or false, got {value!r}")
+        raise IsobitError(f"{where}: {key} has the wrong type: expected true or false, got {value!r:.80}")
     return value
 
 
@@ -151,7 +160,9 @@ def _layer_kinds(values: Mapping[str, Any], where: str, layers: int) -> list[str
         raise IsobitError(f"{where}: layer_types must name the attention of each of {layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise IsobitError(f"{where}: layer_types: {kind!r} is not supported; every layer must be full_attention")
+            raise IsobitError(
+                f"{where}: layer_types: {kind!r:.80} is not supported; every layer must be full_attention"
+            )
     return kinds
 
 

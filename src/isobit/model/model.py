@@ -12,10 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.data.foreign import exists
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import names
-from isobit.model.checkpoint import SHARD_BYTES, model_folder, read_json, read_weights, write_json, write_weights
+from isobit.model.checkpoint import (
+    SHARD_BYTES,
+    model_folder,
+    read_json,
+    read_weights,
+    tensor_shapes,
+    write_json,
+    write_weights,
+)
 from isobit.model.config import ModelConfig
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import USES, Transformer, parameter_shapes
@@ -71,9 +80,10 @@ class Model:
         flow, ops = precision_from(precision), get_ops(backend, consistency)
         config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
         tokenizer = Tokenizer.load(directory)
+        names.check_shapes(tensor_shapes(directory), config, str(directory))  # before anything is allocated
         masters = names.fuse(read_weights(directory), config, str(directory))
         model = Model(Transformer(config, flow, ops, masters), tokenizer)
-        if (directory / "generation_config.json").is_file():
+        if exists(directory / "generation_config.json"):
             model.generation = read_json(directory / "generation_config.json")
         return model
 

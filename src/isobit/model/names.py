@@ -45,22 +45,36 @@ def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[st
 
     Takes the tensors out of `tensors` as it goes, so that weights are not held twice.
     """
-    masters = dict(parts(config))
     if config.tie_embeddings and _OUTSIDE["head"] in tensors:
         _check_tied(tensors, where)
-    expected = {name for names in masters.values() for name, _ in names}
+    check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config, where)
+    masters = dict(parts(config))
+    return {master: torch.cat([tensors.pop(name) for name, _ in names]) for master, names in masters.items()}
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str) -> None:
+    """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than they are many, however
+    large the sizes in config.json."""
+    count = 0 if config.experts is None else config.experts.count
+    if config.num_layers > len(shapes) or config.num_mixtures * count > len(shapes):
+        experts = f" of {count:,} experts" if count else ""
+        raise IsobitError(
+            f"{where}: config.json says {config.num_layers:,} layers{experts}, but the weights are {len(shapes):,} "
+            "tensors, fewer than such layers have"
+        )
+    expected = {name: shape for _, names in parts(config) for name, shape in names}
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    given = {name for name in tensors if not name.endswith(_IGNORED_SUFFIXES)} - tied
-    for problem, names in (("is missing", expected - given), ("is not part of this architecture", given - expected)):
+    given = {name for name in shapes if not name.endswith(_IGNORED_SUFFIXES)} - tied
+    for problem, names in (
+        ("is missing", expected.keys() - given),
+        ("is not part of this architecture", given - expected.keys()),
+    ):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise IsobitError(f"{where}: tensor {min(names)} {problem}{more}; config.json says {config.family}")
-    for name, shape in (pair for names in masters.values() for pair in names):
-        if tuple(tensors[name].shape) != shape:
-            raise IsobitError(
-                f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, but config.json asks for {shape}"
-            )
-    return {master: torch.cat([tensors.pop(name) for name, _ in names]) for master, names in masters.items()}
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise IsobitError(f"{where}: tensor {name} has shape {shapes[name]}, but config.json asks for {shape}")
 
 
 def _check_tied(tensors: Mapping[str, Tensor], where: str) -> None:

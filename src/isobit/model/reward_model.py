@@ -14,8 +14,8 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import names
-from isobit.model.checkpoint import model_folder, read_json, read_weights
-from isobit.model.config import ModelConfig
+from isobit.model.checkpoint import model_folder, read_json, read_weights, tensor_shapes
+from isobit.model.config import ModelConfig, architectures
 from isobit.model.model import passes
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import Transformer
@@ -47,13 +47,17 @@ class RewardModel:
         flow = precision_from(precision)
         if flow.learner.calibrated or flow.learner.calibrated_queries:
             raise IsobitError(f"reward model {directory}: precision {flow.name} has a calibrated KV cache; use e4m3")
+        found = tensor_shapes(directory)
+        if "score.weight" in found:  # else said below
+            body = {name: shape for name, shape in found.items() if name not in ("score.weight", "lm_head.weight")}
+            names.check_shapes(body, config, str(directory))
         tensors = read_weights(directory)
         score = tensors.pop("score.weight", None)
         tensors.pop("lm_head.weight", None)
         if score is None:
-            named = ", ".join(values.get("architectures") or ["none"])
             raise IsobitError(
-                f"{directory}: no tensor score.weight: {named} is no sequence classification with a linear score"
+                f"{directory}: no tensor score.weight: {architectures(values):.80} is no sequence classification with "
+                "a linear score"
             )
         if score.shape != (1, config.hidden_size):
             raise IsobitError(

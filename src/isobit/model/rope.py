@@ -44,7 +44,7 @@ class Rope:
         for key in ("rope_scaling", "rope_parameters"):
             section = values.get(key)
             if section is not None and not isinstance(section, dict):
-                raise IsobitError(f"{where}: {key} has the wrong type: expected an object, got {section!r}")
+                raise IsobitError(f"{where}: {key} has the wrong type: expected an object, got {section!r:.80}")
             if section:
                 read.append(_read(section, values, where, theta, max_positions))
         if len(read) == 2 and read[0] != read[1]:
@@ -79,14 +79,14 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, the
     """One section. `original_max_position_embeddings` beside it counts more than the one inside, else the context."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind not in KINDS:
-        raise IsobitError(f"{where}: unsupported rope scaling {kind!r}: supported are {', '.join(KINDS)}")
+        raise IsobitError(f"{where}: unsupported rope scaling {kind!r:.80}: supported are {', '.join(KINDS)}")
     if any(isinstance(value, dict) for value in section.values()):
         raise IsobitError(
             f"{where}: rope_parameters of each layer type are not supported: all layers must share one set"
         )
     partial = section.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
     if partial != 1.0:
-        raise IsobitError(f"{where}: partial rotary embedding is not supported (partial_rotary_factor {partial!r})")
+        raise IsobitError(f"{where}: partial rotary embedding is not supported (partial_rotary_factor {partial!r:.80})")
     base = _number({"rope_theta": theta, **values, **section}, "rope_theta", where)
     if base <= 1:
         raise IsobitError(f"{where}: rope_theta must be above 1, got {base}")
@@ -112,7 +112,7 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, the
 def _number(values: Mapping[str, Any], key: str, where: str) -> float:
     value = values[key]
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise IsobitError(f"{where}: {key} must be a number, got {value!r}")
+        raise IsobitError(f"{where}: {key} must be a number, got {value!r:.80}")
     return value
 
 

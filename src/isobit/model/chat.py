@@ -1,0 +1,140 @@
+"""Chat templates, rendered in a process of their own (`template_child.py`), which is started with the first one.
+
+A template that takes too long or too much memory ends that process, and is an `IsobitError` here; the next one gets a
+new process. One process serves all threads, in turn. A forked copy of this process starts its own.
+"""
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import IsobitError
+
+_CHILD = Path(__file__).with_name("template_child.py")
+_WALL_SECONDS = 60.0  # of a request, where the machine has no time for it; its own computing is bounded in the child
+_CPU_SECONDS = 5  # template_child.CPU_SECONDS, which is not imported: it is another program
+_MOST_TEMPLATES = 32
+_NAME = "the model's chat template"
+
+
+class _Renderer:
+    """The process, and the templates that it has compiled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._numbers: dict[str, int] = {}
+
+    def render(self, template: str, variables: Mapping[str, Any] | None) -> str:
+        """The rendered text; with no variables the template is only compiled. Raises IsobitError."""
+        with self._lock:
+            process = self._ready()
+            if template not in self._numbers:
+                self._ask(process, {"template": template})
+                self._numbers[template] = len(self._numbers)
+            if variables is None:
+                return ""
+            return self._ask(process, {"number": self._numbers[template], "variables": variables})
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process, self._numbers = self._process, None, {}
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.communicate()
+
+    def _ready(self) -> "subprocess.Popen[bytes]":
+        gone = self._process is None or self._owner != os.getpid() or self._process.poll() is not None
+        if gone or len(self._numbers) >= _MOST_TEMPLATES:
+            self.close()
+            command = [sys.executable, "-I", "-B", str(_CHILD), json.dumps(sys.path)]
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for this process
+                )
+            except OSError as error:
+                raise IsobitError(f"{_NAME} cannot be rendered: no process for it: {error.strerror}") from None
+            self._owner = os.getpid()
+        assert self._process is not None
+        return self._process
+
+    def _ask(self, process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> str:
+        assert process.stdin is not None
+        try:
+            line = json.dumps(request, default=_mapping).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise IsobitError(f"a chat's messages must be plain text, numbers and lists: {str(error)[:200]}") from None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            received = _line(process)
+        except BrokenPipeError:
+            received = b""
+        except BaseException:  # an interruption: what it still writes answers no later request
+            self.close()
+            raise
+        if not received.endswith(b"\n"):
+            waited = process.poll() is None
+            self.close()
+            limit = f"{_WALL_SECONDS:g} seconds" if waited else f"{_CPU_SECONDS} seconds of computing, or crashed"
+            raise IsobitError(f"{_NAME} took more than {limit}; expected one that renders a conversation at once")
+        reply = json.loads(received)
+        if "text" in reply:
+            return str(reply["text"])
+        if "syntax" in reply:
+            raise IsobitError(f"{_NAME} cannot be parsed: {reply['syntax']}")
+        if "limit" in reply:
+            raise IsobitError(f"{_NAME} took more than {reply['limit']} for a conversation")
+        done = "refused a conversation" if "number" in request else "cannot be parsed"
+        raise IsobitError(f"{_NAME} {done}: {reply['reason']}")
+
+
+def _line(process: "subprocess.Popen[bytes]") -> bytes:
+    """What the process writes up to the end of a line; without that where it ended or took too long."""
+    assert process.stdout is not None
+    descriptor, parts, until = process.stdout.fileno(), list[bytes](), time.monotonic() + _WALL_SECONDS
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while not (parts and parts[-1].endswith(b"\n")):
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            break
+        part = os.read(descriptor, 1 << 16)
+        if not part:
+            process.wait()
+            break
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _mapping(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is none of them")
+
+
+_RENDERER = _Renderer()
+atexit.register(_RENDERER.close)
+
+
+def check_template(template: str) -> None:
+    """Raise IsobitError unless the template can be compiled."""
+    _RENDERER.render(template, None)
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """The text of a template with these variables, which JSON can write. Raises IsobitError for what it refuses, for
+    one that cannot be compiled, and for one that exceeds the limits."""
+    return _RENDERER.render(template, variables)
