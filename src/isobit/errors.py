@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ENDLESS = re.compile(r"\S{400,}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _FILES = {
     ".jsonl",
     ".ndjson",
@@ -28,9 +30,14 @@ _FILES = {
 
 
 class IsobitError(Exception):
-    """A user's mistake: a wrong key, a missing file, a malformed row, a bad checkpoint."""
+    """A user's mistake: a wrong key, a missing file, a malformed row, a bad checkpoint. In its text, what
+    a stranger's file says without end is cut, and control characters are written out: it stays one line."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        text = _ENDLESS.sub(lambda found: f"{found[0][:100]}...{found[0][-20:]}", super().__str__())
+        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class RunFailed(IsobitError):

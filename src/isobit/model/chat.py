@@ -19,8 +19,8 @@ from typing import Any
 from isobit.errors import IsobitError
 
 _CHILD = Path(__file__).with_name("template_child.py")
+CPU_SECONDS = 5  # of a request
 _WALL_SECONDS = 60.0  # of a request, where the machine has no time for it; its own computing is bounded in the child
-_CPU_SECONDS = 5  # template_child.CPU_SECONDS, which is not imported: it is another program
 _MOST_TEMPLATES = 32
 _NAME = "the model's chat template"
 
@@ -74,7 +74,7 @@ class _Renderer:
     def _ask(self, process: "subprocess.Popen[bytes]", request: Mapping[str, Any]) -> str:
         assert process.stdin is not None
         try:
-            line = json.dumps(request, default=_mapping).encode() + b"\n"
+            line = json.dumps({**request, "seconds": CPU_SECONDS}, default=_mapping).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise IsobitError(f"a chat's messages must be plain text, numbers and lists: {str(error)[:200]}") from None
         try:
@@ -89,7 +89,7 @@ class _Renderer:
         if not received.endswith(b"\n"):
             waited = process.poll() is None
             self.close()
-            limit = f"{_WALL_SECONDS:g} seconds" if waited else f"{_CPU_SECONDS} seconds of computing, or crashed"
+            limit = f"{_WALL_SECONDS:g} seconds" if waited else f"{CPU_SECONDS} seconds of computing, or crashed"
             raise IsobitError(f"{_NAME} took more than {limit}; expected one that renders a conversation at once")
         reply = json.loads(received)
         if "text" in reply:

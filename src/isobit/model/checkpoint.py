@@ -112,7 +112,9 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise IsobitError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+        raise IsobitError(
+            f"{path}: truncated or corrupt safetensors file ({' '.join(str(error).split())[:300]})"
+        ) from None
 
 
 def _dequantize_blocks(tensors: dict[str, Tensor], directory: Path) -> None:

@@ -22,6 +22,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 _OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}  # null: left out
+_SOME_DIM = 64  # of a head, on which it does not depend whether there are angles
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -106,7 +107,14 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, the
         raise IsobitError(f"{where}: rope scaling llama3: high_freq_factor must be above low_freq_factor")
     if kind == "yarn" and "truncate" in own:
         given["truncate"] = bool(own["truncate"])
-    return Rope(float(base), kind, tuple(sorted(given.items())))
+    made = Rope(float(base), kind, tuple(sorted(given.items())))
+    try:
+        usable = bool(torch.isfinite(torch.cat(made.tables(2, _SOME_DIM))).all())
+    except (ArithmeticError, ValueError, RuntimeError):  # out of the range of floats, or of logarithms
+        usable = False
+    if not usable:
+        raise IsobitError(f"{where}: rope scaling {kind} has no angles with these parameters: {given!s:.200}")
+    return made
 
 
 def _number(values: Mapping[str, Any], key: str, where: str) -> float:

@@ -1,8 +1,9 @@
 """The process that renders chat templates: jinja2's sandbox under limits of the operating system.
 
 A template is a program of whoever made the model, and the sandbox bounds neither its time nor its memory: so it is
-compiled and run here, in `MEMORY_BYTES` and `CPU_SECONDS` for each request, by which the kernel kills it. One JSON
-object a line comes in and goes out (`chat.py` is the other side). Imports nothing of isobit, whose parts load torch.
+compiled and run here, in `MEMORY_BYTES` and the seconds of computing that each request may take, after which the kernel
+ends this process. One JSON object a line comes in and goes out (`chat.py` is the other side). Imports nothing of
+isobit, whose parts load torch.
 """
 
 import json
@@ -25,7 +26,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 29
-CPU_SECONDS = 5
 MOST_CHARACTERS = 1 << 25
 
 
@@ -96,7 +96,7 @@ def _serve(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     while line := read():
         request = json.loads(line)
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_SECONDS)
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + request["seconds"])
         _limit(resource.RLIMIT_AS, MEMORY_BYTES)
         reply = answer(request, compiled)
         _limit(resource.RLIMIT_AS, 2 * MEMORY_BYTES)  # so that the reply can be written

@@ -153,12 +153,16 @@ def _eos_ids(directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]) 
     return () if token is None else (token,)
 
 
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
+
+
 def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if exists(path):
         return read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates: the default one
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in template if _is_named(entry)}
         template = named.get("default") or next(iter(named.values()), None)
     return template if isinstance(template, str) else None

@@ -1,0 +1,127 @@
+"""The command: cases in a process of its own, which is watched, ended where it hangs, and started again."""
+
+import argparse
+import contextlib
+import json
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import IsobitError
+
+CASE_SECONDS, SILENT_SECONDS, MEMORY_BYTES = 8, 60, 12 << 30
+
+
+class Hang(BaseException):
+    """The watchdog's: no loader may catch it."""
+
+
+def outcome(folder: Path, seed: int) -> tuple[str, str]:
+    """(ok, refused, failed or hang; what was found) of one case."""
+    from . import cases
+
+    def alarm(*_: Any) -> None:
+        raise Hang
+
+    signal.signal(signal.SIGALRM, alarm)
+    signal.setitimer(signal.ITIMER_REAL, CASE_SECONDS)
+    try:
+        return "ok", cases.run(folder, seed)
+    except IsobitError as error:
+        text = str(error)
+        clear = text and "\n" not in text and len(text) < 1500
+        return ("refused", text) if clear else ("failed", f"not one clear line: {text[:300]!r}")
+    except Hang:
+        return "hang", _place(sys.exc_info()[2])
+    except BaseException as error:  # also a panic of a library in Rust
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]} {_place(error.__traceback__)}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _place(trace: Any) -> str:
+    frames = [f for f in traceback.extract_tb(trace) if "/isobit/" in f.filename]
+    return f"({Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name})" if frames else "(elsewhere)"
+
+
+def serve(first: int, last: int) -> None:
+    """Run the cases; a line before and after each."""
+    from isobit.model import chat
+
+    from . import cases
+
+    chat.CPU_SECONDS = 1
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    with tempfile.TemporaryDirectory(prefix="loaders-") as folder:
+        cases.write_valid(Path(folder))
+        for seed in range(first, last):
+            print(json.dumps([seed]), flush=True)
+            print(json.dumps([seed, *outcome(Path(folder), seed)]), flush=True)
+
+
+def fuzz(first: int, count: int) -> Iterator[tuple[int, str, str]]:
+    """(seed, outcome, what) of every case."""
+    seed, last = first, first + count
+    while seed < last:
+        command = [sys.executable, "-m", "tests.loaders", "--serve", str(seed), str(last)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            began = False
+            while True:
+                ready = select.select([process.stdout], [], [], SILENT_SECONDS)[0]
+                line = process.stdout.readline() if ready else ""
+                if not line:
+                    break
+                found = json.loads(line)
+                seed, began = found[0], len(found) == 1
+                if len(found) == 3:
+                    yield seed, found[1], found[2]
+                    seed += 1
+            if seed < last or began:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                errors = process.stderr.read()[-500:] if ready else ""
+                assert began, f"the cases cannot be run: {errors}"
+                what = "no answer" if not ready else f"the process ended: {errors}"
+                yield seed, "hang" if not ready else "failed", what
+                seed += 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 1 if anything failed."""
+    parser = argparse.ArgumentParser("python -m tests.loaders", description=__doc__)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--serve", type=int, nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.serve:
+        serve(*given.serve)
+        return 0
+    counts = dict.fromkeys(("ok", "refused", "failed", "hang"), 0)
+    for number, (seed, kind, what) in enumerate(fuzz(given.seed, given.cases), 1):
+        counts[kind] += 1
+        if kind in ("failed", "hang"):
+            print(
+                f"{kind.upper()} seed {seed}: {what}; repeat: python -m tests.loaders --cases 1 --seed {seed}",
+                flush=True,
+            )
+        if number % 10_000 == 0:
+            print(f"{number:,} cases: {counts}", flush=True)
+    total = sum(counts.values())
+    found = f"{counts['failed']} failures, {counts['hang']} hangs"
+    print(f"{total} cases, {counts['ok']} read, {counts['refused']} refused, {found}")
+    return 1 if counts["failed"] or counts["hang"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
