@@ -234,8 +234,9 @@ _YAML = (
     "a: &a [x, x]\n" + "".join(f"{b}: &{b} [" + f"*{a}, " * 9 + "]\n" for a, b in _NAMES),
     "a: &a {k: v}\n" + "".join(f"{b}: &{b} {{<<: [" + f"*{a}, " * 9 + "]}\n" for a, b in _NAMES),
     "a: &a [*a]\n", "a: &a {b: *a}\n", "steps: " + "[" * 5000, "steps: " + "{a: " * 5000, "- " * 3000,
-    "steps: 0x" + "f" * 50_000 + "\n", "steps: 2026-99-99\n", "steps: !!int a\n", "steps: !!python/object:os.system a\n",
-    "steps: !!timestamp a\n", "steps: !!binary é\n", "? [a]\n: 1\n", "steps: 1" + ":59" * 5000 + "\n", "--- a\n--- b\n",
+    "steps: 0x" + "f" * 50_000 + "\n", "steps: 2026-99-99\n", "steps: !!int a\n", "a: !!python/object:os.system a\n",
+    "steps: !!timestamp a\n", "steps: !!binary é\n", "? [a]\n: 1\n", "steps: 1" + ":59" * 5000,
+    "--- a\n--- b\n",
     "".join(f"a{i}: &a{i} [{'*a' + str(i - 1) if i else 1}]\n" for i in range(3000)), "\x07", "%YAML 9.9\n---\na: 1",
     "steps: !!float a\n", "steps: !!bool a\n", "steps: !!omap [a]\n", "steps: !!set {a, b}\n", "!!map [a]\n", "<<: 1\n",
 )  # fmt: skip

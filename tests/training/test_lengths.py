@@ -224,3 +224,23 @@ def test_a_model_that_cannot_end_a_completion_is_said(
     assert said(endless, "sampling.stop=['=']") == ""
     assert said(endless, "sampling.ignore_eos=true") == ""
     assert said(base_model) == ""
+
+
+@pytest.mark.parametrize("rule", ["escape", "allow", "refuse"])
+def test_special_tokens_in_prompts_are_said_once(
+    run: Callable[..., Path], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(run(["one</s> <s>", "two", "three</s>"], special_tokens_in_content=rule))
+    if rule == "refuse":
+        with pytest.raises(IsobitError, match=r"rows.jsonl:1: .*the special token '</s>' in it"):
+            open_parts(config, quiet=False)
+        return
+    parts = open_parts(config, quiet=False)
+    parts.rewards.close()
+    said = capsys.readouterr().err.splitlines()
+    done = "encoded as text" if rule == "escape" else "taken for the tokens"
+    assert said == [
+        f"the prompts' own text spells 3 special tokens, such as </s>: {done} (task.special_tokens_in_content: {rule})"
+    ]
+    ids = parts.model.tokenizer.encode_text("two</s>")
+    assert len(ids) == (7 if rule == "escape" else 4)

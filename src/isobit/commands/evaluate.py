@@ -25,7 +25,7 @@ from isobit.rewards.pool import RewardPool
 from isobit.run import directory as runs
 from isobit.tasks import Task, load_task
 from isobit.training.assembly import evaluation_plan, held_out_judge, reward_models, sized_engine
-from isobit.training.lengths import fit_prompts
+from isobit.training.lengths import fit_prompts, say_special_tokens
 from isobit.training.scoring import Scorer
 
 DEFAULT_SAMPLES = 8
@@ -85,6 +85,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     task, plan = load_task(replace(config.task, seed=config.seed)), evaluation_plan(config)
     if run is not None and config.task.too_long == "drop":  # what training left out is left out here
         model = Model.load(models[run], "float32")
+        model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
         task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
     examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
     if not examples:
@@ -114,6 +115,8 @@ def _ask(path: Path, config: Config, examples: Sequence[Example], scorer: Scorer
     model = Model.load(path, config.precision, config.backend, config.consistency)
     if config.model.chat_template is not None:
         model.tokenizer.use_template(config.model.chat_template)
+    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    say_special_tokens(examples, model)
     engine = sized_engine(config, model, [e.prompt for e in examples], len(examples) * max(1, plan.num_samples))
     engine.calibrate([example.prompt for example in examples])
     with ProgressLine(str(path)) as progress:

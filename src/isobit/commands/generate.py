@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def print_completions(
     if chat_template is not None:
         model.tokenizer.use_template(chat_template)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
+    if found := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:
+        print(f"{len(found):,} special tokens in the prompts are encoded as text", file=sys.stderr)
     engine = Engine(model)
     engine.calibrate(requests)
     groups = engine.generate(requests, sampling)

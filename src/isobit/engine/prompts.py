@@ -10,7 +10,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
-    """Token ids of each prompt. Text gets the tokenizer's special tokens; a chat template brings its own."""
+    """Token ids of each prompt. Text gets the tokenizer's special tokens; a chat template brings its own. Those that a
+    prompt spells are text, unless the tokenizer's `special_tokens_in_content` says otherwise."""
     if isinstance(prompts, str):
         raise IsobitError("prompts: expected a list of prompts, got one text; write [text]")
     if not isinstance(prompts, Sequence):
@@ -24,11 +25,11 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int) -> 
 def encode_prompt(where: str, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Token ids of one prompt, which messages call `where`."""
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode_text(prompt)
     elif not isinstance(prompt, Sequence):
         raise IsobitError(f"{where}: expected text, token ids or chat messages, got {prompt!r}")
     elif prompt and all(isinstance(item, Mapping) for item in prompt):
-        ids = tokenizer.encode(tokenizer.render_chat(list(prompt)), add_special=False)  # type: ignore[arg-type]
+        ids = tokenizer.encode_chat(list(prompt))  # type: ignore[arg-type]
     else:
         ids = list(prompt)  # type: ignore[arg-type]
     for token in ids:

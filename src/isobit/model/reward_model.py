@@ -70,9 +70,9 @@ class RewardModel:
     def encode(self, prompt: Prompt, completion: str) -> list[int]:
         """Token ids of prompt and completion: a chat through the chat template, or the two texts joined."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt + completion)
+            return self.tokenizer.encode_text(prompt + completion)
         chat = [*prompt, {"role": "assistant", "content": completion}]
-        return self.tokenizer.encode(self.tokenizer.render_chat(chat, add_generation_prompt=False), add_special=False)
+        return self.tokenizer.encode_chat(chat, add_generation_prompt=False)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:

@@ -5,7 +5,8 @@ Reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and the e
 scratch. Left out: slow tokenizers and tokenizers with code of their own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from isobit.errors import IsobitError
 from isobit.model import chat
 from isobit.model.checkpoint import read_json, read_text, write_json
 from isobit.model.config import token_ids
+from isobit.model.content import ContentEncoder, Rule
 
 _MOST_TEMPLATE_BYTES = 1 << 24
 _SPECIALS = ("<pad>", "<s>", "</s>")
@@ -31,8 +33,10 @@ class Tokenizer:
         self.settings = dict(settings)
         self.eos_ids = tuple(eos_ids)
         self.chat_template = template
+        self.special_tokens_in_content: Rule = "escape"
         fast.no_truncation()
         fast.no_padding()
+        self._content = ContentEncoder(fast)
 
     @staticmethod
     def load(directory: str | Path) -> "Tokenizer":
@@ -42,10 +46,10 @@ class Tokenizer:
         if not exists(path):
             raise IsobitError(f"{directory}: tokenizer.json is missing; save the model with a fast tokenizer")
         text = read_text(path)
-        try:
+        with _of_tokenizers(f"{path}: not a tokenizer that can be read"):
             fast = FastTokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise IsobitError(f"{path}: not a tokenizer that can be read ({str(error)[:200]})") from None
+            if not fast.get_vocab(with_added_tokens=True):
+                raise IsobitError(f"{path}: not a tokenizer that can be read: its vocabulary is empty")
         settings = _optional_json(directory / "tokenizer_config.json")
         eos = _eos_ids(directory, fast, settings)
         return Tokenizer(fast, settings, eos, _template(directory, settings))
@@ -78,14 +82,32 @@ class Tokenizer:
 
         Raises IsobitError for text that the vocabulary cannot write.
         """
-        try:
+        with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
             return self.fast.encode(text, add_special_tokens=add_special).ids
-        except Exception as error:  # tokenizers raises plain Exception
-            raise IsobitError(f"the tokenizer cannot encode {text[:80]!r}: {error}") from None
+
+    def encode_text(self, text: str, add_special: bool = True) -> list[int]:
+        """`encode` of text that somebody else wrote: special tokens that it spells are text, unless
+        `special_tokens_in_content` says otherwise (`content.py`)."""
+        with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
+            return self._content.text(text, self.special_tokens_in_content, add_special)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of `render_chat`, in which the special tokens are the template's, as in `encode_text`."""
+
+        def render(given: Sequence[Mapping[str, Any]]) -> str:
+            return self.render_chat(given, add_generation_prompt)
+
+        with _of_tokenizers("the tokenizer cannot encode a chat"):
+            return self._content.chat(messages, self.special_tokens_in_content, render)
+
+    def special_tokens_in(self, prompt: str | Sequence[Any]) -> list[str]:
+        """The special tokens that a text or the messages of a chat spell."""
+        return self._content.spelled(prompt)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text without special tokens, or with them where `special` is true."""
-        return self.fast.decode(list(ids), skip_special_tokens=not special)
+        with _of_tokenizers("the tokenizer cannot decode its tokens"):
+            return self.fast.decode(list(ids), skip_special_tokens=not special)
 
     def decode_completion(self, prompt: Sequence[int], completion: Sequence[int]) -> str:
         """The text that `completion` adds to `prompt`: decoders may treat the first token of a text differently."""
@@ -131,6 +153,20 @@ class Tokenizer:
         write_json(directory / "tokenizer_config.json", self.settings)
         if self.chat_template is not None and self.chat_template != self.settings.get("chat_template"):
             (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+
+
+@contextmanager
+def _of_tokenizers(what: str) -> Iterator[None]:
+    """Turn what the library raises into an IsobitError: a plain Exception, or, where its code in Rust panics, an
+    exception that is none."""
+    try:
+        yield
+    except IsobitError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise IsobitError(f"{what}: {' '.join(str(error).split())[:200]}") from None
 
 
 def _token_text(token: Any) -> str:

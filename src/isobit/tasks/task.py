@@ -38,6 +38,10 @@ class TaskSettings:
     ] = None
     chat: Annotated[bool, "a text prompt becomes a user's message in the model's chat template"] = False
     system: Annotated[str | None, "system message, put before every chat"] = None
+    special_tokens_in_content: Annotated[
+        Literal["escape", "allow", "refuse"],
+        "special tokens that a prompt's own text spells, such as <|im_start|>: text, the tokens, or an error",
+    ] = "escape"
     max_prompt_tokens: Annotated[int | None, at_least(1), "upper limit, besides the context minus max_new_tokens"] = (
         None
     )

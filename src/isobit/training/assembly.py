@@ -66,6 +66,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
     if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
         model.tokenizer.use_template(config.model.chat_template)
+    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
     task = fitted.task
     scorer = Scorer(rewards, reward_models(config), config.rewards.on_error == "stop")

@@ -5,7 +5,7 @@ cannot be encoded, such as a chat that the model's template refuses, is never dr
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from isobit.config import SamplingConfig
@@ -47,8 +47,24 @@ def fit_prompts(task: Task, model: Model, limits: TaskSettings, max_new_tokens: 
     held_out = keep(task.held_out, problem, limits, "held-out", quiet)
     lengths.clear()
     train = keep(task.train, problem, limits, "training", quiet)
+    if not quiet:
+        say_special_tokens([*train.examples, *held_out.examples], model)
     longest = max(train.examples, key=lambda example: lengths[example.index])
     return Fitted(replace(task, train=train, held_out=held_out), longest)
+
+
+def say_special_tokens(examples: Sequence[Example], model: Model) -> None:
+    """Say on stderr how many special tokens the prompts' own text spells, and what becomes of them; nothing where there
+    are none."""
+    found = [word for example in examples for word in model.tokenizer.special_tokens_in(example.prompt)]
+    if found:
+        rule = model.tokenizer.special_tokens_in_content
+        done = "encoded as text" if rule == "escape" else "taken for the tokens"
+        print(
+            f"the prompts' own text spells {len(found):,} special tokens, such as {found[0]}: {done} "
+            f"(task.special_tokens_in_content: {rule})",
+            file=sys.stderr,
+        )
 
 
 def endless(model: Model, sampling: SamplingConfig) -> str | None:

@@ -32,7 +32,7 @@ from isobit.rl.supervised import supervised_update
 from isobit.run import durable
 from isobit.run.directory import occupied
 from isobit.tasks import Task, load_task
-from isobit.training.lengths import encode_prompt, keep, outside
+from isobit.training.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.view import Display
 
 
@@ -56,6 +56,7 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     model = _initial_model(config, task)
     if config.model.chat_template is not None:
         model.tokenizer.use_template(config.model.chat_template)
+    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     task = _fit(task, model, config, quiet)
     _train(model, config, task, quiet)
     _save(model, out)
@@ -191,6 +192,8 @@ def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
         return full if tokens >= context else outside(tokens, config.task)
 
     train = keep(task.train, problem, config.task, "training", quiet)
+    if not quiet:
+        say_special_tokens(train.examples, model)
     if not task.rewards:  # there is no evaluation at the end
         return replace(task, train=train)
     return replace(task, train=train, held_out=keep(task.held_out, unanswerable, config.task, "held-out", quiet))
@@ -206,7 +209,7 @@ def _sample(example: Example, task: Task, model: Model) -> SupervisedSample:
             f"{example.place}: no column 'completion' to learn from; name yours with task.columns: {{completion: ...}}"
         )
     tokenizer = model.tokenizer
-    completion_ids = [*tokenizer.encode(completion, add_special=False), *tokenizer.eos_ids[:1]]
+    completion_ids = [*tokenizer.encode_text(completion, add_special=False), *tokenizer.eos_ids[:1]]
     return SupervisedSample(tuple(encode_prompt(example, model)), tuple(completion_ids))
 
 
