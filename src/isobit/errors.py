@@ -12,7 +12,6 @@ from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ENDLESS = re.compile(r"\S{400,}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _FILES = {
     ".jsonl",
     ".ndjson",
@@ -37,7 +36,7 @@ class IsobitError(Exception):
 
     def __str__(self) -> str:
         text = _ENDLESS.sub(lambda found: f"{found[0][:100]}...{found[0][-20:]}", super().__str__())
-        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+        return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class RunFailed(IsobitError):

@@ -9,7 +9,7 @@ import sys
 
 from isobit.cli import training, evaluation, models, pages  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
-from isobit.errors import IsobitError, printable
+from isobit.errors import IsobitError
 
 __all__ = ["app", "evaluation", "main", "models", "pages", "training"]
 
@@ -19,5 +19,5 @@ def main() -> None:
     try:
         app(prog_name="isobit")
     except IsobitError as error:
-        print(f"isobit: {printable(str(error))}", file=sys.stderr)
+        print(f"isobit: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
