@@ -11,8 +11,9 @@ import yaml
 
 from isobit.data.foreign import MOST_DEPTH, MOST_DIGITS
 
-MOST_VALUES = 100_000
+MOST_VALUES = 20_000
 _TEXT = 100  # characters
+_TOO_MANY = f"more than {MOST_VALUES:,} values once its aliases are written out"
 _TOO_DEEP = f"nested too deeply, in more than {MOST_DEPTH} levels"
 
 
@@ -24,9 +25,27 @@ class DuplicateKey(yaml.YAMLError):
         self.key, self.first_line, self.line = key, first_line, line
 
 
+class _Loader(yaml.SafeLoader):
+    """Stops in the middle of a document that is too deep or too long: PyYAML takes seconds for a megabyte."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth, self._count = 0, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """The next node, and what is in it."""
+        self._depth, self._count = self._depth + 1, self._count + 1
+        wrong = _TOO_DEEP if self._depth > MOST_DEPTH + 1 else _TOO_MANY if self._count > MOST_VALUES else None
+        if wrong is not None:
+            raise yaml.MarkedYAMLError(problem=wrong, problem_mark=self.get_mark())
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
 def load(text: str) -> Any:
     """The values of a YAML document. Raises yaml.YAMLError; `DuplicateKey` for a key that comes twice."""
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
@@ -65,7 +84,7 @@ def _measure(node: yaml.Node, found: dict[int, tuple[int, int] | None], depth: i
     if levels > MOST_DEPTH:
         raise _bad(node, _TOO_DEEP)
     if total > MOST_VALUES:
-        raise _bad(node, f"more than {MOST_VALUES:,} values once its aliases are written out")
+        raise _bad(node, _TOO_MANY)
     found[id(node)] = total, levels
     return total, levels
 
