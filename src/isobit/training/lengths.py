@@ -61,7 +61,7 @@ def say_special_tokens(examples: Sequence[Example], model: Model) -> None:
         rule = model.tokenizer.special_tokens_in_content
         done = "encoded as text" if rule == "escape" else "taken for the tokens"
         print(
-            f"the prompts' own text spells {len(found):,} special tokens, such as {found[0]}: {done} "
+            f"the prompts' own text spells {len(found):,} special tokens, such as {printable(found[0])}: {done} "
             f"(task.special_tokens_in_content: {rule})",
             file=sys.stderr,
         )
