@@ -197,6 +197,11 @@ def that_fits(name: str, config: ModelConfig, bench: Bench, per_parameter: float
     return (name if layers == config.num_layers else f"{name}, {layers} of its {config.num_layers} layers"), fitting
 
 
+def presets(bench: Bench) -> tuple[str, ...]:
+    """Those that are measured; a rehearsal takes the one that runs the most kernels."""
+    return PRESETS[-1:] if bench.rehearsal else PRESETS
+
+
 def consistencies(preset: str, bench: Bench) -> tuple[str, ...]:
     """Those that a preset is measured under; the interpreter has one product only."""
     return ("bitwise",) if bench.rehearsal or preset == "fp8-rollout" else ("bitwise", "fast")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu.common import GIB, PRESETS, Bench, random_model, release, shapes, that_fits
+from benchmarks.gpu.common import GIB, Bench, presets, random_model, release, shapes, that_fits
 from benchmarks.roofline import decode, floor
 from isobit import Model
 from isobit.kernels import KVStore, Layout
@@ -24,7 +24,7 @@ def run(bench: Bench) -> None:
     cases = [(2, 20)] if bench.rehearsal else _FIRST + [case for case in _CASES if case not in _FIRST]
     for index, (name, config) in enumerate(shapes(bench).items()):
         name, config = that_fits(name, config, bench, 6)
-        for preset in PRESETS:
+        for preset in presets(bench):
             if not bench.has_time(f"{name}, {preset}"):
                 continue
             model = random_model(config, preset, bench)

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.gpu.common import PRESETS, Bench, consistencies, random_model, release, shapes, that_fits
+from benchmarks.gpu.common import Bench, consistencies, presets, random_model, release, shapes, that_fits
 from benchmarks.roofline import floor, learn, prefill
 from isobit import Model
 from isobit.kernels import KVStore, Layout
@@ -16,7 +16,7 @@ def run(bench: Bench) -> None:
     lengths = ((3, 1),) if bench.rehearsal else ((2048, 8), (8192, 2))
     for name, config in shapes(bench).items():
         name, config = that_fits(name, config, bench, 20)
-        for preset in PRESETS:
+        for preset in presets(bench):
             for consistency in consistencies(preset, bench):
                 if not bench.has_time(f"{name}, {preset}, {consistency}"):
                     continue

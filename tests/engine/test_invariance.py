@@ -23,7 +23,8 @@ PROMPT_IDS = [11, 5, 1000, 0, 7, 2**32 - 1, 3, 12]
 PROMPTS = [[3 + (7 * i + 5 * length) % 40 for i in range(length)] for length in LENGTHS]
 SAMPLING = Sampling(n=3, max_new_tokens=14, temperature=0.9, seed=2**40 + 17)
 PRESETS = ["float32", "bf16", "fp8"]
-FLOWS = [(preset, backend) for backend in ("reference", "native") for preset in PRESETS]
+FLOWS = [("fp8", "reference"), *((preset, "native") for preset in PRESETS)]
+"""The engine is the same for every flow, and the reference operators take four times as long: they do one."""
 
 
 @lru_cache
@@ -117,9 +118,9 @@ def test_a_call_of_its_own_for_every_prompt(make_engine: MakeEngine) -> None:
 )
 def test_any_setting(page_size: int, spare: int, budget: int, max_sequences: int, order: list[int]) -> None:
     needed = -(-(max(LENGTHS) + SAMPLING.max_new_tokens - 1) // page_size)
-    engine = Engine(tiny("bf16"), needed + spare, page_size, budget, max_sequences)
+    engine = Engine(tiny("fp8", "native"), needed + spare, page_size, budget, max_sequences)
     prompts, ids = [PROMPTS[i] for i in order], [PROMPT_IDS[i] for i in order]
-    assert rollout(engine, prompts, SAMPLING, ids) == baseline("bf16", "reference")
+    assert rollout(engine, prompts, SAMPLING, ids) == baseline("fp8", "native")
     engine.integrity()
 
 

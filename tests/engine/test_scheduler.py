@@ -241,7 +241,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_token_sees_its_own_sequence_whatever_the_sizes(any_case: Case) -> None:
     stats = Shadow(any_case).run()

@@ -24,7 +24,7 @@ SEED = 20260901
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_some_seconds_without_a_differing_bit(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     require(backend)
-    assert main(["--backend", backend, "--seed", str(SEED), "--minutes", "0.2", "--cases", "400"]) == 0
+    assert main(["--backend", backend, "--seed", str(SEED), "--minutes", "0.13", "--cases", "400"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"backend {backend}, cases from seed {SEED} on"
     assert " cases, 0 failures, " in printed[-1]
