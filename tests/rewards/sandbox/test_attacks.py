@@ -137,11 +137,15 @@ def test_without_its_session_and_signals_the_cage_is_ended(wall: str, attack: st
         "launch._HERE = Path(sys.argv[1])\n"
         "print(launch.run_caged({'p.py': sys.argv[2]}, 'p.py', [''], launch.Limits(5, 256, 4, 16), 'namespaces'))\n"
     )
-    found = []
-    for text in (source, source.replace(wall, wall[: len(wall) - len(wall.lstrip())] + "pass  #")):
+
+    def ended(text: str) -> bool:
+        """Whether the attack ends the cage, or the process that made it."""
         (tmp_path / "jail.py").write_text(text)
         command = [sys.executable, "-c", program, str(tmp_path), attacks.SIGNALS[attack]]
         done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
-        found.append(done.stdout if done.returncode == 0 else "killed\n")
-    assert found[0].startswith("[Outcome(")
-    assert found[1] in ("[]\n", "killed\n")
+        assert done.returncode or done.stdout.startswith("[")
+        return bool(done.returncode) or done.stdout == "[]\n"
+
+    assert not ended(source)
+    without = source.replace(wall, wall[: len(wall) - len(wall.lstrip())] + "pass  #")
+    assert any(ended(without) for _ in range(8))  # on a busy machine the first process may report before it dies
