@@ -67,9 +67,9 @@ class RunDirectory:
         was taken before, is given up with the rest."""
         self.directory = directory
         self._lock = lock or Lock(directory)
+        if config_text is not None:  # first: without it nothing has begun
+            self._replace(CONFIG, config_text)
         self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
-        if config_text is not None:
-            durable.write_text(directory / CONFIG, config_text)
 
     @staticmethod
     def create(directory: Path, config_text: str) -> "RunDirectory":
@@ -97,7 +97,7 @@ class RunDirectory:
         before = _object(path)
         if before is None or "backend" not in before:
             missing = [] if before is None else [f"warning: {path} cannot be read: what the run began on is not known"]
-            durable.write_text(path, json.dumps(facts, indent=1) + "\n")
+            self._replace(MACHINE, json.dumps(facts, indent=1) + "\n")
             return missing
         if before["backend"] != facts["backend"]:
             raise IsobitError(
@@ -113,7 +113,7 @@ class RunDirectory:
                     f"warning: {key}: its file has changed since the run began; from here on the new one counts"
                 )
         if lines:
-            durable.write_text(path, json.dumps(before, indent=1) + "\n")
+            self._replace(MACHINE, json.dumps(before, indent=1) + "\n")
         return lines
 
     @property
@@ -152,6 +152,12 @@ class RunDirectory:
         try:
             file.write(content)
             file.flush()
+        except OSError as error:
+            raise self._cannot_write(self.directory / name, error) from None
+
+    def _replace(self, name: str, text: str) -> None:
+        try:
+            durable.write_text(self.directory / name, text)
         except OSError as error:
             raise self._cannot_write(self.directory / name, error) from None
 
