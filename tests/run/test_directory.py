@@ -1,5 +1,6 @@
 """The run directory: locked, cut back on resume, readable after a crash; and interruption."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from isobit.errors import IsobitError, RunFailed
+from isobit.run import durable
 from isobit.run.completions import COMPLETIONS
 from isobit.run.directory import METRICS, Interruption, RunDirectory, read_jsonl, refuse_existing
 
@@ -56,6 +58,16 @@ def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
         run._files[METRICS] = open("/dev/full", "wb")  # noqa: SIM115
         with pytest.raises(RunFailed, match=r"No space left on device; go on with: isobit train --resume"):
             run.write_metrics({"step": 1.0})
+
+
+def test_a_run_that_has_not_begun_is_nothing_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable, "write_text", full)
+    with pytest.raises(IsobitError, match=r"cannot write into run directory .*: No space left on device$"):
+        RunDirectory.create(tmp_path / "run", "steps: 1\n")
+    refuse_existing(tmp_path / "run")
 
 
 def test_only_an_empty_directory_is_taken(tmp_path: Path) -> None:

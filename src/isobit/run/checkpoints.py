@@ -2,7 +2,7 @@
 
 A checkpoint is a directory with a manifest of its files' SHA-256. Loading takes the newest one whose files match; a
 damaged one is reported and skipped, and set aside by a run that goes on. A power cut between any two writes leaves the
-checkpoint or its predecessor (tests/run/test_power_cuts.py). Left out: what is in a checkpoint (the caller writes it).
+checkpoint or its predecessor (tests/faults/test_faults.py). Left out: what is in a checkpoint (the caller writes it).
 """
 
 import hashlib

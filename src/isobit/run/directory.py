@@ -68,7 +68,10 @@ class RunDirectory:
         self.directory = directory
         self._lock = lock or Lock(directory)
         if config_text is not None:  # first: without it nothing has begun
-            self._replace(CONFIG, config_text)
+            try:
+                durable.write_text(directory / CONFIG, config_text)
+            except OSError as error:
+                raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
         self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
 
     @staticmethod
