@@ -1,6 +1,18 @@
-"""Reward functions in a file."""
+"""Reward functions in a file, and the cage that untrusted programs run in."""
 
 import pytest
+
+from isobit.errors import IsobitError
+from isobit.rewards.sandbox.launch import check_cage
+
+
+@pytest.fixture(scope="session")
+def cage() -> None:
+    """Skips the test where this machine gives no cage."""
+    try:
+        check_cage("namespaces", False)
+    except IsobitError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

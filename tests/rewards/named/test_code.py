@@ -20,15 +20,9 @@ from isobit.rewards.sandbox import launch
 from isobit.rewards.sandbox.launch import Limits, Outcome, check_cage, run_caged
 from isobit.rewards.spec import RewardSpec
 
+pytestmark = pytest.mark.usefixtures("cage")
+
 LIMITS = Limits(timeout_s=20, memory_mib=512, disk_mib=4, processes=16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _a_cage() -> None:
-    try:
-        check_cage("namespaces", False)
-    except IsobitError as error:
-        pytest.skip(str(error))
 
 
 def run(source: str, stdin: str = "", isolation: str = "namespaces", limits: Limits = LIMITS) -> Outcome:

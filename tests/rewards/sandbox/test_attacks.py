@@ -7,25 +7,18 @@ from typing import Any
 
 import pytest
 
-from isobit.errors import IsobitError
 from isobit.rewards.named import build
 from isobit.rewards.pool import Reward, RewardPool
 from isobit.rewards.sandbox import launch
-from isobit.rewards.sandbox.launch import Limits, check_cage, run_caged
+from isobit.rewards.sandbox.launch import Limits, run_caged
 from isobit.rewards.spec import RewardSpec
 from tests.rewards.sandbox import attacks
+
+pytestmark = pytest.mark.usefixtures("cage")
 
 OPTIONS = {"timeout_s": 2.0, "memory_mib": 256}
 LIMITS = Limits(timeout_s=5, memory_mib=256, disk_mib=4, processes=16)
 ALLOWING = bytes.fromhex("060000000000ff7f")  # the filter that lets everything through
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _a_cage() -> None:
-    try:
-        check_cage("namespaces", False)
-    except IsobitError as error:
-        pytest.skip(str(error))
 
 
 def rewards(sources: list[str], row: dict[str, Any], options: dict[str, Any]) -> list[Reward]:

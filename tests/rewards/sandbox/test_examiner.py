@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.errors import IsobitError
 from isobit.rewards.named import build
 from isobit.rewards.named.code import names_of, steps_of
 from isobit.rewards.sandbox import wire
-from isobit.rewards.sandbox.launch import check_cage
 
 SAME = "def f(x):\n    return x\n"
 STACK = """
@@ -194,26 +192,18 @@ RIGHT = {
 }
 
 
-@pytest.fixture(scope="module")
-def _a_cage() -> None:
-    try:
-        check_cage("namespaces", False)
-    except IsobitError as error:
-        pytest.skip(str(error))
-
-
 def score(source: str, tests: Any, **options: Any) -> Any:
     return build("code", options).score(source, {"tests": tests}, None)
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.usefixtures("_a_cage")
+@pytest.mark.usefixtures("cage")
 def test_a_right_program_passes(name: str) -> None:
     source, tests = RIGHT[name]
     assert score(source, tests) == 1.0
 
 
-@pytest.mark.usefixtures("_a_cage")
+@pytest.mark.usefixtures("cage")
 def test_what_is_left_out() -> None:
     """Documented in `examiner.py`; a change here is one of the documentation too."""
     assert score("async def f():\n    return 1", "import asyncio\nassert asyncio.run(f()) == 1") == 0
@@ -223,7 +213,7 @@ def test_what_is_left_out() -> None:
     assert score("def f(x):\n    x.clear()\n    return x", "a = [1]\nassert f(a) == a") == 0
 
 
-@pytest.mark.usefixtures("_a_cage")
+@pytest.mark.usefixtures("cage")
 def test_arrays_are_compared_by_the_tests() -> None:
     pytest.importorskip("numpy")
     source = "import numpy as np\ndef f(x):\n    return np.array(x) * 2\ndef g(x):\n    return np.float64(x)\n"

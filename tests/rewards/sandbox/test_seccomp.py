@@ -12,6 +12,8 @@ from isobit.errors import IsobitError
 from isobit.rewards.sandbox import launch, seccomp
 from isobit.rewards.sandbox.launch import Limits, check_cage, run_caged
 
+pytestmark = pytest.mark.usefixtures("cage")
+
 MACHINE = platform.machine()
 LIMITS = Limits(timeout_s=20, memory_mib=512, disk_mib=4, processes=16)
 CALLS = """
@@ -23,14 +25,6 @@ def answer(number, first):
     return 0 if result >= 0 else ctypes.get_errno()
 print(json.dumps([answer(*call) for call in json.load(sys.stdin)]))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _a_cage() -> None:
-    try:
-        check_cage("namespaces", False)
-    except IsobitError as error:
-        pytest.skip(str(error))
 
 
 def answers(calls: list[tuple[int, int]], isolation: str = "namespaces") -> list[int]:
