@@ -6,7 +6,7 @@ atomic (`isobit.run.checkpoints`).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from isobit.precision.quantize import BLOCK, expand_scale
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+Shapes = Mapping[str, tuple[int, ...]]
 SHARD_BYTES = 5 << 30
 _MOST_TEXT_BYTES = 1 << 28  # a tokenizer.json of a vocabulary of 260,000 has 3e7
 _SCALES = "_scale_inv"
@@ -65,10 +66,9 @@ def read_text(path: Path) -> str:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
-def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors of a directory, by name, from the headers of its files: what `read_weights` would
-    return, before anything is allocated. Raises IsobitError for a file that is missing or corrupt, for a tensor that is
-    in two files, and for one that the index names and its file lacks."""
+def _tensor_shapes(directory: Path) -> Shapes:
+    """The shapes of all tensors of a directory, from the headers of its files. Raises IsobitError for a file that is
+    missing or corrupt, for a tensor that is in two files, and for one that the index names and its file lacks."""
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, str] = {}
     for name, wanted in _weight_files(directory).items():
@@ -86,11 +86,14 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {key: shape for key, shape in shapes.items() if key not in scales}
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory, float32, by their Hugging Face names. Raises IsobitError for a file that is missing
-    or corrupt, and for a tensor that is not of numbers or not finite."""
+def read_weights(directory: Path, check: Callable[[Shapes], None] | None = None) -> dict[str, Tensor]:
+    """All tensors of a directory, float32, by their Hugging Face names. `check` gets their shapes before anything is
+    allocated, and raises for what the model cannot take. Raises IsobitError for a file that is missing or corrupt,
+    for headers and an index that contradict each other, and for a tensor that is not of numbers or not finite."""
+    shapes = _tensor_shapes(directory)
+    if check is not None:
+        check(shapes)
     tensors: dict[str, Tensor] = {}
-    tensor_shapes(directory)  # refuses what the index and the headers contradict
     for name in _weight_files(directory):
         with _opened(directory / name) as file:
             for key in file.keys():  # noqa: SIM118 (a file handle, not a dict)

@@ -21,7 +21,6 @@ from isobit.model.checkpoint import (
     model_folder,
     read_json,
     read_weights,
-    tensor_shapes,
     write_json,
     write_weights,
 )
@@ -80,8 +79,9 @@ class Model:
         flow, ops = precision_from(precision), get_ops(backend, consistency)
         config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
         tokenizer = Tokenizer.load(directory)
-        names.check_shapes(tensor_shapes(directory), config, str(directory))  # before anything is allocated
-        masters = names.fuse(read_weights(directory), config, str(directory))
+        where = str(directory)
+        tensors = read_weights(directory, lambda shapes: names.check_shapes(shapes, config, where))
+        masters = names.fuse(tensors, config, where)
         model = Model(Transformer(config, flow, ops, masters), tokenizer)
         if exists(directory / "generation_config.json"):
             model.generation = read_json(directory / "generation_config.json")

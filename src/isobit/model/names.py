@@ -41,13 +41,13 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
-    """Masters by name, from Hugging Face tensors. Raises IsobitError for missing, unexpected or misshapen ones.
+    """Masters by name, from Hugging Face tensors that `check_shapes` takes. Raises IsobitError where a tied head is not
+    the embedding.
 
     Takes the tensors out of `tensors` as it goes, so that weights are not held twice.
     """
     if config.tie_embeddings and _OUTSIDE["head"] in tensors:
         _check_tied(tensors, where)
-    check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config, where)
     masters = dict(parts(config))
     return {master: torch.cat([tensors.pop(name) for name, _ in names]) for master, names in masters.items()}
 

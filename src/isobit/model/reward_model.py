@@ -14,13 +14,14 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import names
-from isobit.model.checkpoint import model_folder, read_json, read_weights, tensor_shapes
+from isobit.model.checkpoint import Shapes, model_folder, read_json, read_weights
 from isobit.model.config import ModelConfig, architectures
 from isobit.model.model import passes
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import Transformer
 from isobit.precision import Precision, precision_from
 
+_HEADS = ("score.weight", "lm_head.weight")
 Prompt = str | Sequence[Mapping[str, str]]
 
 
@@ -47,22 +48,24 @@ class RewardModel:
         flow = precision_from(precision)
         if flow.learner.calibrated or flow.learner.calibrated_queries:
             raise IsobitError(f"reward model {directory}: precision {flow.name} has a calibrated KV cache; use e4m3")
-        found = tensor_shapes(directory)
-        if "score.weight" in found:  # else said below
-            body = {name: shape for name, shape in found.items() if name not in ("score.weight", "lm_head.weight")}
+
+        def check(shapes: Shapes) -> None:
+            body = {name: shape for name, shape in shapes.items() if name not in _HEADS}
+            score = shapes.get("score.weight")
+            if score is None:
+                raise IsobitError(
+                    f"{directory}: no tensor score.weight: {architectures(values):.80} is no sequence classification "
+                    "with a linear score"
+                )
+            if score != (1, config.hidden_size):
+                raise IsobitError(
+                    f"{directory}: score.weight has shape {score}, expected (1, {config.hidden_size}): the reward is "
+                    "the logit of a single label"
+                )
             names.check_shapes(body, config, str(directory))
-        tensors = read_weights(directory)
-        score = tensors.pop("score.weight", None)
-        tensors.pop("lm_head.weight", None)
-        if score is None:
-            raise IsobitError(
-                f"{directory}: no tensor score.weight: {architectures(values):.80} is no sequence classification with "
-                "a linear score"
-            )
-        if score.shape != (1, config.hidden_size):
-            raise IsobitError(
-                f"{directory}: the reward model has {score.shape[0]} labels, expected one, whose logit is the reward"
-            )
+
+        tensors = read_weights(directory, check)
+        score, _ = (tensors.pop(name, None) for name in _HEADS)
         masters = names.fuse(tensors, config, str(directory))
         transformer = Transformer(config, flow, get_ops(backend, consistency), masters)
         return RewardModel(transformer, score, Tokenizer.load(directory))
