@@ -44,11 +44,7 @@ def export(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         lines = _write(model, partial, form, shard_bytes)
-        durable.flush_tree(partial)
-        if to.exists():
-            to.rmdir()  # empty, as checked above
-        partial.rename(to)
-        durable.flush(to.parent)
+        durable.put_in_place(partial, to)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's error
         reason = getattr(error, "strerror", None) or str(error)
         raise IsobitError(f"cannot write {to}: {reason}") from None

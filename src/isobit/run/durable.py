@@ -33,6 +33,13 @@ def make_directory(path: Path) -> None:
         flush(path.parent)
 
 
+def put_in_place(folder: Path, to: Path) -> None:
+    """Rename a folder to `to`, which is empty or not there, when the disk has all that is in it."""
+    flush_tree(folder)
+    folder.rename(to)
+    flush(to.parent)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file so that there is the old one or the new one, whole, at any moment."""
     partial = path.with_name(f".{path.name}.partial")

@@ -73,11 +73,7 @@ def _save(model: Model, out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".sft-") as temporary:
             model.save(Path(temporary) / "model")
-            durable.flush_tree(Path(temporary) / "model")
-            if out.exists():
-                out.rmdir()
-            (Path(temporary) / "model").rename(out)
-            durable.flush(out.parent)
+            durable.put_in_place(Path(temporary) / "model", out)
     except (OSError, SafetensorError) as error:
         raise RunFailed(f"cannot save model {out}: {getattr(error, 'strerror', None) or error}") from None
 
