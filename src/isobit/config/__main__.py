@@ -4,7 +4,7 @@ from dataclasses import is_dataclass
 
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.options.declare import REQUIRED, Option, options_of, sections, type_text
-from isobit.tasks import OPTIONS
+from isobit.tasks import TASKS
 
 _HEAD = """# Configuration
 
@@ -21,7 +21,7 @@ def markdown() -> str:
     sft = "\n".join(_section(SftConfig, "", "isobit sft", printed))
     compare = "\n".join(_section(CompareConfig, "", "isobit compare", set()))
     tasks = "\n".join(
-        "\n".join(_section(schema, "", f"`task.options` of {name}", set())) for name, schema in OPTIONS.items()
+        "\n".join(_section(schema, "", f"`task.options` of {name}", set())) for name, (_, schema) in TASKS.items()
     )
     return f"{_HEAD}\n{train}\n{sft}\n{compare}\n{tasks}"
 

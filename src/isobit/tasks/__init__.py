@@ -6,25 +6,21 @@ from isobit.errors import IsobitError, did_you_mean
 from isobit.tasks import arithmetic, countdown, files, gsm8k
 from isobit.tasks.task import Task, TaskSettings
 
-TASKS: dict[str, Callable[[TaskSettings], Task]] = {
-    "arithmetic": arithmetic.load,
-    "countdown": countdown.load,
-    "gsm8k": gsm8k.load,
-    "file": files.load,
+Load = Callable[[TaskSettings], Task]
+TASKS: dict[str, tuple[Load, type]] = {
+    "arithmetic": (arithmetic.load, arithmetic.ArithmeticOptions),
+    "countdown": (countdown.load, countdown.CountdownOptions),
+    "gsm8k": (gsm8k.load, gsm8k.Gsm8kOptions),
+    "file": (files.load, files.FileOptions),
 }
-OPTIONS = {
-    "arithmetic": arithmetic.ArithmeticOptions,
-    "countdown": countdown.CountdownOptions,
-    "gsm8k": gsm8k.Gsm8kOptions,
-    "file": files.FileOptions,
-}
-"""What `task.options` may hold."""
+"""How each is made, and what its `task.options` may hold."""
 
-__all__ = ["OPTIONS", "TASKS", "Task", "TaskSettings", "load_task"]
+__all__ = ["TASKS", "Task", "TaskSettings", "load_task"]
 
 
 def load_task(settings: TaskSettings) -> Task:
     """Make or read a task. Raises IsobitError, in one line, for an unknown name, a bad option or bad data."""
     if settings.name not in TASKS:
         raise IsobitError(f"unknown task {settings.name!r}; {did_you_mean(settings.name, list(TASKS))}")
-    return TASKS[settings.name](settings)
+    load, _ = TASKS[settings.name]
+    return load(settings)
