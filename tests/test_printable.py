@@ -1,10 +1,14 @@
 """What a model, a row or an exception wrote reaches no terminal as a command."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from isobit import cli
+from isobit.commands import dry_run, generate
+from isobit.engine.types import Completion
 from isobit.errors import IsobitError, printable
 from isobit.view import Display
 
@@ -31,6 +35,22 @@ def test_errors_and_notes_are_shown_so(monkeypatch: pytest.MonkeyPatch, capsys: 
     printed = capsys.readouterr().err
     assert printed.count("\\x1b[2J") == 2
     assert "\x1b" not in printed
+
+
+def test_a_dry_run_shows_prompts_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(dry_run, "dry_run_report", lambda config: f"first prompt: {HOSTILE}")
+    monkeypatch.setattr(sys, "argv", ["isobit", "train", "configs/quickstart.yaml", "--dry-run"])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert done.value.code == 0
+    assert printable(HOSTILE) in capsys.readouterr().out
+
+
+def test_json_of_completions_holds_no_control_character_and_the_same_text() -> None:
+    text = HOSTILE.replace("\ud800", "")
+    line = generate._line(text, Completion(0, 0, [], [], text, [], "stop", 0))
+    assert line == printable(line)
+    assert json.loads(line)["prompt"] == json.loads(line)["text"] == text
 
 
 def test_a_broken_line_of_metrics_is_named(tmp_path: Path) -> None:

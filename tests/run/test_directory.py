@@ -85,11 +85,24 @@ def test_only_an_empty_directory_is_taken(tmp_path: Path) -> None:
         RunDirectory.create(tmp_path / "file" / "run", "")
 
 
-def test_a_signal_sets_a_flag_and_the_handlers_come_back(capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_sets_a_flag_and_the_handlers_come_back(
+    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
     with Interruption() as interruption:
         assert (interruption.signal, interruption.exit_code) == (None, 0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (interruption.signal, interruption.exit_code) == (signal.SIGTERM, 143)
-    assert signal.getsignal(signal.SIGTERM) is before
+        os.kill(os.getpid(), number)
+        assert (interruption.signal, interruption.exit_code) == (number, code)
+    assert signal.getsignal(number) is before
     assert "finishing this step" in capsys.readouterr().err
+
+
+def test_under_nohup_a_lost_terminal_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interruption.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

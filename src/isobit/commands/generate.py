@@ -1,7 +1,6 @@
 """`isobit generate`: prompts in, completions out, on stdout. Left out: scoring them (`evaluate.py`)."""
 
 import json
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +46,7 @@ def print_completions(
 
 def _line(prompt: str, completion: Completion) -> str:
     text = json.dumps({"prompt": prompt, **asdict(completion)}, ensure_ascii=False)
-    return re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text)  # a terminal may obey these too
+    return "".join(c if printable(c) == c else json.dumps(c)[1:-1] for c in text)
 
 
 def _text(prompt: str, completion: Completion, chat: bool, n: int) -> str:
