@@ -65,7 +65,8 @@ class RewardModel:
             names.check_shapes(body, config, str(directory))
 
         tensors = read_weights(directory, check)
-        score, _ = (tensors.pop(name, None) for name in _HEADS)
+        score = tensors.pop("score.weight")
+        tensors.pop("lm_head.weight", None)
         masters = names.fuse(tensors, config, str(directory))
         transformer = Transformer(config, flow, get_ops(backend, consistency), masters)
         return RewardModel(transformer, score, Tokenizer.load(directory))
