@@ -131,6 +131,10 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.waits, self.in_engine = waits, False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

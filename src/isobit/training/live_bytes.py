@@ -21,6 +21,11 @@ class LiveBytes(TorchDispatchMode):
         self.live, self.peak = 0, 0
         self._known: dict[int, int] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks. True would import torch._dynamo, for seconds, to keep it from compiling this."""
+        return False
+
     def take(self) -> int:
         """The peak, which begins anew."""
         peak, self.peak = self.peak, self.live
