@@ -36,13 +36,13 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> str:
     ]
     lines += ["isobit.trian", 'print(train("run.yaml").metrics[0]["reward/mean"].is_integer())', "train(3, quiet=1)"]
     (folder / "user.py").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--strict", "user.py"]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "user.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=_environment(), check=False)
     return done.stdout
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "MYPYPATH": str(ROOT / "src"), "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache" / "user")}
+    return {**os.environ, "MYPYPATH": str(ROOT / "src"), "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache")}
 
 
 @pytest.mark.slow

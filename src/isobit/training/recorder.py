@@ -41,8 +41,8 @@ class Recorder:
             run.write_quantization(state.step, by_tensor)
         values = self.finish_step(measured)
         self._context.display.step(values, (self._shown(sample) for group in batch.groups for sample in group))
-        last = state.step == parts.config.steps
-        if last or (every.checkpoint_every and state.step % every.checkpoint_every == 0):
+        due = every.checkpoint_every and state.step % every.checkpoint_every == 0
+        if saver.saved_step != state.step and (due or state.step == parts.config.steps):
             saver.save()
         for callback in self._callbacks:
             callback(state.step, dict(values))
@@ -69,12 +69,21 @@ class Recorder:
             "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
 
+    @property
+    def evaluates_only_at_the_end(self) -> bool:
+        """Whether the present step is evaluated because it is the last, where a run of more steps would not."""
+        config, step = self._context.parts.config, self._context.state.step
+        return bool(config.evaluation.every and step == config.steps and step % config.evaluation.every)
+
     def finish_step(self, measured: dict[str, float]) -> dict[str, float]:
         """Evaluate, if that is due, and write the metrics; a reward function that fails meanwhile leaves a step that
-        can be saved, but for its row."""
+        can be saved, but for its row. A step that is evaluated only at the end is saved before, as such a step: a run
+        that is extended goes on as one that was planned longer, in its metrics and its best model too."""
         state, saver = self._context.state, self._context.saver
         state.unrecorded = measured
         saver.keep()
+        if self.evaluates_only_at_the_end and saver.saved_step != state.step:
+            saver.save()
         values = self.evaluate_and_write(measured, state.step == self._context.parts.config.steps)
         state.unrecorded = None
         saver.keep()

@@ -90,7 +90,8 @@ class Session:
             self.saver.save()
         elif self.state.unrecorded is not None:
             self.display.history.add(self.recorder.finish_step(self.state.unrecorded))
-            self.saver.save()
+            if not self.recorder.evaluates_only_at_the_end:
+                self.saver.save()
         self.saver.keep()
 
     def __exit__(self, *raised: Any) -> None:
