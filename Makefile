@@ -1,17 +1,21 @@
 # Every target makes .venv with what it needs, and does nothing twice.
 #
-# TORCH is what pip installs before everything else. The default is the release that the tests run on; on a machine with
-# an NVIDIA GPU, `make TORCH=torch ...` takes the newest build with CUDA.
+# What isobit runs with is installed from requirements.lock, with hashes; only PyTorch, Triton and NVIDIA's libraries are
+# not in it, because each machine needs its own build. TORCH is the default release, which the tests run on; on a machine
+# with an NVIDIA GPU, `make TORCH=torch ...` takes the newest build with CUDA.
 TORCH ?= torch==2.13.0
 # The kernels' tests compile with this Triton where PyTorch's build brings none of its own.
 TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.6.0,triton)
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# After the lock, nothing may move what it pinned: pip stops and names the conflict.
+LOCKED = $(PIP) --constraint $(VENV)/.locked
 # The last line of `make install` and `make quickstart`: what to type next.
 NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 
-.PHONY: help install quickstart test lint docs bench gpu kernels clean
+.PHONY: help install quickstart test lint docs bench gpu kernels relock floor ceiling clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
@@ -22,24 +26,30 @@ help:
 	@echo "make gpu          on a GPU (with TORCH=torch): the tests that need one, then its benchmarks"
 	@echo "make kernels      the Triton kernels compiled for sm_90, without a GPU; the tables of docs/gpu.md"
 	@echo "make install      only the environment, in $(VENV)"
+	@echo "make relock       requirements.lock anew, with the newest versions"
+	@echo "make floor        tests with the oldest versions that pyproject.toml allows; make ceiling: with the newest"
 	@echo "make clean        remove $(VENV), runs and caches"
 
 install: $(VENV)/.installed
 	$(NEXT)
 
-$(VENV)/.torch:
+# The marker is the lock without its hashes, because pip takes no hashes in constraints.
+$(VENV)/.locked: requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(PIP) --require-hashes --requirement $<
+	sed -e '/^ *--hash/d' -e 's/ \\$$//' $< > $@
+
+$(VENV)/.torch: $(VENV)/.locked
+	$(LOCKED) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable .
+	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TRITON)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	$(LOCKED) "$(TRITON)"
+	$(LOCKED) --no-build-isolation --editable ".[dev]"
 	@touch $@
 
 quickstart: $(VENV)/.installed
@@ -58,14 +68,14 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[bench]"
+	$(LOCKED) --no-build-isolation --editable ".[bench]"
 	@touch $@
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --out benchmarks/results
 
 $(VENV)/.gpu: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pytest>=8" "pytest-xdist>=3.6"
+	$(LOCKED) "pytest>=8" "pytest-xdist>=3.6"
 	@touch $@
 
 gpu: $(VENV)/.gpu
@@ -75,6 +85,31 @@ gpu: $(VENV)/.gpu
 kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.gpu.page
+
+# For every Python and platform at once; what is PyTorch's binaries is left out again.
+relock floor ceiling: BIN = build/$@/bin
+relock:
+	$(PYTHON) -m venv build/$@
+	$(PIP) --upgrade uv
+	printf '%s\n' setuptools "$(TORCH)" | $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 \
+		--generate-hashes --custom-compile-command "make relock" --output-file build/$@/all.lock pyproject.toml -
+	awk '/^[a-z]/ { out = /^(torch|triton)==|^(nvidia|cuda)-/ } !out' build/$@/all.lock > requirements.lock
+
+# What runs where nothing but isobit's own dependencies is installed, and the readers of Parquet.
+RUNTIME_TESTS = tests/test_config.py tests/test_cli_bad_input.py tests/test_resume.py tests/commands tests/data tests/run \
+	tests/training tests/view
+
+# The oldest and the newest versions that pyproject.toml allows. The oldest numpy has wheels up to Python 3.12.
+floor: TAKE = ==
+ceiling: TAKE = >=
+floor ceiling:
+	rm -rf build/$@
+	$(PYTHON) -m venv build/$@
+	sed -n -e '/^requires = /p' -e '/^dependencies = /,/^]/p' -e '/^data = /p' pyproject.toml \
+		| grep -o '[A-Za-z0-9-]*>=[0-9.]*' | sed 's/>=/$(TAKE)/' > build/$@/requirements.txt
+	$(PIP) --requirement build/$@/requirements.txt pytest pytest-xdist hypothesis
+	$(PIP) --no-build-isolation --editable .
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(RUNTIME_TESTS)
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -100,20 +100,22 @@ three
 def test_make_targets_exist_and_say_what_they_would_do() -> None:
     used = {command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"}
     assert {"quickstart", "test"} <= {shlex.split(command)[1] for command in used}
-    for command in used | {f"make {target}" for target in ("install", "lint", "docs", "bench", "clean", "help")}:
+    others = ["install", "lint", "docs", "bench", "relock", "floor", "ceiling", "clean", "help"]
+    for command in used | {f"make {target}" for target in others}:
         check(command)
     assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
 
 
 def test_make_ends_with_the_line_that_activates_the_environment(tmp_path: Path) -> None:
     """Of an environment that is installed already, whose `isobit` does nothing."""
-    (tmp_path / "pyproject.toml").touch()
+    for source in ("pyproject.toml", "requirements.lock"):
+        (tmp_path / source).touch()
     (tmp_path / ".venv/bin").mkdir(parents=True)
     isobit = tmp_path / ".venv/bin/isobit"
     isobit.write_text("#!/bin/sh\n")
     isobit.chmod(0o755)
     (tmp_path / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
-    for stamp in (".torch", ".installed"):
+    for stamp in (".locked", ".torch", ".installed"):
         (tmp_path / ".venv" / stamp).touch()
     for target in ("install", "quickstart"):
         # `make test` runs this test too: its own flags are not for the make in here
