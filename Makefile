@@ -33,10 +33,11 @@ help:
 install: $(VENV)/.installed
 	$(NEXT)
 
-# The marker is the lock without its hashes, because pip takes no hashes in constraints.
+# Wheels only: a source would be built with tools that nothing pins. The marker is the lock without its hashes, which pip
+# does not take in constraints.
 $(VENV)/.locked: requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --require-hashes --requirement $<
+	$(PIP) --only-binary :all: --require-hashes --requirement $<
 	sed -e '/^ *--hash/d' -e 's/ \\$$//' $< > $@
 
 $(VENV)/.torch: $(VENV)/.locked
@@ -95,9 +96,10 @@ relock:
 		--generate-hashes --custom-compile-command "make relock" --output-file build/$@/all.lock pyproject.toml -
 	awk '/^[a-z]/ { out = /^(torch|triton)==|^(nvidia|cuda)-/ } !out' build/$@/all.lock > requirements.lock
 
-# What runs where nothing but isobit's own dependencies is installed, and the readers of Parquet.
-RUNTIME_TESTS = tests/test_config.py tests/test_cli_bad_input.py tests/test_resume.py tests/commands tests/data tests/run \
-	tests/training tests/view
+# Tests that need nothing but isobit's own dependencies and the readers of Parquet.
+RUNTIME_TESTS = tests/test_config.py tests/test_cli_bad_input.py tests/test_completion.py tests/test_resume.py \
+	tests/test_stories.py tests/commands tests/data tests/evaluation tests/precision tests/run tests/tasks tests/training \
+	tests/view
 
 # The oldest and the newest versions that pyproject.toml allows. The oldest numpy has wheels up to Python 3.12.
 floor: TAKE = ==

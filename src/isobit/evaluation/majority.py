@@ -59,11 +59,11 @@ def _subsets_with_top_vote(votes: Sequence[tuple[int, int]], silent: int, top: i
     for count, right in votes:
         next_ways, next_rights = np.zeros_like(ways), np.zeros_like(rights)
         for taken in range(min(count, top - 1) + 1):
-            choices = math.comb(count, taken)
+            choices = float(math.comb(count, taken))  # NumPy 1 multiplies no array by an integer of more than 64 bits
             next_ways[taken:] += choices * ways[: largest + 1 - taken]
             next_rights[taken:] += choices * rights[: largest + 1 - taken]
         if count >= top:
-            choices = math.comb(count, top)
+            choices = float(math.comb(count, top))
             next_ways[top:, 1:] += choices * ways[:-top, :-1]
             next_rights[top:, 1:] += choices * (rights[:-top, :-1] + right / count * ways[:-top, :-1])
         ways, rights = next_ways, next_rights
