@@ -54,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         tracking = {"trackers": ALL, "completions": 3, "group": "a group", "close_s": 60}
-        config = write_config(folder, base_model, tracking=tracking, evaluation={"every": 2, "samples": 4})
+        config = write_config(folder, base_model, tracking=tracking, evaluation={"every": 3, "samples": 4})
         train(load_config(config, ["steps=3"]))
         resume(folder / "run", ["steps=5"])
     return folder / "run"
