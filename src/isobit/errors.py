@@ -45,6 +45,10 @@ class RunFailed(IsobitError):
     exit_code = 1
 
 
+class Corruption(RunFailed):
+    """Memory or a computation is not what it must be: the hardware is at fault, or code that writes elsewhere."""
+
+
 class NonFiniteError(IsobitError):
     """NaN or infinity where a number is needed. The learner skips a step in which this happens, and counts it."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isobit.config import load_config
-from isobit.errors import IsobitError
+from isobit.errors import Corruption, IsobitError
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim import Optimizer
 from isobit.training.train import resume, train
@@ -99,3 +99,16 @@ def test_without_torchao_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
     with pytest.raises(IsobitError, match=r"needs torchao: pip install 'isobit\[optim\]'"):
         optimizer("8bit")
+
+
+@pytest.mark.parametrize("key", ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale"])
+def test_a_flipped_bit_is_seen(key: str) -> None:
+    """In what follows from an update; the control is the update itself, which changes them all."""
+    small = optimizer("8bit")
+    small.checksums.begin()
+    descend(small, 2)
+    small.checksums.compare()
+    assert small._eight_bit is not None
+    small._eight_bit.tensors()["large"][key].view(torch.uint8).view(-1)[5] ^= 1
+    with pytest.raises(Corruption, match=f"{key} of large changed"):
+        small.checksums.compare()

@@ -1,17 +1,31 @@
 """What notices a bit that flips in memory, and what does not: docs/contract.md says so, row by row."""
 
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from isobit.errors import NonFiniteError
+from isobit.config import load_config
+from isobit.errors import NonFiniteError, RunFailed
+from isobit.evaluation.periodic import HeldOut
 from isobit.kernels import KVStore, Layout
 from isobit.model import Model
 from isobit.precision.quantize import QTensor
 from isobit.rl.agreement import Disagreement
+from isobit.run import checkpoints
+from isobit.training.parts import Parts
+from isobit.training.policy import Policy
+from isobit.training.saving import Saver
+from isobit.training.session import Session
+from isobit.training.train import TrainResult, resume, train
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
+from tests.runs import fingerprint, write_config
 
+Flip = Callable[[Parts], None]
 SIGN = 0x80  # of an E4M3 code
 
 
@@ -50,7 +64,7 @@ def test_in_keys_and_values_the_learner_notices(model: Model, monkeypatch: pytes
         make_learner(model, on_mismatch="stop").learn(samples, alternating(samples), 0)
 
 
-def test_before_both_nobody_notices_and_the_next_sync_heals(model: Model) -> None:
+def test_before_both_nobody_notices_without_checksums_and_the_next_sync_heals(model: Model) -> None:
     whole = roll_out(model)
     flip_a_working_weight(model)
     flipped = roll_out(model)
@@ -61,18 +75,133 @@ def test_before_both_nobody_notices_and_the_next_sync_heals(model: Model) -> Non
     assert [s.rollout_logprobs for s in roll_out(model)] == [s.rollout_logprobs for s in whole]
 
 
-def test_in_a_master_nobody_notices_unless_it_is_no_number(model: Model) -> None:
-    matrix = next(p for name, p in model.named_parameters().items() if "layers.0" in name and p.ndim == 2)
-    bits = matrix.detach().view(torch.int32).view(-1)
+def test_in_a_master_nobody_notices_without_checksums_unless_it_is_no_number(model: Model) -> None:
+    bits = next(p for name, p in model.named_parameters().items() if "layers.0" in name and p.ndim == 2)
+    bits = bits.detach().view(torch.int32).view(-1)
     bits[0] ^= 1 << 20
     model.sync()
     samples = roll_out(model)
-    assert (
-        make_learner(model, on_mismatch="stop")
-        .learn(samples, alternating(samples), 0)
-        .metrics["mismatch/differing_tokens"]
-        == 0
-    )
+    found = make_learner(model, on_mismatch="stop").learn(samples, alternating(samples), 0)
+    assert found.metrics["mismatch/differing_tokens"] == 0
     bits[0] |= 0x7F800000
     with pytest.raises(NonFiniteError):
         model.sync()
+
+
+def a_working_weight(parts: Parts) -> None:
+    flip_a_working_weight(parts.model)
+
+
+def a_master(parts: Parts) -> None:
+    parts.optimizer.parameters["layers.0.o"].detach().view(torch.int32)[0, 0] ^= 1 << 20
+
+
+def a_master_so_that_it_is_infinite(parts: Parts) -> None:
+    parts.optimizer.parameters["layers.0.o"].detach().view(torch.int32)[0, 0] = 0x7F800000
+
+
+def a_moment(parts: Parts) -> None:
+    parts.optimizer._state["layers.0.o"]["exp_avg"].view(torch.int32)[0, 0] ^= 1 << 30
+
+
+def the_copy_of_a_second_engine(parts: Parts) -> None:
+    weight = parts.model.transformer._working["rollout"].layers[0].qkv.working
+    assert isinstance(weight, QTensor)
+    weight.data.view(torch.uint8).view(-1)[::3] ^= SIGN
+
+
+def the_reference(parts: Parts) -> None:
+    assert parts.reference is not None
+    flip_a_working_weight(parts.reference)
+
+
+TWO_ENGINES = "precision=fp8-rollout"
+REFERENCE = "algorithm.kl_coefficient=0.5"
+FLIPS = [  # what flips, at which call of which method, what the run is, what the message names, its last checkpoint
+    (a_working_weight, (Policy, "sync", 3), "precision=fp8", "working weight layers.0.qkv", 2),
+    (a_working_weight, (HeldOut, "evaluate", 2), "evaluation.every=2", "working weight layers.0.qkv", 1),
+    (a_master, (Policy, "sync", 3), "precision=fp8", "master layers.0.o", 2),
+    (a_master, (Model, "save", 3), "precision=fp8", "master layers.0.o", 1),
+    (a_master_so_that_it_is_infinite, (Saver, "keep", 5), "precision=fp8", "master layers.0.o", 1),
+    (a_moment, (Policy, "sync", 3), "precision=fp8", "exp_avg of layers.0.o", 2),
+    (the_copy_of_a_second_engine, (Policy, "sync", 3), TWO_ENGINES, "the rollout's working weight layers.0.qkv", 2),
+    (the_reference, (Policy, "sync", 3), REFERENCE, "working weight layers.0.qkv", 2),
+]
+
+
+Train = Callable[..., TrainResult]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Train:
+    """A short run with a checkpoint after each step, under these settings."""
+
+    def trained(*overrides: str) -> TrainResult:
+        folder = tmp_path_factory.mktemp("flipped")
+        changes = ["steps=3", "run.checkpoint_every=1", "backend=reference", f"run.dir={folder / 'run'}", *overrides]
+        return train(load_config(write_config(folder, base_model), changes))
+
+    return trained
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Train) -> Callable[[str], dict[str, object]]:
+    """What a run leaves in which nothing flips."""
+    return cache(lambda override: fingerprint(run(override).run_dir))
+
+
+@pytest.mark.parametrize(("flip", "when", "override", "named", "last"), FLIPS)
+def test_a_run_ends_before_it_is_saved_and_goes_on_as_if_nothing_had_happened(
+    flip: Flip,
+    when: tuple[type, str, int],
+    override: str,
+    named: str,
+    last: int,
+    run: Train,
+    undisturbed: Callable[[str], dict[str, object]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control keeps no checksums: what flips is learned with, or saved."""
+    with monkeypatch.context() as patch:
+        flip_at(when, flip, patch)
+        with pytest.raises(RunFailed) as caught:
+            run(override, f"run.dir={tmp_path / 'run'}")
+    message = str(caught.value)
+    for part in (named, "changed in memory", f"step-{last:06d}; go on with: isobit train --resume {tmp_path / 'run'}"):
+        assert part in message, message
+    assert checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{last:06d}"
+    assert fingerprint(resume(tmp_path / "run").run_dir) == undisturbed(override)
+    flip_at(when, flip, monkeypatch)
+    if flip is a_master_so_that_it_is_infinite:
+        with pytest.raises(RunFailed, match=r"layers\.0\.o is not finite"):
+            run(override, "run.check_memory=false")
+        return
+    unchecked = run(override, "run.check_memory=false")
+    if override != TWO_ENGINES:
+        assert not any(row.get("mismatch/differing_tokens") for row in unchecked.metrics)
+    found = fingerprint(unchecked.run_dir)
+    assert any(found[part] != undisturbed(override)[part] for part in ("model.safetensors", "metrics"))
+
+
+def flip_at(when: tuple[type, str, int], flip: Flip, patch: pytest.MonkeyPatch) -> None:
+    """After a call of a method has returned; before it, where it saves or evaluates."""
+    owner, name, at = when
+    called, opened, calls = getattr(owner, name), list[Parts](), list[object]()
+    assemble = Session.__init__
+
+    def opens(self: Session, parts: Parts, *arguments: object, **options: object) -> None:
+        opened.append(parts)
+        assemble(self, parts, *arguments, **options)  # type: ignore[arg-type]
+
+    def flipping(self: object, *arguments: object, **options: object) -> object:
+        calls.append(self)
+        if len(calls) == at and owner in (Model, HeldOut):
+            flip(opened[-1])
+        found = called(self, *arguments, **options)
+        if len(calls) == at and owner not in (Model, HeldOut):
+            flip(opened[-1])
+        return found
+
+    patch.setattr(Session, "__init__", opens)
+    patch.setattr(owner, name, flipping)

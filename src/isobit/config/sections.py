@@ -148,4 +148,9 @@ class RunConfig:
         "what completions.jsonl.gz has of a step; sample: eight whole, of the others prompt and reward; only with "
         "all can the learning be repeated (--from-rollouts)",
     ] = "all"
+    check_memory: Annotated[
+        bool,
+        "checksums of the masters, the optimizer's moments and the working weights: a bit that changes in memory ends "
+        "the run before it is learned with or saved",
+    ] = True
     report: bool = True

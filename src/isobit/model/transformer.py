@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Ops, Prepared, separate_ops
 from isobit.model.autograd import Vector, Weight
+from isobit.model.checksums import Checksums
 from isobit.model.config import ModelConfig
 from isobit.model.head import head_logprobs
 from isobit.model.kv_scales import KVScales, scales_of
@@ -52,6 +53,7 @@ class Transformer:
         self._tables = _on(config.rope.tables(0, config.head_dim), ops.device)
         self._receiver = None if precision.shared else Receiver()
         self._working = self._make()
+        self.checksums = Checksums(self._written_by_sync)
         self._send(self.parameters)
         ops.raise_faults()
 
@@ -59,17 +61,19 @@ class Transformer:
     def sync(self, rollout: bool = True, names: Collection[str] | None = None) -> None:
         """Overwrite the working weights of these masters, by default of all, for both uses, and count up the version.
 
-        A separate rollout engine receives its copy, unless `rollout` is False. Raises RunFailed, naming the
-        tensor, if one arrives broken.
+        A separate rollout engine receives its copy, unless `rollout` is False. Raises RunFailed, naming the tensor, if
+        one arrives broken; Corruption, if one has changed since the last sync and checksums are kept.
         """
         assert self.parameters, "a frozen model has no masters to sync from"
         ops, names = self.ops["learner"], self.parameters if names is None else names
         assert all(name in self.parameters for name in names), f"masters are {', '.join(self.parameters)}"
+        self.checksums.compare()
         remake(self._working.values() if self._receiver is None else [self._working["learner"]], ops, names)
         if rollout:
             self._send(names)
         ops.raise_faults()
         self._version += 1
+        self.checksums.renew()
 
     @property
     def weights_version(self) -> int:
@@ -200,6 +204,21 @@ class Transformer:
         """Bytes of the backend's packs, which come on top of the working weights."""
         packs = {key: packed for working in self._working.values() for key, packed in working.packs().items()}
         return sum(packed.nbytes for packed in packs.values())
+
+    def _written_by_sync(self) -> dict[str, Tensor]:
+        """The working weights of both uses, and what the backend packed of them, unless oneDNN hides the bytes."""
+        found: dict[int, tuple[str, Tensor]] = {}  # by address: uses that share a storage are summed once
+        for use, working in self._working.items():
+            names = self.working_names(use)
+            stored = {id(operand): tensors_of(operand) for _, operand, _ in working.tensors()}
+            packed = {key: (packed.panels, packed.values) for key, packed in working.packs().items()}
+            whose = "" if self._receiver is None else f"the {use}'s "
+            for kind, tensors in (("working weight", stored), ("packed weight", packed)):
+                for key, parts in tensors.items():
+                    for number, part in enumerate(parts):
+                        if part is not None and not part.is_mkldnn:
+                            found.setdefault(part.data_ptr(), (f"{whose}{kind} {names[key]}[{number}]", part))
+        return dict(found.values())
 
     @property
     def kv_scales(self) -> KVScales | None:

@@ -169,6 +169,7 @@ class Learner:
             if gradient.finite:
                 if strict and not moved and not objective.recompute_old:
                     batch.require_agreement(gradient.logprobs, part)
+                self.check_memory()
                 self.optimizer.step(rate, gradient.norm)
                 totals.add(gradient.totals, gradient.norm)
                 self.state.bad_steps_in_a_row = 0
@@ -245,7 +246,14 @@ class Learner:
         totals.count(loss, outputs, entropy, kl)
         return logprobs.detach()
 
+    def check_memory(self) -> None:
+        """Raise Corruption if working weights, masters or moments have changed since they were written; only once
+        their checksums are kept (`Parts.keep_checksums`)."""
+        self.model.transformer.checksums.compare()
+        self.optimizer.checksums.compare()
+
     def _skip(self, totals: Totals) -> None:
+        self.check_memory()
         totals.skipped += 1
         self.state.bad_steps_in_a_row += 1
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from isobit.errors import IsobitError
+from isobit.model.checksums import Checksums
 from isobit.rl.optim_8bit import EightBitState, quantizable
 from isobit.rl.schedule import OptimizerSettings
 
@@ -30,6 +31,7 @@ class Optimizer:
         self._state: dict[str, dict[str, Tensor]] = {}
         large = [name for name, p in self.parameters.items() if quantizable(p)] if settings.state == "8bit" else []
         self._eight_bit = EightBitState({name: self.parameters[name] for name in large}, settings) if large else None
+        self.checksums = Checksums(self._written_by_step)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -53,6 +55,7 @@ class Optimizer:
         others = [name for name, p in self.parameters.items() if p.grad is not None and p.ndim <= 1]
         self._update(decayed, rate, self.settings.weight_decay)
         self._update(others, rate, 0.0)
+        self.checksums.renew()
 
     def _update(self, names: list[str], rate: float, weight_decay: float) -> None:
         if self._eight_bit is not None:
@@ -82,6 +85,12 @@ class Optimizer:
             eps=self.settings.eps,
             maximize=False,
         )
+
+    def _written_by_step(self) -> dict[str, Tensor]:
+        """The masters, their moments and step counts."""
+        found: dict[str, Tensor] = {f"master {name}": parameter for name, parameter in self.parameters.items()}
+        states = self._state | ({} if self._eight_bit is None else self._eight_bit.tensors())
+        return found | {f"{key} of {name}": value for name, state in states.items() for key, value in state.items()}
 
     @property
     def nbytes(self) -> int:

@@ -59,15 +59,18 @@ class EightBitState:
             denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self.settings.eps)
             parameter.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
 
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter: `exp_avg.codes` uint8, `exp_avg.scale` float32, and the same of exp_avg_sq."""
+        return {
+            name: {f"{key}.{part}": getattr(m, part) for key, m in moments.items() for part in ("codes", "scale")}
+            for name, moments in self._moments.items()
+        }
+
     def state(self) -> dict[str, Tensor]:
-        """`NAME.exp_avg.codes` uint8, `NAME.exp_avg.scale` float32, the same of exp_avg_sq, and `NAME.step`; copied to
-        the CPU."""
-        tensors: dict[str, Tensor] = {}
-        for name, moments in self._moments.items():
-            tensors[f"{name}.step"] = torch.tensor(float(self._steps[name]))
-            for key, moment in moments.items():
-                tensors[f"{name}.{key}.codes"] = moment.codes.to("cpu", copy=True)
-                tensors[f"{name}.{key}.scale"] = moment.scale.to("cpu", copy=True)
+        """`NAME.exp_avg.codes` and the like of `tensors`, and `NAME.step`; copied to the CPU."""
+        tensors = {f"{name}.step": torch.tensor(float(step)) for name, step in self._steps.items()}
+        for name, parts in self.tensors().items():
+            tensors |= {f"{name}.{key}": part.to("cpu", copy=True) for key, part in parts.items()}
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

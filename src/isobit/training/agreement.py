@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from isobit.config import Config, load_config
-from isobit.errors import NonFiniteError, RunFailed
+from isobit.errors import Corruption, NonFiniteError, RunFailed
 from isobit.inspection.locate import locate
 from isobit.options.declare import options_of
 from isobit.rl.agreement import Disagreement
@@ -41,8 +41,12 @@ def warning_of(learned: Mapping[str, float], learner: Learner, step: int) -> str
 
 
 def _where(found: Disagreement, learner: Learner) -> str:
-    """The first differing layer and operator, or what its absence means."""
+    """A weight that changed in memory, or the first differing layer and operator, or what its absence means."""
     first, batch = found.first, found.batch
+    try:
+        learner.check_memory()
+    except Corruption as changed:
+        return str(changed)
     index = next(i for i, sample in enumerate(batch) if sample is first.sample)
     span = next(part for part in micro_batches(batch, learner.micro_batch_tokens) if index in part)
     inputs = [

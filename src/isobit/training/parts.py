@@ -20,6 +20,7 @@ from isobit.evaluation.periodic import HeldOut
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model
 from isobit.model.checkpoint import save_tensors
+from isobit.model.checksums import Checksums
 from isobit.rewards.pool import RewardPool
 from isobit.rl import Objective
 from isobit.rl.functions import digests
@@ -73,6 +74,28 @@ class Parts:
             if wanted == "always" or (wanted == "auto" and idle):
                 engine.sleep()
 
+    def keep_checksums(self) -> None:
+        """From now on notice a bit that changes in the masters, the optimizer's moments and all working weights."""
+        for kept in (self.model.transformer.checksums, *self._saved_with()):
+            kept.begin()
+
+    def check_saved(self) -> None:
+        """Raise Corruption if what a checkpoint holds has changed in memory, or a frozen model that it was learned
+        with. Not the policy's working weights, which the learner compares before it learns (`Learner.check_memory`)."""
+        for kept in self._saved_with():
+            kept.compare()
+
+    def _saved_with(self) -> list[Checksums]:
+        frozen = [m.model.transformer for m in self.scorer.models]
+        if self.reference is not None:
+            frozen.append(self.reference.transformer)
+        return [self.optimizer.checksums, *(transformer.checksums for transformer in frozen)]
+
+    def save_model(self, folder: Path) -> None:
+        """A Hugging Face directory of the masters."""
+        self.model.save(folder)
+        self.check_saved()  # after it was written: what changed while it was is noticed too
+
     def machine(self) -> dict[str, object]:
         """What the run is computed by."""
         ops, gpu = self.model.ops, find_gpu()
@@ -101,13 +124,13 @@ def save_checkpoint(
     """A Hugging Face directory of the masters, with optimizer, state and a calibrated cache's scales beside it."""
 
     def write(folder: Path) -> None:
-        parts.model.save(folder)
         trainer = folder / _TRAINER
         trainer.mkdir()
         save_tensors(parts.optimizer.state(), trainer / "optimizer.safetensors")
         if parts.calibrator.active:
             save_tensors(scales, trainer / _KV)
         (trainer / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+        parts.save_model(folder)
 
     return checkpoints.save(directory, state["step"], write, keep_last)
 

@@ -99,6 +99,7 @@ class Recorder:
             display.phase("evaluate")
             with saver.broken_weights_end_the_run():
                 found, line = held_out.evaluate()
+            parts.learner.check_memory()
             values |= found
             display.note(f"step {step}: {line}")
             saver.best.consider(step, found)

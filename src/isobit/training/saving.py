@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from isobit.errors import IsobitError, NonFiniteError, RunFailed
+from isobit.errors import Corruption, IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.run import checkpoints
 from isobit.run.directory import RunDirectory
@@ -56,7 +56,9 @@ class Saver:
 
     def after(self, error: BaseException | None) -> None:
         """What ends the run is known: where that is an error, save the newest whole step, and raise RunFailed that
-        says how to go on."""
+        says how to go on. After Corruption nothing in memory is worth saving."""
+        if isinstance(error, Corruption):
+            self.fail(error)
         if self._whole is None or not isinstance(error, IsobitError) or isinstance(error, NonFiniteError):
             return
         if self._whole.state.step != self.saved_step:
@@ -75,9 +77,15 @@ class Saver:
         except NonFiniteError as error:
             self.fail(f"the run diverged: {error}")
 
-    def fail(self, reason: str) -> NoReturn:
-        """End the run without saving its weights."""
+    def fail(self, reason: str | Corruption) -> NoReturn:
+        """End the run without saving its weights. Where a bit changed in memory, that is the reason."""
         self._whole = None
         saved = checkpoints.all_checkpoints(self.run.checkpoints)
-        last = saved[-1] if saved else "missing"
-        raise RunFailed(f"step {self.state.step}: {reason}; the last good checkpoint is {last}") from None
+        last, again = saved[-1] if saved else "missing", ""
+        try:
+            self.parts.learner.check_memory()
+        except Corruption as found:
+            reason = found
+        if isinstance(reason, Corruption):
+            again = f"; go on with: isobit train --resume {self.run.directory}"
+        raise RunFailed(f"step {self.state.step}: {reason}; the last good checkpoint is {last}{again}") from None

@@ -57,7 +57,7 @@ class Session:
         meter = Meter(self.display.phase, self.model.ops.device)
         evaluation = self.config.evaluation
         best_by = evaluation.best_by if evaluation.every and evaluation.keep_best else None
-        self.best = Best(run.directory, best_by, self.model.save)
+        self.best = Best(run.directory, best_by, parts.save_model)
         self.saver = Saver(parts, run, state, self.best, meter)
         context = Context(parts, run, state, meter, self.display, self.saver)
         self.policy = Policy(context)
@@ -83,6 +83,8 @@ class Session:
         for warning in (*self._changed, endless(self.model, self.config.sampling), too_large(self.parts)):
             if warning is not None:
                 self.display.note(warning)
+        if self.config.run.check_memory:
+            self.parts.keep_checksums()
         for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done
             self.display.history.add(row)
         if self.saver.saved_step is None:

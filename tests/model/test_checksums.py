@@ -1,0 +1,102 @@
+"""Checksums of tensors: any flipped bit is seen, and what their docstring says is not seen."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.errors import Corruption
+from isobit.model.checksums import Checksums, checksums, first_difference
+from isobit.model.working import tensors_of
+from tests.models import require, tiny_model
+
+WORDS = 512  # of a block
+
+
+def seen(before: Tensor, after: Tensor) -> bool:
+    return first_difference(checksums({"x": before}), checksums({"x": after})) == "x"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1024, 1025, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+def test_any_flipped_bit_is_seen(size: int, dtype: torch.dtype) -> None:
+    x = torch.arange(size).remainder(7).to(dtype)
+    assert not seen(x, x.clone())
+    generator = torch.Generator().manual_seed(size)
+    num_bytes = x.view(torch.uint8).numel()
+    places = torch.randint(num_bytes, (40,), generator=generator).tolist()
+    for place in {0, num_bytes - 1, *places}:
+        for bit in range(8):
+            flipped = x.clone()
+            flipped.view(torch.uint8)[place] ^= 1 << bit
+            assert seen(x, flipped)
+
+
+def test_what_a_sum_of_the_whole_would_miss_is_seen() -> None:
+    """Rows of a page and more that are exchanged, and flips that cancel. The sum of the whole tensor is the control."""
+    x = torch.randint(-(2**62), 2**62, (4, WORDS), generator=torch.Generator().manual_seed(0))
+    exchanged = x[[1, 0, 2, 3]]
+    cancelling = x.clone()
+    cancelling[0, 3] += 64
+    cancelling[2, 5] -= 64
+    signs = x.clone()
+    signs[0, 0] ^= -(2**63)
+    signs[1, 0] ^= -(2**63)
+    for other in (exchanged, cancelling, signs):
+        assert int(other.sum()) == int(x.sum())
+        assert seen(x, other)
+
+
+def test_changes_that_cancel_within_a_block_are_not_seen() -> None:
+    x = torch.arange(2 * WORDS)
+    exchanged = x.clone()
+    exchanged[[0, 1]] = x[[1, 0]]
+    assert not seen(x, exchanged)
+
+
+def test_views_and_transposes_are_read_as_they_are() -> None:
+    x = torch.randn(33, 70)
+    for part in (x.view(-1)[1:], x.t(), x[3:5]):
+        changed = part.clone()
+        assert not seen(part, changed)
+        changed[(-1,) * changed.ndim] += 1
+        assert seen(part, changed)
+
+
+def test_only_what_changes_between_two_writes_is_corruption() -> None:
+    x = torch.zeros(10)
+    kept = Checksums(lambda: {"x": x})
+    x[0] = 1
+    kept.renew()  # nothing, before `begin`
+    kept.compare()
+    kept.begin()
+    x[0] = 2
+    kept.renew()
+    kept.compare()
+    x[0] = 3
+    with pytest.raises(Corruption, match="x changed in memory"):
+        kept.compare()
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize(("precision", "family"), [("fp8", "qwen3_moe"), ("fp8-rollout", "qwen2"), ("bf16", "llama")])
+def test_all_that_products_read_is_summed(precision: str, family: str, backend: str) -> None:
+    """A flip in any tensor of either use, and in any pack; and a sync is no corruption."""
+    require(backend)
+    transformer = tiny_model(precision, family, backend=backend).transformer
+    transformer.checksums.begin()
+    with torch.no_grad():
+        for parameter in transformer.parameters.values():
+            parameter.mul_(1.5)
+    transformer.sync()
+    transformer.sync(rollout=False)
+    transformer.checksums.compare()
+    read = [t for w in transformer._working.values() for _, operand, _ in w.tensors() for t in tensors_of(operand)]
+    packed = [pack for working in transformer._working.values() for pack in working.packs().values()]
+    assert bool(packed) == (backend == "native")
+    for tensor in (*read, *(pack.panels for pack in packed if pack.panels is not None)):
+        first = tensor.view(-1)[:1].view(torch.uint8)
+        first[0] ^= 1
+        with pytest.raises(Corruption):
+            transformer.checksums.compare()
+        first[0] ^= 1
+    transformer.checksums.compare()
