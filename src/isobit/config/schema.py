@@ -96,6 +96,8 @@ class Config:
             raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
         if algorithm.shadow_calibrates_clip and not algorithm.shadow_every:
             raise IsobitError("algorithm.shadow_calibrates_clip needs shadow passes: set shadow_every, such as 20")
+        if self.run.check_gradients_every and self.consistency != "bitwise":
+            raise IsobitError("run.check_gradients_every needs consistency: bitwise; fast does not promise to repeat")
         if self.rollouts_ahead > self.replay.max_staleness:
             raise IsobitError(
                 f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness {self.replay.max_staleness}"

@@ -153,4 +153,10 @@ class RunConfig:
         "checksums of the masters, the optimizer's moments and the working weights: a bit that changes in memory ends "
         "the run before it is learned with or saved",
     ] = True
+    check_gradients_every: Annotated[
+        int,
+        at_least(0),
+        "steps between checks of the backward: the first micro-batch is differentiated twice, and gradients whose bits "
+        "differ end the run; 0: none",
+    ] = 0
     report: bool = True

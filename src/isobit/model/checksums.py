@@ -1,11 +1,11 @@
 """Checksums of tensors that one owner alone changes: whether a bit of them has changed since the owner wrote them.
 
-The checksum of a tensor are the sums of its blocks of 4 KiB, read as 512 int64 words, modulo 2^64; the bytes after its
-last whole block are summed as bytes. Integer addition is exact, so neither threads nor their order change it, and it
-reads each byte once, at the memory's speed. Any change of a single word is seen, so every flipped bit is; and, since
-every block has a sum, so is what a sum of the whole tensor would miss: flips that cancel, rows and pages that are
-exchanged. Not seen: changes within one block whose sum is 0, such as one bit flipped up in one word and down in
-another, or two words exchanged.
+The checksum of a tensor is the sum of each of its rows, read as int64 words modulo 2^64 (as smaller integers, where 8
+bytes do not divide a row). Integer addition is exact, so neither threads nor their order change it, and it reads each
+byte once, at the memory's speed. Any change of a single word is seen, so every flipped bit is; and, since every row has
+its sum, so is what one sum of the whole tensor would miss: flips that cancel in different rows, and rows that are
+exchanged. Not seen: changes within one row whose sum is 0, such as the same bit flipped up in one word and down in
+another, the top bits of two words, or two words exchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from isobit.errors import Corruption
 
-_BLOCK = 4096  # bytes
+_BLOCK = 4096  # elements: rows of a tensor that has none, such as a packed weight
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of each tensor, int64 [blocks] on its device. Nothing waits for a GPU."""
+    """Of each tensor, int64 [rows] on its device. Nothing waits for a GPU."""
     return {name: _sums(tensor.detach()) for name, tensor in tensors.items()}
 
 
@@ -58,9 +59,12 @@ class Checksums:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    data = tensor.reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()  # so that it can be viewed as words
-    whole = data.numel() // _BLOCK * _BLOCK
-    rest = data[whole:].sum(dtype=torch.int64).view(1)
-    return torch.cat((data[:whole].view(torch.int64).view(-1, _BLOCK // 8).sum(1), rest)) if whole else rest
+    if tensor.ndim < 2:
+        whole = tensor.ndim == 1 and tensor.numel() % _BLOCK == 0
+        tensor = tensor.view(-1, _BLOCK) if whole else tensor.view(1, -1)
+    tensor = tensor.contiguous()
+    if tensor.storage_offset() * tensor.element_size() % 8:
+        tensor = tensor.clone()  # so that it can be viewed as words
+    size = tensor.shape[-1] * tensor.element_size()
+    word = next(dtype for dtype in _WORDS if size % dtype.itemsize == 0)
+    return tensor.view(word).sum(-1, dtype=torch.int64).view(-1)

@@ -62,12 +62,11 @@ class Transformer:
         """Overwrite the working weights of these masters, by default of all, for both uses, and count up the version.
 
         A separate rollout engine receives its copy, unless `rollout` is False. Raises RunFailed, naming the tensor, if
-        one arrives broken; Corruption, if one has changed since the last sync and checksums are kept.
+        one arrives broken.
         """
         assert self.parameters, "a frozen model has no masters to sync from"
         ops, names = self.ops["learner"], self.parameters if names is None else names
         assert all(name in self.parameters for name in names), f"masters are {', '.join(self.parameters)}"
-        self.checksums.compare()
         remake(self._working.values() if self._receiver is None else [self._working["learner"]], ops, names)
         if rollout:
             self._send(names)
@@ -213,11 +212,11 @@ class Transformer:
             stored = {id(operand): tensors_of(operand) for _, operand, _ in working.tensors()}
             packed = {key: (packed.panels, packed.values) for key, packed in working.packs().items()}
             whose = "" if self._receiver is None else f"the {use}'s "
-            for kind, tensors in (("working weight", stored), ("packed weight", packed)):
+            for kind, second, tensors in (("working weight", "scales", stored), ("packed weight", "values", packed)):
                 for key, parts in tensors.items():
-                    for number, part in enumerate(parts):
+                    for what, part in zip(("", f" ({second})"), parts):
                         if part is not None and not part.is_mkldnn:
-                            found.setdefault(part.data_ptr(), (f"{whose}{kind} {names[key]}[{number}]", part))
+                            found.setdefault(part.data_ptr(), (f"{whose}{kind} {names[key]}{what}", part))
         return dict(found.values())
 
     @property

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from isobit.errors import NonFiniteError
+from isobit.errors import Corruption, NonFiniteError
 from isobit.model import Model
+from isobit.model.checksums import checksums, first_difference
 from isobit.rl.advantages import Advantage
 from isobit.rl.agreement import Disagreement, corrected, promises_bits
 from isobit.rl.batch import SampleKey, TrainingBatch, rollout_logprobs, sample_key, training_batch
@@ -77,7 +78,7 @@ class Learner:
     """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
 
     `on_mismatch` (stop, warn or correct) is what a differing token does where the flow has `promised` that there is
-    none.
+    none. Every `check_gradients_every` steps, if it is not 0, the first micro-batch is differentiated twice.
     """
 
     def __init__(
@@ -91,12 +92,13 @@ class Learner:
         recompute: bool = False,
         seed: int = 0,
         on_mismatch: str = "warn",
+        check_gradients_every: int = 0,
     ) -> None:
         assert (reference is not None) == (objective.kl_coefficient > 0)
         self.model, self.optimizer, self.objective, self.reference = model, optimizer, objective, reference
         self.loss = loss_function(objective.loss)
         self.micro_batch_tokens, self.recompute = micro_batch_tokens, recompute
-        self.seed = seed
+        self.seed, self.check_gradients_every = seed, check_gradients_every
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
         self.state = LearnerState((objective.clip_low, objective.clip_high))
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
@@ -163,7 +165,8 @@ class Learner:
             if moved:
                 self.model.sync(rollout=False)
             policy = PolicyForward(self.model, objective, routing, sampled=not moved, recompute=self.recompute)
-            gradient = self._gradient(batch, part, policy)
+            checked = not moved and self.check_gradients_every > 0 and step % self.check_gradients_every == 0
+            gradient = self._gradient(batch, part, policy, checked)
             if not moved and not objective.recompute_old:
                 seen |= gradient.logprobs
             if gradient.finite:
@@ -176,6 +179,8 @@ class Learner:
             else:
                 self._skip(totals)
             self.optimizer.zero_grad()
+        if not totals.norms:
+            self.check_memory()
         metrics |= batch.mismatch(seen)
         if shadow is not None:
             metrics |= self._compare_with_shadow(batch, shadow)
@@ -195,8 +200,11 @@ class Learner:
         for epoch in range(self.objective.epochs):
             yield from minibatches(count, self.objective.updates_per_batch, self.seed, step, epoch)
 
-    def _gradient(self, batch: TrainingBatch, part: list[int], policy: PolicyForward) -> Gradient:
-        """Of the loss of the optimizer batch `part`: a forward and a backward for each of its micro-batches."""
+    def _gradient(self, batch: TrainingBatch, part: list[int], policy: PolicyForward, checked: bool) -> Gradient:
+        """Of the loss of the optimizer batch `part`: a forward and a backward for each of its micro-batches.
+
+        Raises Corruption if it is `checked`, and that of the first micro-batch has other bits when it is computed
+        twice."""
         objective, weights = batch.objective, dict(zip(part, batch.weights_of(part)))
         part = [i for i in part if batch.samples[i].num_trained]  # what has no token has no gradient
         spans = micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens)
@@ -209,8 +217,14 @@ class Learner:
                 load = batch_load(self.model, parts, objective.router_replay)
             for indices in chosen:
                 own = [weights[i] for i in indices]
+                before = self._try_backward(batch, indices, own, load, policy) if checked and not logprobs else None
                 found = self._backward(batch, indices, own, load, totals, policy)
                 logprobs |= zip(indices, found.split([batch.samples[i].num_trained for i in indices]))
+                if before is not None and (name := first_difference(before, self._gradient_checksums())) is not None:
+                    raise Corruption(
+                        f"the gradient of {name} has other bits when it is computed again: a fault of the hardware, or "
+                        "an operator or a loss that does not repeat itself"
+                    )
             norm = self.optimizer.gradient_norm()
             self.model.ops.raise_faults()  # of the backwards
         except NonFiniteError:
@@ -245,6 +259,24 @@ class Learner:
         total.backward()
         totals.count(loss, outputs, entropy, kl)
         return logprobs.detach()
+
+    def _try_backward(
+        self,
+        batch: TrainingBatch,
+        chosen: list[int],
+        weights: list[float],
+        load: BatchLoad | None,
+        policy: PolicyForward,
+    ) -> dict[str, Tensor]:
+        """Checksums of the gradient that `_backward` gives, which leaves nothing else."""
+        with self.model.transformer.watched(lambda ops, layer: ops):
+            self._backward(batch, chosen, weights, load, Totals(), replace(policy, totals=RoutingTotals()))
+        found = self._gradient_checksums()
+        self.optimizer.zero_grad()
+        return found
+
+    def _gradient_checksums(self) -> dict[str, Tensor]:
+        return checksums({name: p.grad for name, p in self.optimizer.parameters.items() if p.grad is not None})
 
     def check_memory(self) -> None:
         """Raise Corruption if working weights, masters or moments have changed since they were written; only once

@@ -94,6 +94,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         recompute=config.optimizer.activation_checkpointing,
         seed=config.seed,
         on_mismatch=config.on_mismatch,
+        check_gradients_every=config.run.check_gradients_every,
     )
     sampling = replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)

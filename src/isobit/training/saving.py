@@ -81,11 +81,11 @@ class Saver:
         """End the run without saving its weights. Where a bit changed in memory, that is the reason."""
         self._whole = None
         saved = checkpoints.all_checkpoints(self.run.checkpoints)
-        last, again = saved[-1] if saved else "missing", ""
+        last, step, again = saved[-1] if saved else "missing", f"step {self.state.step}", ""
         try:
             self.parts.learner.check_memory()
         except Corruption as found:
             reason = found
         if isinstance(reason, Corruption):
-            again = f"; go on with: isobit train --resume {self.run.directory}"
-        raise RunFailed(f"step {self.state.step}: {reason}; the last good checkpoint is {last}{again}") from None
+            step, again = f"after {step}", f"; go on with: isobit train --resume {self.run.directory}"
+        raise RunFailed(f"{step}: {reason}; the last good checkpoint is {last}{again}") from None
