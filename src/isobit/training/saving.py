@@ -1,7 +1,8 @@
 """When a run is saved: at its end, every n steps, and when an error ends it.
 
 After an error the newest whole step is saved, whose weights are still there as long as the next step has not begun to
-learn (`snapshot.py`). Weights that are not finite are never saved. Left out: what a checkpoint holds (`parts.py`).
+learn (`snapshot.py`). Weights that are not finite, or that changed in memory, are never saved. Left out: what a
+checkpoint holds (`parts.py`).
 """
 
 from collections.abc import Iterator
