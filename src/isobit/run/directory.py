@@ -223,14 +223,19 @@ def _open_at(path: Path, offset: int) -> IO[bytes]:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file; a half-written last line, of a run that was killed, is left out."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    yield _object(line, f"{path}, line {number}")
     except OSError as error:
         raise IsobitError(f"cannot read {path}: {error.strerror}") from None
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            raise IsobitError(f"{path}, line {number}: not valid JSON") from None
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError:
+        raise IsobitError(f"{where}: not valid JSON") from None
 
 
 def require_run(directory: Path) -> None:
