@@ -26,7 +26,7 @@ help:
 	@echo "make gpu          on a GPU (with TORCH=torch): the tests that need one, then its benchmarks"
 	@echo "make kernels      the Triton kernels compiled for sm_90, without a GPU; the tables of docs/gpu.md"
 	@echo "make install      only the environment, in $(VENV)"
-	@echo "make relock       requirements.lock anew, with the newest versions"
+	@echo "make relock       requirements.lock anew, with the newest versions before LOCKED_AS_OF"
 	@echo "make floor        tests with the oldest versions that pyproject.toml allows; make ceiling: with the newest"
 	@echo "make clean        remove $(VENV), runs and caches"
 
@@ -87,12 +87,15 @@ kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.gpu.page
 
-# For every Python and platform at once; what is PyTorch's binaries is left out again.
+# For every Python and platform at once, of what was published before a moment some weeks ago: a bad release has had time
+# to be found, and the same moment gives the same lock. What is PyTorch's binaries is left out again.
+LOCKED_AS_OF ?= 2026-10-01T12:00:00Z
 relock floor ceiling: BIN = build/$@/bin
 relock:
 	$(PYTHON) -m venv build/$@
 	$(PIP) --upgrade uv
 	printf '%s\n' setuptools "$(TORCH)" | $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 \
+		--exclude-newer $(LOCKED_AS_OF) \
 		--generate-hashes --custom-compile-command "make relock" --output-file build/$@/all.lock pyproject.toml -
 	awk '/^[a-z]/ { out = /^(torch|triton)==|^(nvidia|cuda)-/ } !out' build/$@/all.lock > requirements.lock
 
