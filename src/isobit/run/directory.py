@@ -226,12 +226,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
-                    yield _object(line, f"{path}, line {number}")
+                    yield _row(line, f"{path}, line {number}")
     except OSError as error:
         raise IsobitError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         return json.loads(line)
     except ValueError:
