@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tiny_model().save(Path(folder) / "model")
         place = Place(Path(folder), Path(folder) / "model")
         lines = [*cuts(place, given.states, given.seed), *failures(place, given.points, given.seed)]
-    print(f"a run of {len(place.changes)} writes\n{'fault':40} injected survived lost")
+    print(f"a run of {len(place.changes)} writes; {len(place.outcomes)} different disks after a cut")
+    print(f"{'fault':40} injected survived lost")
     for name, injected, lost in lines:
         print(f"{name:40} {injected:8} {injected - len(lost):8} {len(lost):4}")
         for line in lost[:3]:

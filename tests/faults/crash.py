@@ -61,6 +61,15 @@ class Disk:
         if name[0] in self.folders:
             self.folders[name[0]][name[1]] = node
 
+    def contents(self, number: int = 0, folder: str = "") -> Iterator[tuple[str, bytes]]:
+        """(path, bytes) of every file, and (path with a slash at its end, nothing) of every directory."""
+        for name, node in sorted(self.folders[number].items()):
+            if node in self.folders:
+                yield f"{folder}{name}/", b""
+                yield from self.contents(node, f"{folder}{name}/")
+            else:
+                yield f"{folder}{name}", bytes(self.files.get(node, b""))
+
     def write(self, folder: Path, number: int = 0) -> None:
         """Put it into an empty folder."""
         folder.mkdir(parents=True, exist_ok=True)
