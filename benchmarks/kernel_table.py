@@ -84,8 +84,11 @@ def signature(launch: KernelLaunch) -> tuple[object, ...]:
     return tuple(parts)
 
 
-def compiled(models: Sequence[str] = MODELS, presets: Sequence[str] = _PRESETS) -> list[dict[str, object]]:
-    """A row for every distinct kernel of these models, with the models and phases that run it."""
+def compiled(
+    models: Sequence[str] = MODELS, presets: Sequence[str] = _PRESETS, variants: int | None = None
+) -> list[dict[str, object]]:
+    """A row for every distinct kernel of these models, with the models and phases that run it; with `variants`, for the
+    so many of each kernel that have the largest constants, such as tiles."""
     uses: dict[tuple[object, ...], set[str]] = {}
     first: dict[tuple[object, ...], KernelLaunch] = {}
     for name in models:
@@ -94,7 +97,12 @@ def compiled(models: Sequence[str] = MODELS, presets: Sequence[str] = _PRESETS) 
                 key = signature(launch)
                 first.setdefault(key, launch)
                 uses.setdefault(key, set()).add(f"{name} {preset} {phase}")
-    rows = [(_row(compile_launch(launch)) | {"uses": sorted(uses[key])}) for key, launch in first.items()]
+    by_size = sorted(first, key=lambda key: -sum(v for v in first[key].constants.values() if type(v) is int))
+    by_kernel: dict[object, list[tuple[object, ...]]] = {}
+    for key in by_size:
+        by_kernel.setdefault(key[0], []).append(key)
+    chosen = [key for keys in by_kernel.values() for key in keys[:variants]]
+    rows = [(_row(compile_launch(first[key])) | {"uses": sorted(uses[key])}) for key in chosen]
     return sorted(rows, key=lambda row: (str(row["kernel"]), str(row["constants"])))
 
 

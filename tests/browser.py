@@ -1,8 +1,8 @@
 """Headless Chromium for the tests of pages: a page of a file on disk, and everything that it should not do."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,26 +50,37 @@ def require_browser() -> None:
         pytest.skip(missing)
 
 
-@contextmanager
-def opened(path: Path, width: int = 1200, scheme: str = "light", script: bool = True) -> Iterator[Opened]:
-    """The page of an HTML file in a fresh browser context; `scheme`: light or dark; `script`: whether scripts run."""
+Open = Callable[..., AbstractContextManager[Opened]]
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Open]:
+    """`opened(path, width=1200, scheme="light", script=True)`: the page of an HTML file in a fresh context of the
+    module's browser. `scheme`: light or dark; `script`: whether scripts run."""
+    require_browser()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGUMENTS))
-        context = browser.new_context(
-            viewport={"width": width, "height": 800}, color_scheme=scheme, java_script_enabled=script
-        )
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-        found = Opened(page)
-        page.on("console", lambda message: found.said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: found.said.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (found.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        own = path.as_uri()
-        page.on("request", lambda r: found.said.append(f"request: {r.url}") if r.url.split("#")[0] != own else None)
-        page.goto(own)
-        try:
-            yield found
-        finally:
-            browser.close()
+
+        @contextmanager
+        def open_page(path: Path, width: int = 1200, scheme: str = "light", script: bool = True) -> Iterator[Opened]:
+            context = browser.new_context(
+                viewport={"width": width, "height": 800}, color_scheme=scheme, java_script_enabled=script
+            )
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+            found = Opened(page)
+            page.on("console", lambda message: found.said.append(f"{message.type}: {message.text}"))
+            page.on("pageerror", lambda error: found.said.append(f"error: {error}"))
+            page.on("dialog", lambda dialog: (found.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+            own = path.as_uri()
+            page.on("request", lambda r: found.said.append(f"request: {r.url}") if r.url.split("#")[0] != own else None)
+            page.goto(own)
+            try:
+                yield found
+            finally:
+                context.close()
+
+        yield open_page
+        browser.close()

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels then run on the CPU, slowly
 
 from isobit import cli
+from tests.browser import opened as opened
 from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import isobit
-from tests.browser import opened, require_browser
+from tests.browser import Open
 from tests.documents import PAGES, ROOT
 
 pytestmark = pytest.mark.slow
@@ -108,9 +108,8 @@ def _target(site: Path, page: Path, link: str) -> Path:
     return target / "index.html" if target.is_dir() else target
 
 
-def test_it_is_read_and_searched_from_disk(site: Path) -> None:
+def test_it_is_read_and_searched_from_disk(site: Path, opened: Open) -> None:
     """In headless Chromium from file://: search finds a page, the palette turns, nothing is asked from elsewhere."""
-    require_browser()
     with opened(site / "index.html") as seen:
         body = seen.page.locator("body")
         before = body.get_attribute("data-md-color-scheme")

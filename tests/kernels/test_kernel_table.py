@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = """
 import json
 from benchmarks.kernel_table import compiled
-print(json.dumps(compiled(["Qwen3-30B-A3B"], ["fp8"])))
+print(json.dumps(compiled(["Qwen3-30B-A3B"], ["fp8"], variants=2)))
 """
 _SPILLING = """
 import torch, triton, triton.language as tl
@@ -59,7 +59,8 @@ def _python(program: str, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Rows of the table for a mixture of experts in FP8: sync, decoding, prefill and learning."""
+    """Rows of the table for a mixture of experts in FP8: sync, decoding, prefill and learning; of each kernel the two
+    variants with the largest tiles, which spill first."""
     return json.loads(_python(_PROGRAM, tmp_path_factory.mktemp("kernels")))
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.recorded_run import write_run
 from isobit.report import write_report
 from isobit.run.completions import COMPLETIONS, pack, read
-from tests.browser import Opened, opened, require_browser
+from tests.browser import Open, Opened
 
 pytestmark = pytest.mark.slow
 TABS = (
@@ -33,11 +33,6 @@ HOSTILE = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _browser() -> None:
-    require_browser()
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = write_run(tmp_path_factory.mktemp("runs") / "run", 100, completions=16, tokens=60, prompts=40)
@@ -45,7 +40,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def wide(report: Path) -> Iterator[Opened]:
+def wide(report: Path, opened: Open) -> Iterator[Opened]:
     with opened(report) as found:
         yield found
         assert found.said == []
@@ -96,7 +91,7 @@ def test_the_slider_moves_the_heat_maps(wide: Opened) -> None:
     assert table.inner_text() == last
 
 
-def test_the_script_draws_the_heat_maps_that_are_there_without_it(report: Path) -> None:
+def test_the_script_draws_the_heat_maps_that_are_there_without_it(report: Path, opened: Open) -> None:
     tables = []
     for script in (True, False):
         with opened(report, script=script) as found:
@@ -175,7 +170,7 @@ def test_tokens_are_coloured_and_tell_their_numbers(wide: Opened) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-def test_it_fits_any_width_and_reads_in_both_schemes(report: Path, scheme: str, width: int) -> None:
+def test_it_fits_any_width_and_reads_in_both_schemes(report: Path, opened: Open, scheme: str, width: int) -> None:
     with opened(report, width, scheme) as found:
         for name in TABS:
             found.tab(name)
@@ -227,7 +222,7 @@ def test_every_control_has_a_name_and_every_id_is_one(wide: Opened) -> None:
 
 
 @pytest.mark.parametrize("script", [True, False])
-def test_nothing_of_a_completion_runs(tmp_path: Path, script: bool) -> None:
+def test_nothing_of_a_completion_runs(tmp_path: Path, opened: Open, script: bool) -> None:
     """Hostile prompts, completions, configuration, and a hostile name of a run; with the script and without."""
     run = write_run(tmp_path / "<img src=x onerror=alert(2)>", 3, completions=8, prompts=2)
     rows = list(read(run / COMPLETIONS))
@@ -249,7 +244,7 @@ def test_nothing_of_a_completion_runs(tmp_path: Path, script: bool) -> None:
         assert found.said == []
 
 
-def test_without_a_script_everything_is_there(report: Path) -> None:
+def test_without_a_script_everything_is_there(report: Path, opened: Open) -> None:
     with opened(report, script=False) as found:
         text = found.page.locator("main").inner_text()
         assert found.page.locator("figure.chart svg").first.is_visible()
@@ -259,7 +254,7 @@ def test_without_a_script_everything_is_there(report: Path) -> None:
         assert not found.scrolls_sideways()
 
 
-def test_several_runs_side_by_side(tmp_path: Path) -> None:
+def test_several_runs_side_by_side(tmp_path: Path, opened: Open) -> None:
     runs = [write_run(tmp_path / f / "seed-0", 30, 8, 40, exact=f == "fp8") for f in ("fp8", "fp8-rollout")]
     page = write_report(runs, tmp_path / "report.html")
     for width in (360, 1200):
