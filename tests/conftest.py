@@ -4,6 +4,7 @@ kernels."""
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: kernels then run on the CPU, slowly
 
 from isobit import cli
+from isobit.kernels.native import build
 from tests.browser import opened as opened
 from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
@@ -41,6 +43,18 @@ def gsm8k_test() -> Path:
     if not path.is_file():
         pytest.skip(f"the data file {path} is not here")
     return path
+
+
+@pytest.fixture(scope="session")
+def quickstart_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which no model was made before the tests, for all workers: $ISOBIT_CACHE of what runs the
+    quickstart's configs, whose base is trained once. Operators are compiled in the usual cache."""
+    own = tmp_path_factory.getbasetemp()
+    cache = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
+    cache.mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        (cache / "native").symlink_to(build.cache_directory())
+    return cache
 
 
 Refused = Callable[..., str]

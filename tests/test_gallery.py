@@ -52,8 +52,11 @@ def test_a_config_of_a_chat_model_renders_chats(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ON_QUICKSTART, ids=lambda p: p.stem)
-def test_a_config_runs_and_shows_it(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_runs_and_shows_it(
+    path: Path, tmp_path: Path, quickstart_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("ISOBIT_CACHE", str(quickstart_cache))
     # a quarter of the batch shows the same in less than half of the time
     changes = ["steps=3", "prompts_per_step=16", "evaluation.every=0", f"run.dir={tmp_path / 'run'}"]
     result = train(load_config(path, changes))

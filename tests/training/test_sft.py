@@ -1,7 +1,9 @@
 """Supervised warm start: it learns, it is cached by all that it is made from, and leaves nothing half done."""
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from isobit.config import load_sft_config
+from isobit.config import SftConfig, load_sft_config
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
@@ -17,6 +19,7 @@ from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Model
 from isobit.rewards.pool import RewardPool
 from isobit.tasks import TaskSettings, load_task
+from isobit.training import sft
 from isobit.training.sft import cached_model, supervised_run
 
 WriteConfig = Callable[..., Path]
@@ -180,3 +183,25 @@ def test_conversations_are_learned_under_a_given_template(config: WriteConfig, t
     template.unlink()
     with pytest.raises(IsobitError, match=r"cannot read chat template .*template\.jinja: No such file"):
         cached_model(str(path), quiet=True)
+
+
+def test_two_runs_that_begin_at_once_make_their_base_once(
+    config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = []
+
+    def make(given: SftConfig, *, quiet: bool) -> Path:
+        made.append(given.out)
+        time.sleep(0.2)
+        Path(given.out).mkdir()
+        (Path(given.out) / "config.json").touch()
+        return Path(given.out)
+
+    monkeypatch.setattr(sft, "supervised_run", make)
+    path = str(config())
+    with ThreadPoolExecutor() as pool:
+        found = set(pool.map(lambda _: cached_model(path, quiet=True), range(4)))
+    assert len(made) == len(found) == 1
+    monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "sft.yaml"))
+    with pytest.raises(IsobitError, match=r"cannot write the cache .*/sft: [A-Z][a-z ]+; set ISOBIT_CACHE"):
+        cached_model(path)

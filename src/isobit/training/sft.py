@@ -4,6 +4,7 @@ Cross-entropy on completion tokens, under the same model, precision and optimize
 supervised run here is short, and its result is cached by a hash of its config.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -79,14 +80,25 @@ def _save(model: Model, out: Path) -> None:
 
 
 def cached_model(path: str, *, quiet: bool = False) -> Path:
-    """The model of a config of `isobit sft`: from the cache if it was made before, else made now."""
+    """The model of a config of `isobit sft`: from the cache if it was made before, else made now; by one process at a
+    time. Raises IsobitError where the cache cannot be written."""
     config = load_sft_config(path)
     task = load_task(replace(config.task, seed=config.seed))
     place = cache_directory() / "sft" / _identity(config, task)
-    if not (place / "config.json").is_file():
-        if not quiet:
-            print(f"making the base model of {path}, once", file=sys.stderr)
-        supervised_run(replace(config, out=str(place)), quiet=quiet)
+    made = place / "config.json"
+    if made.is_file():
+        return place
+    try:
+        durable.make_directory(place.parent)
+        lock = (place.parent / f".{place.name}.lock").open("w")
+    except OSError as error:
+        raise IsobitError(f"cannot write the cache {place.parent}: {error.strerror}; set ISOBIT_CACHE") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+        if not made.is_file():
+            if not quiet:
+                print(f"making the base model of {path}, once", file=sys.stderr)
+            supervised_run(replace(config, out=str(place)), quiet=quiet)
     return place
 
 
