@@ -28,7 +28,7 @@ def story(prompts, completions, **columns):
 
 @pytest.mark.slow
 def test_a_real_model_learns_a_reward_of_the_users_own(tmp_path: Path, stories: Path) -> None:
-    """30 steps under `fp8`, with a penalty that keeps the stories stories."""
+    """20 steps under `fp8`, with a penalty that keeps the stories stories."""
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     config = {
@@ -39,7 +39,7 @@ def test_a_real_model_learns_a_reward_of_the_users_own(tmp_path: Path, stories: 
         "algorithm": {"kl_coefficient": 0.05},
         "optimizer": {"learning_rate": 4e-4, "warmup_steps": 5},
         "prompts_per_step": 6,
-        "steps": 30,
+        "steps": 20,
         "run": {"dir": "run"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -50,8 +50,8 @@ def test_a_real_model_learns_a_reward_of_the_users_own(tmp_path: Path, stories: 
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert {row["mismatch/differing_tokens"] for row in rows} == {0}
-    assert sum(row["rollout/tokens"] for row in rows) > 80_000
-    trained = tmp_path / "run" / "checkpoints" / "step-000030"
+    assert sum(row["rollout/tokens"] for row in rows) > 50_000
+    trained = tmp_path / "run" / "checkpoints" / "step-000020"
     sampled = isobit(tmp_path, "generate", trained, "--prompt", PROMPTS[0], "--max-new-tokens", 60, "-n", 4)
     assert sampled.stdout.count("Once upon a time") == 4, sampled.stderr
 
