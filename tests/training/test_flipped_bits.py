@@ -12,7 +12,7 @@ from isobit.config import load_config
 from isobit.errors import NonFiniteError, RunFailed
 from isobit.evaluation.periodic import HeldOut
 from isobit.kernels import KVStore, Layout
-from isobit.model import Model
+from isobit.model import Model, RewardModel
 from isobit.precision.quantize import QTensor
 from isobit.rl.agreement import Disagreement
 from isobit.run import checkpoints
@@ -24,12 +24,13 @@ from isobit.training.train import TrainResult, resume, train
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
+from tests.training.test_scoring import reward_model
 
 Flip = Callable[[Parts], None]
 SIGN = 0x80  # of an E4M3 code
 
 
-def flip_a_working_weight(model: Model) -> None:
+def flip_a_working_weight(model: Model | RewardModel) -> None:
     """In a third of the codes of a matrix, so that it is seen on few tokens too."""
     weights = (tensor for _, tensor, _ in model.transformer._working["learner"].tensors())
     codes = next(weight.data for weight in weights if isinstance(weight, QTensor))
@@ -115,8 +116,13 @@ def the_reference(parts: Parts) -> None:
     flip_a_working_weight(parts.reference)
 
 
+def the_reward_model(parts: Parts) -> None:
+    flip_a_working_weight(parts.scorer.models[0].model)
+
+
 TWO_ENGINES = "precision=fp8-rollout"
 REFERENCE = "algorithm.kl_coefficient=0.5"
+JUDGED = "rewards.models=[{path: JUDGE}]"
 FLIPS = [  # what flips, at which call of which method, what the run is, what the message names, its last checkpoint
     (a_working_weight, (Policy, "sync", 2), "precision=fp8", "working weight layers.0.qkv", 1),
     (a_working_weight, (HeldOut, "evaluate", 2), "evaluation.every=1", "working weight layers.0.qkv", 0),
@@ -126,6 +132,7 @@ FLIPS = [  # what flips, at which call of which method, what the run is, what th
     (a_moment, (Policy, "sync", 2), "precision=fp8", "exp_avg of layers.0.o", 1),
     (the_copy_of_a_second_engine, (Policy, "sync", 2), TWO_ENGINES, "the rollout's working weight layers.0.qkv", 1),
     (the_reference, (Policy, "sync", 2), REFERENCE, "working weight layers.0.qkv", 1),
+    (the_reward_model, (Policy, "sync", 2), JUDGED, "working weight layers.0.qkv", 1),
 ]
 
 
@@ -135,10 +142,12 @@ Train = Callable[..., TrainResult]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Train:
     """A short run with a checkpoint after each step, under these settings."""
+    judge = reward_model(tmp_path_factory.mktemp("judges") / "judge")
 
     def trained(*overrides: str) -> TrainResult:
         folder = tmp_path_factory.mktemp("flipped")
-        changes = ["steps=2", "run.checkpoint_every=1", "backend=reference", f"run.dir={folder / 'run'}", *overrides]
+        changes = ["steps=2", "run.checkpoint_every=1", "backend=reference", f"run.dir={folder / 'run'}"]
+        changes += [override.replace("JUDGE", str(judge)) for override in overrides]
         return train(load_config(write_config(folder, base_model), changes))
 
     return trained
