@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.config import load_config
-from isobit.errors import NonFiniteError, RunFailed
+from isobit.errors import Corruption, NonFiniteError, RunFailed
 from isobit.evaluation.periodic import HeldOut
 from isobit.kernels import KVStore, Layout
 from isobit.model import Model, RewardModel
@@ -247,3 +247,16 @@ def flip_at(when: tuple[type, str, int], flip: Flip, patch: pytest.MonkeyPatch) 
 
     patch.setattr(Session, "__init__", opens)
     patch.setattr(owner, name, flipping)
+
+
+@pytest.mark.parametrize("flipped", [True, False])
+def test_a_step_without_an_update_notices_too(model: Model, flipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, learner = roll_out(model), make_learner(model)
+    learner.optimizer.checksums.begin()
+    monkeypatch.setattr(learner, "_optimizer_batches", lambda count, step: iter(()))
+    if flipped:
+        learner.optimizer.parameters["layers.0.o"].detach().view(torch.int32)[0, 0] ^= 1 << 20
+        with pytest.raises(Corruption, match=r"master layers\.0\.o changed in memory"):
+            learner.learn(samples, alternating(samples), 0)
+    else:
+        learner.learn(samples, alternating(samples), 0)
