@@ -361,6 +361,11 @@ def test_files_that_are_no_results(tmp_path: Path, refused: Callable[..., str]) 
     assert "give a model to evaluate" in refused("eval", "--against", "a.json", "--completions", "answer")
 
 
+@pytest.mark.parametrize("words", [["train"], ["train", "--resume"], ["eval"], ["report"], ["watch"]])
+def test_paths_longer_than_a_file_system_takes(refused: Callable[..., str], words: list[str]) -> None:
+    assert "File name too long" in refused(*words, "name" * 2000)
+
+
 def test_sft(tmp_path: Path, refused: Callable[..., str]) -> None:
     config = tmp_path / "sft.yaml"
     config.write_text("model: {init: {hidden_size: 16}}\ntask: {path: rows.jsonl, held_out_size: 0}\nsteps: 2\n")

@@ -6,7 +6,7 @@ stderr, without a traceback, and exits with `exit_code`. Broken internal invaria
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -26,17 +26,25 @@ _FILES = {
     ".py",
     ".safetensors",
 }
+_LONGEST, _END = 1200, 300
+"""Characters of a message, and of its end where it is cut: what would be right stands there."""
+_LISTED = 600
+LEFT_OUT = "characters left out"
 
 
 class IsobitError(Exception):
     """A user's mistake: a wrong key, a missing file, a malformed row, a bad checkpoint. In its text, what
-    a stranger's file says without end is cut, and control characters are written out: it stays one line."""
+    a stranger's file says without end is cut, and control characters are written out: it stays one line, of at most
+    `_LONGEST` characters and the note that says how many were left out. `brief` and `listed` keep a message whole."""
 
     exit_code = 2
 
     def __str__(self) -> str:
         text = _ENDLESS.sub(lambda found: f"{found[0][:100]}...{found[0][-20:]}", super().__str__())
-        return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+        line = printable(text).replace("\n", "\\n").replace("\t", "\\t")
+        if len(line) <= _LONGEST:
+            return line
+        return f"{line[: _LONGEST - _END]} [{len(line) - _LONGEST:,} {LEFT_OUT}] {line[-_END:]}"
 
 
 class RunFailed(IsobitError):
@@ -63,10 +71,27 @@ def _harmless(c: str) -> bool:
     return c.isprintable() or c in "\n\t\u200c\u200d" or unicodedata.category(c) in ("Zs", "Co")
 
 
+def brief(text: object, most: int = 120) -> str:
+    """A name or value that others chose, in a message: whole, or its two ends where it is longer than `most`."""
+    whole = str(text)
+    return whole if len(whole) <= most else f"{whole[: most - 23]}...{whole[-20:]}"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names that others chose, in a message: as many as fit, and how many more there are."""
+    shown, length, each = list[str](), 0, [brief(name) for name in names]
+    for name in each:
+        length += len(name) + 2
+        if shown and length > _LISTED:
+            return f"{', '.join(shown)} and {len(each) - len(shown):,} more"
+        shown.append(name)
+    return ", ".join(shown)
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """A hint for a message about an unknown name: the nearest known one, else all of them."""
     close = get_close_matches(name, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"did you mean {brief(close[0])!r}?" if close else f"known: {listed(known)}"
 
 
 def download_hint(path: str | Path, *, data: bool = False) -> str:

@@ -13,8 +13,8 @@ RAW = (
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 7, 2**31 - 1, 2**31, 2**32, 2**63, 10**9, 10**18, 10**30, 10**299, -(10**18), 0.0, 0.5, 1.5, 2.0,
-    1e-300, 1e300, -1e308, "", "a", "a" * 10_000, "\0", "../x", "NaN", "default", "0", "1e9", " ", "\n", "é\u202e😀",
-    "{}", True, False, None, [], {}, [None], [[]], [0], [-1], [1, 2, 3], ["a"], {"a": {}}, {"a": 1}, [{}],
+    1e-300, 1e300, -1e308, "", "a", "a" * 10_000, "a b " * 2500, "\0", "../x", "NaN", "default", "0", "1e9", " ", "\n",
+    "é\u202e😀", "{}", True, False, None, [], {}, [None], [[]], [0], [-1], [1, 2, 3], ["a"], {"a": {}}, {"a": 1}, [{}],
     [{"name": [], "template": {}}], {"content": []}, {"content": "<s>"}, {"": ""}, list(range(2000)),
 )  # fmt: skip
 TEMPLATES = (
@@ -69,7 +69,9 @@ def _changed(tree: Any, path: list[Any], change: Callable[[Any], Any], rng: rand
     if kind < 0.15:
         del copy[key]
     elif kind < 0.25 and isinstance(copy, dict):
-        copy[rng.choice(("", "a", "\0", key.upper() if isinstance(key, str) else "b", "x" * 5000))] = copy.pop(key)
+        copy[rng.choice(("", "a", "\0", key.upper() if isinstance(key, str) else "b", "x" * 5000, "x y " * 1250))] = (
+            copy.pop(key)
+        )
     elif kind < 0.3 and isinstance(copy, dict):
         copy[key] = copy[rng.choice(list(copy))]
     else:

@@ -16,9 +16,11 @@ from isobit.config import load_config
 from isobit.data import foreign, strict_yaml
 from isobit.data.dataset import Shaping, read_examples
 from isobit.data.readers import Source
-from isobit.errors import IsobitError
+from isobit.errors import LEFT_OUT, IsobitError
 from isobit.model import Model, ModelConfig, Tokenizer, chat
 from isobit.model.checkpoint import read_json, read_weights, write_weights
+from isobit.rewards.functions import load_function
+from isobit.tasks import TaskSettings, load_task
 
 from . import __main__ as fuzzer
 from . import cases
@@ -131,6 +133,88 @@ def test_hostile_models_are_one_clear_line(dense: Path, damage: Callable[[Path],
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert time.monotonic() - began < 5
+
+
+LONG = "of many words " * 600
+"""What the cut of a single endless word lets through; as a path it is more than any file system takes."""
+
+
+def _row(**columns: Any) -> Callable[[Path], Any]:
+    text = json.dumps(columns)
+    return lambda folder: (folder / "rows.jsonl").write_text('{"prompt": "a"}\n' + text + "\n")
+
+
+def _index(**places: str) -> Callable[[Path], Any]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "all.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+    return damage
+
+
+def _tensors(**tensors: torch.Tensor) -> Callable[[Path], Any]:
+    return lambda folder: write_weights(folder, load_file(folder / "model.safetensors") | tensors)
+
+
+def _load_model(folder: Path) -> None:
+    Model.load(folder, "float32", "reference")
+
+
+def _render(folder: Path) -> None:
+    Tokenizer.load(folder).render_chat(cases.CHAT)
+
+
+def _load_rows(folder: Path) -> None:
+    read_examples(Source(folder / "rows.jsonl"), Shaping())
+
+
+def _load_settings(**settings: Any) -> Callable[[Path], Any]:
+    model, task = {"path": "."}, {"name": "arithmetic"}
+    rewards = {"functions": ["exact_match"]}
+    return lambda folder: load_config({"model": model, "task": task, "rewards": rewards, **settings})
+
+
+_UNCHANGED = _text("unused", "")
+_NAMED = {
+    "file": (_index(a=LONG), _load_model, "cannot be read: File name too long"),
+    "tensor in the index": (_index(**{LONG: "all.safetensors"}), _load_model, "where weight_map says it is"),
+    "tensor": (_tensors(**{LONG: torch.ones(1)}), _load_model, "config.json says qwen3"),
+    "tensor of infinity": (_tensors(**{LONG: torch.ones(1) / 0}), _load_model, "config.json says qwen3"),
+    "architectures": (_config(architectures=[LONG] * 99, model_type=None), _load_model, "mixtral"),
+    "syntax": (_text("chat_template.jinja", "{% " + LONG + " %}"), _render, "(line 1)"),
+    "column": (_row(**{"prompt": "a", LONG: 1}), _load_rows, "words '"),
+    "columns": (_row(**{"prompt": "a"} | dict.fromkeys(map(str, range(5000)))), _load_rows, "and 4,8"),
+    "key": (_UNCHANGED, _load_settings(**{LONG: 1}), "prompts_per_step, seed"),
+    "inner key": (_UNCHANGED, _load_settings(sampling={LONG: 1}), "stop"),
+    "value": (_UNCHANGED, _load_settings(steps=LONG), "words '"),
+    "precision": (_UNCHANGED, _load_settings(precision={"preset": "fp8", "wgrad": LONG}), "got 'of many"),
+    "precision's name": (_UNCHANGED, _load_settings(precision=LONG), "choose from"),
+    "precision's option": (_UNCHANGED, _load_settings(precision={LONG: 1}), "rollout, learner"),
+    "task": (_UNCHANGED, lambda folder: load_task(TaskSettings(name=LONG)), "known: "),
+    "reward": (_UNCHANGED, lambda folder: load_function(LONG), "package.module:function"),
+    "reward's file": (_UNCHANGED, lambda folder: load_function(f"{LONG}.py:f"), "File name too long"),
+    "override": (_UNCHANGED, lambda folder: load_config({}, [LONG]), "sampling.temperature=0.8"),
+}
+
+
+@pytest.mark.parametrize("place", _NAMED)
+def test_a_long_name_leaves_the_message_whole(dense: Path, place: str) -> None:
+    damage, load, said = _NAMED[place]
+    damage(dense)
+    with pytest.raises(IsobitError) as caught:
+        load(dense)
+    message = str(caught.value)
+    assert LEFT_OUT not in message
+    assert said in message[-300:]
+
+
+def test_a_message_is_bounded_whoever_wrote_it() -> None:
+    message = str(IsobitError(f"here: {LONG}; expected another"))
+    assert len(message) < 1300
+    assert message.startswith("here: of many words")
+    assert message.endswith("words ; expected another")
+    assert f"[{len(f'here: {LONG}; expected another') - 1200:,} {LEFT_OUT}]" in message
+    assert LEFT_OUT not in str(IsobitError("a " * 600))
 
 
 def test_links_to_files_are_followed(dense: Path) -> None:

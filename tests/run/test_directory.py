@@ -89,12 +89,15 @@ def test_only_an_empty_directory_is_taken(tmp_path: Path) -> None:
 def test_a_signal_sets_a_flag_and_the_handlers_come_back(
     number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.getsignal(number)
-    with Interruption() as interruption:
-        assert (interruption.signal, interruption.exit_code) == (None, 0)
-        os.kill(os.getpid(), number)
-        assert (interruption.signal, interruption.exit_code) == (number, code)
-    assert signal.getsignal(number) is before
+    before = signal.signal(number, signal.SIG_DFL)  # also where the tests run under nohup
+    try:
+        with Interruption() as interruption:
+            assert (interruption.signal, interruption.exit_code) == (None, 0)
+            os.kill(os.getpid(), number)
+            assert (interruption.signal, interruption.exit_code) == (number, code)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
     assert "finishing this step" in capsys.readouterr().err
 
 

@@ -5,11 +5,13 @@ user's mistake, 1 for a run that failed, 130 or 143 for one that was interrupted
 inside the commands, so that `--help` answers at once.
 """
 
+import errno
 import sys
+from typing import NoReturn
 
 from isobit.cli import training, evaluation, models, pages  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 
 __all__ = ["app", "evaluation", "main", "models", "pages", "training"]
 
@@ -19,5 +21,13 @@ def main() -> None:
     try:
         app(prog_name="isobit")
     except IsobitError as error:
-        print(f"isobit: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _end(IsobitError(f"{brief(error.filename)}: {error.strerror}"))
+
+
+def _end(error: IsobitError) -> NoReturn:
+    print(f"isobit: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)

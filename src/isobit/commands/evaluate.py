@@ -13,7 +13,7 @@ from typing import Any
 
 from isobit.config import Config, load_config, parse_config
 from isobit.data.dataset import Example
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.comparison import check_same_prompts
 from isobit.evaluation.measure import grade_given, measure, tags_of
 from isobit.evaluation.progress import ProgressLine
@@ -162,7 +162,7 @@ def _result(model: str, config: Config, questions: tuple[Question, ...], pool: R
 def _column(example: Example, column: str, index: int) -> str:
     if column not in example.columns:
         raise IsobitError(
-            f"--completions {column}: example {index} has no such column; it has {', '.join(example.columns)}"
+            f"--completions {brief(column)}: example {index} has no such column; it has {listed(example.columns)}"
         )
     return str(example.columns[column])
 

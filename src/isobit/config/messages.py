@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from isobit.config.elsewhere import counterpart
+from isobit.errors import brief, listed
 from isobit.options.declare import options_of, sections
 from isobit.options.reading import OptionError, UnknownOption
 
@@ -24,21 +25,22 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 def _unknown(error: UnknownOption, schema: type) -> str:
     *above, last = map(str, error.place)
     key, everywhere = ".".join((*above, last)), list(keys_of(schema))
+    given = brief(key)
     for name in _leaves(key, error.value):
         known, theirs = counterpart(name)
         if theirs in everywhere:
-            return f"unknown key {name!r} (did you mean {theirs!r}?)"
+            return f"unknown key {brief(name)!r} (did you mean {theirs!r}?)"
         if known and theirs is None:
-            return f"unknown key {name!r}: isobit has no counterpart of it (docs/from-trl.md and its neighbours)"
+            return f"unknown key {brief(name)!r}: isobit has no counterpart of it (docs/from-trl.md and its neighbours)"
     if close := get_close_matches(last, error.known, 1):
         meant = ".".join((*(part for part in above if not part.isdigit()), close[0]))
-        return f"unknown key {key!r} (did you mean {meant!r}?)"
+        return f"unknown key {given!r} (did you mean {meant!r}?)"
     if same := [path for path in everywhere if path.rpartition(".")[2] == last]:
-        return f"unknown key {key!r} (did you mean {' or '.join(map(repr, same[:3]))}?)"
+        return f"unknown key {given!r} (did you mean {' or '.join(map(repr, same[:3]))}?)"
     ends = [path.rpartition(".")[2] for path in everywhere]
     if close := get_close_matches(last, ends, 1, cutoff=0.8):
-        return f"unknown key {key!r} (did you mean {everywhere[ends.index(close[0])]!r}?)"
-    return f"unknown key {key!r}; known here: {', '.join(error.known)}"
+        return f"unknown key {given!r} (did you mean {everywhere[ends.index(close[0])]!r}?)"
+    return f"unknown key {given!r}; known here: {listed(error.known)}"
 
 
 def _leaves(key: str, value: object) -> Iterator[str]:

@@ -12,8 +12,8 @@ import yaml
 
 from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
-from isobit.data.foreign import read_bytes, reason_of
-from isobit.errors import IsobitError
+from isobit.data.foreign import exists, read_bytes, reason_of
+from isobit.errors import IsobitError, brief
 from isobit.options.declare import options_of, plain
 from isobit.rl.objective import Objective, without_preset
 
@@ -32,9 +32,9 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
     elif isinstance(source, Mapping):
         values, where = _settings(source), "settings"
     else:
-        raise IsobitError(f"config: expected the path of a YAML file or a mapping of settings, got {source!r}")
+        raise IsobitError(f"config: expected the path of a YAML file or a mapping of settings, got {source!r:.80}")
     if isinstance(overrides, (str, Mapping)) or not all(isinstance(override, str) for override in overrides):
-        raise IsobitError(f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r}')
+        raise IsobitError(f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r:.80}')
     algorithm = values.get("algorithm")
     whole = isinstance(algorithm, Mapping) and set(options_of(Objective)) <= set(algorithm)
     if whole and any(override.startswith("algorithm.preset=") for override in overrides):
@@ -45,7 +45,7 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    if path.is_dir():
+    if exists(path) and path.is_dir():
         hint = f"; a run goes on with --resume {path}" if (path / "config.yaml").is_file() else ""
         raise IsobitError(f"cannot read config {path}: it is a directory, not a YAML file{hint}")
     try:
@@ -56,13 +56,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = strict_yaml.load(text)
     except strict_yaml.DuplicateKey as error:
         raise IsobitError(
-            f"{path}, line {error.line}: key {error.key!r} was given before, in line {error.first_line}; leave one"
+            f"{path}, line {error.line}: key {brief(error.key)!r} was given before, in line {error.first_line}; "
+            "leave one"
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise IsobitError(
-            f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or 'syntax error'}"
+            f"{path}{line}: not valid YAML: {brief(getattr(error, 'problem', None) or 'syntax error', 200)}"
         ) from None
     if not isinstance(values, dict):
         raise IsobitError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
@@ -72,14 +73,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _override(values: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not _KEY.fullmatch(key):
-        raise IsobitError(f"override {override!r}: expected key.sub=value, such as sampling.temperature=0.8")
+        raise IsobitError(f"override {brief(override)!r}: expected key.sub=value, such as sampling.temperature=0.8")
     try:
         value = strict_yaml.load(text)
     except strict_yaml.DuplicateKey as error:
-        raise IsobitError(f"override {override!r}: key {error.key!r} comes twice; leave one") from None
+        raise IsobitError(f"override {brief(override)!r}: key {brief(error.key)!r} comes twice; leave one") from None
     except yaml.YAMLError:
         value = text
-    _set(values, key, value, f"override {override!r}")
+    _set(values, key, value, f"override {brief(override)!r}")
 
 
 def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
@@ -93,7 +94,7 @@ def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
         if child is None:
             child = {}
         if not isinstance(child, dict):
-            raise IsobitError(f"{what}: {parent} is not a section of keys")
+            raise IsobitError(f"{what}: {brief(parent)} is not a section of keys")
         node[parent] = child = dict(child)
         node = child
     node[last] = value
@@ -104,8 +105,8 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in given.items():
         if not isinstance(key, str):
-            raise IsobitError(f"settings: a key must be text, got {key!r}")
-        _set(values, key, _plain(value, key), f"settings: {key!r}")
+            raise IsobitError(f"settings: a key must be text, got {key!r:.80}")
+        _set(values, key, _plain(value, key), f"settings: {brief(key)!r}")
     return values
 
 
@@ -128,12 +129,12 @@ def _plain(value: Any, key: str) -> Any:
             same = False
         if not same:
             raise IsobitError(
-                f"settings: {key}: a run keeps its flow by name, and {value.name!r} names no flow equal to this one; "
-                "give a preset's name, or {'preset': NAME, option: value}"
+                f"settings: {brief(key)}: a run keeps its flow by name, and {brief(value.name)!r} names no flow equal "
+                "to this one; give a preset's name, or {'preset': NAME, option: value}"
             )
         return value.name
     if callable(value):
         raise IsobitError(
-            f"settings: {key}: a function is no setting; reward functions go into train(..., rewards=[f])"
+            f"settings: {brief(key)}: a function is no setting; reward functions go into train(..., rewards=[f])"
         )
-    raise IsobitError(f"settings: {key}: expected text, numbers, lists or mappings, got {type(value).__name__}")
+    raise IsobitError(f"settings: {brief(key)}: expected text, numbers, lists or mappings, got {type(value).__name__}")

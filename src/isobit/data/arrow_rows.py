@@ -13,7 +13,7 @@ from typing import Any
 
 from isobit.data.foreign import check_readable
 from isobit.data.text_rows import Row, check_distinct
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 
 _BATCH_ROWS = 1024
 _NO_VALUE = (ValueError, OverflowError, KeyError)  # text that is not UTF-8, a year 20000, a map with a key twice
@@ -105,9 +105,11 @@ def plain(value: Any, where: str, name: str) -> Any:
             return value.decode("utf-8")
         except UnicodeDecodeError:
             pass
-    raise IsobitError(f"{where}: column {name!r} holds {type(value).__name__}, which is not text, numbers or lists")
+    raise IsobitError(
+        f"{where}: column {brief(name)!r} holds {type(value).__name__}, which is not text, numbers or lists"
+    )
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return brief(lines[0], 300) if lines else type(error).__name__

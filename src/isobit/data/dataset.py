@@ -15,7 +15,7 @@ from typing import Any
 
 from isobit.data.readers import Source, read_rows
 from isobit.data.text_rows import kind
-from isobit.errors import IsobitError, did_you_mean
+from isobit.errors import IsobitError, brief, did_you_mean, listed
 
 Message = dict[str, str]
 Prompt = str | list[Message]
@@ -135,7 +135,7 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
             prompt, completion = _without_answer(where, name, prompt)
         kinds.add((isinstance(prompt, str), completion is None))
         if len(kinds) > 1:
-            raise IsobitError(f"{where}: {name!r} {_mixed(kinds)}")
+            raise IsobitError(f"{where}: {brief(name)!r} {_mixed(kinds)}")
         columns = _columns(row, name if role == "prompt" else None, shaping.columns)
         if completion is not None:
             columns.setdefault("completion", completion)
@@ -169,7 +169,7 @@ def check_template(template: str | None, fields: Sequence[str] = ("prompt",)) ->
     """Raise IsobitError unless the template is None or has one of the fields in it."""
     wanted = [f"{{{field}}}" for field in fields]
     if template is not None and not any(field in template for field in wanted):
-        raise IsobitError(f"task.prompt_template {template!r} must have {' or '.join(wanted)} in it")
+        raise IsobitError(f"task.prompt_template {brief(template)!r} must have {' or '.join(wanted)} in it")
 
 
 def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
@@ -184,7 +184,8 @@ def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) 
     or is ambiguous."""
     for role, column in columns.items():
         if column not in row:
-            raise IsobitError(f"{where}: no column {column!r} (task.columns.{role}); {did_you_mean(column, list(row))}")
+            hint = did_you_mean(column, list(row))
+            raise IsobitError(f"{where}: no column {brief(column)!r} (task.columns.{brief(role)}); {hint}")
     for column in row:
         if column in RESERVED_COLUMNS and column not in columns.values():
             raise IsobitError(
@@ -200,35 +201,37 @@ def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) 
 
 
 def _difference(first: dict[str, Any], row: dict[str, Any]) -> str:
-    missing = [repr(column) for column in first if column not in row]
-    more = [repr(column) for column in row if column not in first]
-    parts = [f"{word} {', '.join(columns)}" for word, columns in (("lacks", missing), ("adds", more)) if columns]
+    missing = [repr(brief(column)) for column in first if column not in row]
+    more = [repr(brief(column)) for column in row if column not in first]
+    parts = [f"{word} {listed(columns)}" for word, columns in (("lacks", missing), ("adds", more)) if columns]
     return "; ".join(parts)
 
 
 def _prompt(where: str, column: str, value: Any) -> Prompt:
     if isinstance(value, str):
         if not value.strip():
-            raise IsobitError(f"{where}: {column!r} is empty")
+            raise IsobitError(f"{where}: {brief(column)!r} is empty")
         return value
     if not isinstance(value, list):
-        raise IsobitError(f"{where}: {column!r} must be text or a list of chat messages, got {kind(value)}")
+        raise IsobitError(f"{where}: {brief(column)!r} must be text or a list of chat messages, got {kind(value)}")
     if not value:
-        raise IsobitError(f"{where}: {column!r} is an empty list of messages")
+        raise IsobitError(f"{where}: {brief(column)!r} is an empty list of messages")
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise IsobitError(f'{where}: message {i} of {column!r} must be {{"role": text, "content": text}}')
+            raise IsobitError(f'{where}: message {i} of {brief(column)!r} must be {{"role": text, "content": text}}')
     return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
 def _without_answer(where: str, column: str, messages: Prompt) -> tuple[Prompt, str | None]:
     """(the chat up to the answer, the answer): the last message where the assistant wrote it, else None."""
     if isinstance(messages, str):
-        raise IsobitError(f"{where}: {column!r} must be a list of chat messages, got text; is it the prompt column?")
+        raise IsobitError(
+            f"{where}: {brief(column)!r} must be a list of chat messages, got text; is it the prompt column?"
+        )
     if messages[-1]["role"] != "assistant":
         return messages, None
     if len(messages) == 1:
-        raise IsobitError(f"{where}: {column!r} has the assistant's message only, and nothing that it answers")
+        raise IsobitError(f"{where}: {brief(column)!r} has the assistant's message only, and nothing that it answers")
     return messages[:-1], messages[-1]["content"]
 
 

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 
 MOST_DEPTH = 100
 MOST_DIGITS = 300  # the largest such number is still a float
@@ -35,7 +35,7 @@ def exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
-        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+        raise IsobitError(f"{brief(path, 300)}: cannot be read: {reason_of(error)}") from None
     return True
 
 

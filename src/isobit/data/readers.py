@@ -15,7 +15,7 @@ from typing import Any
 from isobit.data.arrow_rows import parquet_rows, saved_dataset_rows
 from isobit.data.foreign import BadJson, parse_json, read_bytes
 from isobit.data.text_rows import Row, csv_rows, jsonl_rows, read_text_file, stem_of, suffix_of
-from isobit.errors import IsobitError, download_hint
+from isobit.errors import IsobitError, brief, download_hint, listed
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "jsonl": jsonl_rows,
@@ -142,7 +142,7 @@ def _data_files(source: Source) -> dict[str, list[Path]]:
     if files_of:
         return _by_split(files_of)
     wanted = "Parquet, JSONL or CSV files" if source.format in ("auto", "dataset") else f"{source.format} files"
-    inside = f"; it has the folders {', '.join(entry.name for entry in folders[:8])}: name one" if folders else ""
+    inside = f"; it has the folders {listed(entry.name for entry in folders[:8])}: name one" if folders else ""
     raise IsobitError(f"{folder}: no data in this directory: expected {wanted}, or what save_to_disk writes{inside}")
 
 
@@ -185,10 +185,10 @@ def _split_of(name: str) -> str | None:
 
 
 def _choose(source: Source, names: list[str]) -> str:
-    known = f"known: {', '.join(names)}"
+    known = f"known: {listed(names)}"
     if source.split is not None:
         if source.split not in names:
-            raise IsobitError(f"{_split_key(source)}: {source.path} has no split {source.split!r}; {known}")
+            raise IsobitError(f"{_split_key(source)}: {source.path} has no split {brief(source.split)!r}; {known}")
         return source.split
     if len(names) == 1:
         return names[0]

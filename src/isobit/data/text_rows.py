@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.data.foreign import BadJson, check_readable, parse_json
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 
 _GZIP = b"\x1f\x8b"
 _MOST_RATIO, _LEAST_UNPACKED = 400, 1 << 26  # text is packed 3 to 20 times smaller, zeros 1,000 times
@@ -102,7 +102,7 @@ def check_distinct(where: str, names: list[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise IsobitError(f"{where}: two columns are called {name!r:.80}; rename one")
+            raise IsobitError(f"{where}: two columns are called {brief(name)!r}; rename one")
         seen.add(name)
 
 

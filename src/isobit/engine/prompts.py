@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from isobit.engine.pages import PagePool, pages_needed
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.model.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -27,16 +27,16 @@ def encode_prompt(where: str, prompt: Prompt, tokenizer: Tokenizer, vocab_size: 
     if isinstance(prompt, str):
         ids = tokenizer.encode_text(prompt)
     elif not isinstance(prompt, Sequence):
-        raise IsobitError(f"{where}: expected text, token ids or chat messages, got {prompt!r}")
+        raise IsobitError(f"{where}: expected text, token ids or chat messages, got {prompt!r:.80}")
     elif prompt and all(isinstance(item, Mapping) for item in prompt):
         ids = tokenizer.encode_chat(list(prompt))  # type: ignore[arg-type]
     else:
         ids = list(prompt)  # type: ignore[arg-type]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
-            raise IsobitError(f"{where}: expected text, token ids or chat messages, found {token!r} in it")
+            raise IsobitError(f"{where}: expected text, token ids or chat messages, found {token!r:.80} in it")
         if not 0 <= token < vocab_size:
-            raise IsobitError(f"{where}: token id {token} is not in the model's vocabulary of {vocab_size}")
+            raise IsobitError(f"{where}: token id {brief(token)} is not in the model's vocabulary of {vocab_size}")
     if not ids:
         raise IsobitError(f"{where} is empty: the model needs at least one token to continue from")
     return ids
@@ -57,7 +57,7 @@ def check_ids(prompt_ids: Sequence[int] | None, count: int) -> list[int]:
 def check_id(name: str, value: object) -> None:
     """Raise IsobitError for an id that does not fit into the sampling keys."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
-        raise IsobitError(f"{name}: expected a whole number from 0 to 2**32 - 1, got {value!r}")
+        raise IsobitError(f"{name}: expected a whole number from 0 to 2**32 - 1, got {value!r:.80}")
 
 
 def new_token_limit(where: str, length: int, max_new_tokens: int, max_positions: int, pages: PagePool) -> int:

@@ -8,7 +8,7 @@ Left out: mathematical equality of answers that are written differently, other t
 import re
 from collections.abc import Callable
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.rewards.named.text import marked
 from isobit.tasks.gsm8k import final_number
 
@@ -34,7 +34,7 @@ def _by_pattern(pattern: str) -> Extract:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise IsobitError(f"answer pattern {pattern!r}: not a regular expression: {error}") from None
+        raise IsobitError(f"answer pattern {brief(pattern)!r}: not a regular expression: {error}") from None
 
     def extract(text: str) -> str | None:
         answer = None

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isobit.data.dataset import Prompt
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.paired import mcnemar, sign_flip
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import LENGTHS, number, values_per_prompt
@@ -124,13 +124,12 @@ def check_same_prompts(first_name: str, first: list[Prompt], second_name: str, s
 def _check_same(first: Result, second: Result) -> None:
     check_same_prompts(first.model, first.prompts, second.model, second.prompts)
     if first.rewards != second.rewards:
-        listed = " and ".join(", ".join(result.rewards) or "none" for result in (first, second))
-        raise IsobitError(f"{first.model} and {second.model} cannot be compared: their rewards differ: {listed}")
+        found = " and ".join(listed(result.rewards) or "none" for result in (first, second))
+        raise IsobitError(f"{first.model} and {second.model} cannot be compared: their rewards differ: {found}")
 
 
 def _excerpt(prompt: object) -> str:
-    text = repr(prompt)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return brief(repr(prompt))
 
 
 def _signed(value: float, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from isobit.data.dataset import Example, Prompt
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
-from isobit.errors import IsobitError, did_you_mean
+from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.answers import Extract, marked_answer
 from isobit.evaluation.majority import LARGEST_GROUP
 from isobit.evaluation.result import Graded, Question
@@ -117,14 +117,16 @@ def tags_of(examples: Sequence[Example], column: str | None) -> list[str | None]
     for i, example in enumerate(examples):
         if column not in example.columns:
             hint = did_you_mean(column, list(example.columns)) if example.columns else "there is none but the prompt"
-            raise IsobitError(f"tag {column!r}: example {i} has no such column; {hint}")
+            raise IsobitError(f"tag {brief(column)!r}: example {i} has no such column; {hint}")
         value = example.columns[column]
         if isinstance(value, (list, dict)):
             kind = "a list" if isinstance(value, list) else "an object"
-            raise IsobitError(f"tag {column!r}: expected text or a number, got {kind} in example {i}")
+            raise IsobitError(f"tag {brief(column)!r}: expected text or a number, got {kind} in example {i}")
         values.append("null" if value is None else str(value))
     if len(set(values)) > LARGEST_TAG:
-        raise IsobitError(f"tag {column!r} has {len(set(values))} different values; a tag has at most {LARGEST_TAG}")
+        raise IsobitError(
+            f"tag {brief(column)!r} has {len(set(values))} different values; a tag has at most {LARGEST_TAG}"
+        )
     return list[str | None](values)
 
 

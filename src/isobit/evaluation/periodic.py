@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
-from isobit.errors import IsobitError, did_you_mean
+from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.best import AUTO
 from isobit.evaluation.measure import EvaluationPlan, Judge, measure, tags_of
 from isobit.evaluation.result import Result
@@ -37,7 +37,9 @@ class HeldOut:
         known += [f"accuracy/{kind}_at_{k}" for k in self.plan.ks for kind in ("pass", "majority")]
         known += [f"accuracy/tag/{tag}" for tag in tags]
         if name not in known:
-            raise IsobitError(f"evaluation.best_by: the evaluation has no metric {name!r}; {did_you_mean(name, known)}")
+            raise IsobitError(
+                f"evaluation.best_by: the evaluation has no metric {brief(name)!r}; {did_you_mean(name, known)}"
+            )
 
     def evaluate(self) -> tuple[dict[str, float], str]:
         """(metrics, a line for the reader) of the present weights."""

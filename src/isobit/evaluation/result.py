@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.data.dataset import Prompt
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.run import durable
 
 
@@ -110,7 +110,7 @@ def read_result(path: Path) -> Result:
         ks, rewards = tuple(int(k) for k in content["ks"]), tuple(str(name) for name in content["rewards"])
         result = Result(str(content["model"]), questions, ks, rewards, dict(content["settings"]))
     except (KeyError, TypeError, ValueError) as error:
-        what = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        what = f"no key {error}" if isinstance(error, KeyError) else brief(error, 200)
         raise IsobitError(f"{path}: not a result of isobit eval --out: {what}") from None
     counts = {len(question.samples) for question in questions}
     if not questions or len(counts) > 1 or any(not 1 <= k <= min(counts) for k in ks):

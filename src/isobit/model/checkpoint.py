@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isobit.data.foreign import BadJson, check_readable, exists, parse_json, read_bytes, reason_of
-from isobit.errors import IsobitError, download_hint
+from isobit.errors import IsobitError, brief, download_hint
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
 
@@ -33,7 +33,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def model_folder(path: str | Path, what: str = "model") -> Path:
     """The Hugging Face directory at a path. Raises IsobitError where there is none."""
     if not isinstance(path, (str, Path)):
-        raise IsobitError(f"{what}: expected the path of a Hugging Face model directory, got {path!r}")
+        raise IsobitError(f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}")
     folder = Path(path)
     if not exists(folder):
         hint = download_hint(path) or "; expected a Hugging Face model directory"
@@ -76,12 +76,15 @@ def _tensor_shapes(directory: Path) -> Shapes:
             for key in file.keys():  # noqa: SIM118 (a file handle, not a dict)
                 if key in places:
                     raise IsobitError(
-                        f"{directory}: tensor {key} is in both {places[key]} and {name}; it must be in one of them"
+                        f"{directory}: tensor {brief(key)} is in both {places[key]} and {name}; it must be in one of "
+                        "them"
                     )
                 places[key], shapes[key] = name, tuple(file.get_slice(key).get_shape())
         for key in wanted:
             if places.get(key) != name:
-                raise IsobitError(f"{directory / INDEX}: tensor {key} is not in {name}, where weight_map says it is")
+                raise IsobitError(
+                    f"{directory / INDEX}: tensor {brief(key)} is not in {name}, where weight_map says it is"
+                )
     scales = [key for key in shapes if key.endswith(_SCALES) and key.removesuffix(_SCALES) in shapes]
     return {key: shape for key, shape in shapes.items() if key not in scales}
 
@@ -127,7 +130,9 @@ def _dequantize_blocks(tensors: dict[str, Tensor], directory: Path) -> None:
         grid = [-(-size // BLOCK) for size in codes.shape]
         if scale is None or list(scale.shape) != grid:
             found = "no scales" if scale is None else f"scales of shape {tuple(scale.shape)}"
-            raise IsobitError(f"{directory}: FP8 tensor {name} has {found}; expected {name}{_SCALES} {tuple(grid)}")
+            raise IsobitError(
+                f"{directory}: FP8 tensor {brief(name)} has {found}; expected {brief(name)}{_SCALES} {tuple(grid)}"
+            )
         tensors[name] = codes.float() * expand_scale(scale, (BLOCK, BLOCK), (codes.shape[0], codes.shape[1]))
 
 
@@ -151,10 +156,12 @@ def _weight_files(directory: Path) -> dict[str, list[str]]:
 def _as_float(tensor: Tensor, name: str, path: Path) -> Tensor:
     blocks = tensor.dtype == E4M3.dtype and tensor.ndim == 2
     if tensor.dtype not in _FLOATS and not blocks:
-        raise IsobitError(f"{path}: tensor {name} has dtype {tensor.dtype}; expected float32, bfloat16 or float16")
+        raise IsobitError(
+            f"{path}: tensor {brief(name)} has dtype {tensor.dtype}; expected float32, bfloat16 or float16"
+        )
     values = tensor.float()
     if not bool(torch.isfinite(values).all()):
-        raise IsobitError(f"{path}: tensor {name} holds NaN or infinity")
+        raise IsobitError(f"{path}: tensor {brief(name)} holds NaN or infinity")
     return tensor if blocks else values
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, listed
 from isobit.model.families import (
     FAMILIES,
     MOST_LAYERS,
@@ -213,7 +213,7 @@ def _experts_to_hf(experts: Experts, family: Family) -> dict[str, Any]:
 def architectures(values: Mapping[str, Any]) -> str:
     """The class names that config.json gives, for a message."""
     named = values.get("architectures")
-    return ", ".join(map(str, named)) if isinstance(named, list) and named else "none"
+    return listed(named) if isinstance(named, list) and named else "none"
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

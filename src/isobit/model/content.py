@@ -23,7 +23,7 @@ from typing import Any, Literal
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 
 Rule = Literal["escape", "allow", "refuse"]
 Messages = Sequence[Mapping[str, Any]]
@@ -77,7 +77,7 @@ class ContentEncoder:
         spelled = self.spelled(value)
         if spelled and rule == "refuse":
             raise IsobitError(
-                f"the text has the special token {spelled[0]!r} in it; take it out, or encode it as text with "
+                f"the text has the special token {brief(spelled[0])!r} in it; take it out, or encode it as text with "
                 "task.special_tokens_in_content: escape"
             )
         return len(spelled)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.model.config import ModelConfig
 from isobit.model.families import FAMILIES
 from isobit.model.transformer import parameter_shapes
@@ -71,7 +71,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, whe
     ):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise IsobitError(f"{where}: tensor {min(names)} {problem}{more}; config.json says {config.family}")
+            raise IsobitError(f"{where}: tensor {brief(min(names))} {problem}{more}; config.json says {config.family}")
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise IsobitError(f"{where}: tensor {name} has shape {shapes[name]}, but config.json asks for {shape}")

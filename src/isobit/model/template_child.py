@@ -60,7 +60,7 @@ def answer(request: dict[str, Any], compiled: list[jinja2.Template]) -> dict[str
             return {"text": ""}
         text = compiled[request["number"]].render(**request["variables"])
     except jinja2.TemplateSyntaxError as error:
-        return {"syntax": f"{error.message} (line {error.lineno})"}
+        return {"syntax": f"{(error.message or '')[:300]} (line {error.lineno})"}
     except MemoryError:
         return {"limit": f"{MEMORY_BYTES >> 20} MiB of memory"}
     except RecursionError:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from isobit.errors import IsobitError, did_you_mean
+from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.options.declare import (
     REQUIRED,
     Before,
@@ -34,7 +34,7 @@ class OptionError(IsobitError):
     """A mistake in what was given. `place` is where, `text` what."""
 
     def __init__(self, place: Place, text: str) -> None:
-        super().__init__(f"{'.'.join(map(str, place))}: {text}" if place else text)
+        super().__init__(f"{'.'.join(map(brief, place))}: {text}" if place else text)
         self.place, self.text = place, text
 
 
@@ -87,7 +87,7 @@ def shown(value: object) -> str:
     """A value in a message."""
     if isinstance(value, bool):
         return str(value).lower()
-    return "nothing" if value is None else f"{value!r:.200}"
+    return "nothing" if value is None else brief(repr(value), 200)
 
 
 def _value(kind: Any, value: Any, place: Place) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.precision.formats import BF16, E2M1, E4M3, FP32, Format
 from isobit.precision.quantize import QuantSpec
 
@@ -257,10 +257,10 @@ PRESETS: dict[str, Precision] = {
 def preset_named(name: object) -> Precision:
     """The preset. Raises IsobitError for another name."""
     if not isinstance(name, str):
-        raise IsobitError(f"precision: expected a preset's name, a mapping or a Precision, got {name!r}")
+        raise IsobitError(f"precision: expected a preset's name, a mapping or a Precision, got {name!r:.80}")
     if name not in PRESETS:
         hint = nearest(name.partition("[")[0], PRESETS)
-        raise IsobitError(f"unknown precision preset {name!r}{hint}: choose from {', '.join(PRESETS)}")
+        raise IsobitError(f"unknown precision preset {brief(name)!r}{hint}: choose from {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from isobit.data import strict_yaml
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.precision.flow import LINEAR_LAYERS, Calibration, Flow, Precision, nearest, preset_named
 from isobit.precision.formats import E2M1, E4M3, FORMATS
 from isobit.precision.quantize import QuantSpec
@@ -66,7 +66,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
         return value
     if not isinstance(value, (str, Mapping)):
         raise IsobitError(
-            f"precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got {value!r}"
+            f"precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got {value!r:.80}"
         )
     options = _parse_name(value) if isinstance(value, str) else dict(value)
     precision = preset_named(options.pop("preset", "fp8"))
@@ -87,9 +87,9 @@ def _parse_name(name: str) -> dict[str, object]:
     try:
         options = strict_yaml.load("{" + rest[:-1].replace("=", ": ") + "}")
     except strict_yaml.DuplicateKey as error:
-        raise IsobitError(f"precision {name!r}: option {error.key!r} comes twice; leave one") from None
+        raise IsobitError(f"precision {brief(name)!r}: option {brief(error.key)!r} comes twice; leave one") from None
     except yaml.YAMLError:
-        raise IsobitError(f"precision {name!r}: expected PRESET[option=value, option=value]") from None
+        raise IsobitError(f"precision {brief(name)!r}: expected PRESET[option=value, option=value]") from None
     return {"preset": preset, **options}
 
 
@@ -103,30 +103,30 @@ def _text(option: object) -> str:
 
 def _check_option(key: str, option: object, within: str = "") -> None:
     known = list(_FLOW_CHOICES) if within else [*OPTIONS]
-    where = f"precision.{within}{key}"
+    where = f"precision.{within}{brief(key)}"
     if key not in known:
         also = "" if within else "preset, "
         raise IsobitError(f"{where}: unknown option{nearest(key, known)}; choose from {also}{', '.join(known)}")
     if key in _USES:
         if not isinstance(option, Mapping):
-            raise IsobitError(f"{where}: expected a mapping of options, such as {{kv_cache: e4m3}}, got {option!r}")
+            raise IsobitError(f"{where}: expected a mapping of options, such as {{kv_cache: e4m3}}, got {option!r:.80}")
         for inner, value in option.items():
             _check_option(inner, value, f"{key}.")
     elif key in _COUNTS:
         if not isinstance(option, int) or isinstance(option, bool) or option < 0:
-            raise IsobitError(f"{where}: expected a whole number of layers, at least 0, got {option!r}")
+            raise IsobitError(f"{where}: expected a whole number of layers, at least 0, got {option!r:.80}")
     elif key == _NAMES:
         names = _names(option)
         if not names or not set(names) <= set(LINEAR_LAYERS):
             raise IsobitError(
-                f"{where}: expected some of {', '.join(LINEAR_LAYERS)}, such as [o, down], got {option!r}"
+                f"{where}: expected some of {', '.join(LINEAR_LAYERS)}, such as [o, down], got {option!r:.80}"
             )
     elif key in _NUMBERS:
         fits, wanted = _NUMBERS[key]
         if not isinstance(option, (int, float)) or isinstance(option, bool) or not fits(option):
-            raise IsobitError(f"{where}: expected {wanted}, got {option!r}")
+            raise IsobitError(f"{where}: expected {wanted}, got {option!r:.80}")
     elif option not in _CHOICES[key]:
-        raise IsobitError(f"{where}: expected one of {', '.join(_CHOICES[key])}, got {option!r}")
+        raise IsobitError(f"{where}: expected one of {', '.join(_CHOICES[key])}, got {option!r:.80}")
 
 
 def _names(option: object) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from isobit.data.dataset import completion_text
-from isobit.errors import IsobitError
+from isobit.data.foreign import exists
+from isobit.errors import IsobitError, brief, listed
 from isobit.options.reading import OptionError
 from isobit.rewards import named
 
@@ -100,15 +101,17 @@ def split_reference(reference: str, what: str = "reward function") -> tuple[str,
     home, colon, function = reference.rpartition(":")
     named = home.endswith(".py") or all(part.isidentifier() for part in home.split("."))
     if not colon or not named or not function.isidentifier():
-        raise IsobitError(f"{what} {reference!r}: expected path/to/file.py:function or package.module:function")
+        raise IsobitError(
+            f"{what} {brief(reference, 300)!r}: expected path/to/file.py:function or package.module:function"
+        )
     return home, function
 
 
 def check_reference(reference: str, what: str = "reward function") -> tuple[str, str]:
     """`split_reference`, without importing anything. Raises IsobitError also for a file that is not there."""
     home, function = split_reference(reference, what)
-    if home.endswith(".py") and not Path(home).is_file():
-        raise IsobitError(f"{what} {reference!r}: no file {home}")
+    if home.endswith(".py") and not (exists(Path(home)) and Path(home).is_file()):
+        raise IsobitError(f"{what} {brief(reference, 300)!r}: no file {home}")
     return home, function
 
 
@@ -128,15 +131,17 @@ def find_function(reference: str, what: str = "reward function") -> tuple[Callab
     try:
         module = _import_file(Path(home)) if home.endswith(".py") else _import_module(home)
     except BaseException as error:  # the user's module may raise anything while it is imported, also SystemExit
-        raise IsobitError(f"{what} {reference!r}: {last_line(error, home)}") from None
+        raise IsobitError(f"{what} {brief(reference, 300)!r}: {last_line(error, home)}") from None
     names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     function = getattr(module, name, None)
     if function is None:
         close = get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(names) or 'none'}"
-        raise IsobitError(f"{what} {reference!r}: {home} has no function {name!r}; {hint}")
+        hint = f"did you mean {close[0]!r}?" if close else f"it has: {listed(names) or 'none'}"
+        raise IsobitError(
+            f"{what} {brief(reference, 300)!r}: {brief(home, 300)} has no function {brief(name)!r}; {hint}"
+        )
     if not callable(function) or isinstance(function, type):
-        raise IsobitError(f"{what} {reference!r}: {name!r} in {home} is not a function")
+        raise IsobitError(f"{what} {brief(reference, 300)!r}: {brief(name)!r} in {brief(home, 300)} is not a function")
     return function, getattr(module, "__file__", None) or home
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from isobit.errors import IsobitError, did_you_mean
+from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.tasks import arithmetic, countdown, files, gsm8k
 from isobit.tasks.task import Task, TaskSettings
 
@@ -21,6 +21,6 @@ __all__ = ["TASKS", "Task", "TaskSettings", "load_task"]
 def load_task(settings: TaskSettings) -> Task:
     """Make or read a task. Raises IsobitError, in one line, for an unknown name, a bad option or bad data."""
     if settings.name not in TASKS:
-        raise IsobitError(f"unknown task {settings.name!r}; {did_you_mean(settings.name, list(TASKS))}")
+        raise IsobitError(f"unknown task {brief(settings.name)!r}; {did_you_mean(settings.name, list(TASKS))}")
     load, _ = TASKS[settings.name]
     return load(settings)

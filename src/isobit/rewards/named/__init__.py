@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.options.declare import options_of, type_text
 from isobit.options.reading import OptionError, read
 from isobit.rewards.named.base import NamedReward, Unscored
@@ -54,7 +54,7 @@ def parse_reference(text: str) -> tuple[str, dict[str, Any]]:
     try:
         return match[1], json.loads(match[2] or "{}")
     except ValueError as error:
-        raise IsobitError(f"reward {text!r}: the options are not a JSON object: {error}") from None
+        raise IsobitError(f"reward {brief(text)!r}: the options are not a JSON object: {error}") from None
 
 
 def reference(name: str, options: Mapping[str, Any]) -> str:
@@ -67,7 +67,9 @@ def build(name: str, options: Mapping[str, Any], deadline_s: float | None = None
     if name not in NAMES:
         close = get_close_matches(name, NAMES, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        text = f"unknown reward {name!r}; {hint}by name there are {', '.join(NAMES)}; your own is file.py:function"
+        text = (
+            f"unknown reward {brief(name)!r}; {hint}by name there are {', '.join(NAMES)}; your own is file.py:function"
+        )
         raise OptionError(("function",), text)
     reward = read(NAMES[name], options, ("options",))
     if deadline_s is not None and reward.time_limit_s is not None and reward.time_limit_s >= deadline_s:
