@@ -1,0 +1,86 @@
+"""What the limits of a cage count, and what docs/how-to/rewards.md says that they do not."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isobit.rewards.sandbox.launch import Limits, Outcome, run_caged
+
+pytestmark = pytest.mark.usefixtures("cage")
+
+
+def run(source: str, processes: int = 8, name: str = "program.py", timeout_s: float = 10) -> Outcome:
+    (outcome,) = run_caged({name: source}, name, [""], Limits(timeout_s, 256, 4, processes), "namespaces")
+    return outcome
+
+
+def holders(count: int, mib: int, processes: int = 8) -> int:
+    """How many of so many processes hold so much memory at the same time."""
+    source = f"""
+import os, signal
+read, write = os.pipe()
+forked = 0
+for _ in range({count}):
+    try:
+        child = os.fork()
+    except OSError:
+        break
+    if child == 0:
+        try:
+            held = bytearray({mib} << 20)
+        except MemoryError:
+            os.write(write, b"-")
+            os._exit(1)
+        os.write(write, b"+")
+        signal.pause()
+    forked += 1
+said = b""
+while len(said) < forked:
+    said += os.read(read, 100)
+print(said.count(b"+"))
+"""
+    return int(run(source, processes).output)
+
+
+def test_memory_is_limited_for_each_process_and_not_for_all_together() -> None:
+    assert holders(4, 150) == 4  # 600 MiB of 256
+    assert holders(1, 300) == 0
+
+
+def test_processes_are_limited() -> None:
+    for processes in (4, 8):
+        assert holders(40, 1, processes) == processes - 1  # the program is one of them
+
+
+def _called(name: str) -> Iterator[int]:
+    """The processes that run a file of this name."""
+    for place in Path("/proc").iterdir():
+        if place.name.isdecimal():
+            try:
+                if f"/{name}" in place.joinpath("cmdline").read_text().split("\0"):
+                    yield int(place.name)
+            except OSError:  # it has ended meanwhile
+                continue
+
+
+def test_where_memory_runs_out_the_kernel_begins_with_the_cage() -> None:
+    name = f"victim-{os.getpid()}.py"
+    found: list[Outcome] = []
+    thread = threading.Thread(target=lambda: found.append(run("import time\ntime.sleep(60)", name=name, timeout_s=30)))
+    thread.start()
+    victim = None
+    while thread.is_alive() and victim is None:
+        victim = next(_called(name), None)
+        time.sleep(0.01)
+    assert victim is not None, found
+    score = Path(f"/proc/{victim}/oom_score_adj").read_text()
+    os.kill(victim, signal.SIGKILL)
+    thread.join()
+    assert int(score) == 1000
+    assert int(Path("/proc/self/oom_score_adj").read_text()) < 1000
+    assert found[0].status == -signal.SIGKILL
