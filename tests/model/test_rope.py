@@ -98,6 +98,10 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths() -> None:
         ({"rope_type": "linear", "factor": "2"}, "factor must be a number, got '2'"),
         ({"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}, "llama3 needs low_freq_factor"),
         ({"rope_type": "yarn", "original_max_position_embeddings": 8}, "yarn needs factor"),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings must be above 0, got 0",
+        ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial rotary embedding is not supported"),
     ],
 )

@@ -97,9 +97,11 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, the
         if key not in own:
             raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
         ratio = kind == "yarn" and key == "factor" and own[key] is None
-        given[key] = max_positions / _number(own, _ORIGINAL, where) if ratio else _number(own, key, where)
-        if given[key] <= 0:
-            raise IsobitError(f"{where}: rope scaling {kind}: {key} must be above 0, got {given[key]}")
+        taken = _ORIGINAL if ratio else key
+        found = _number(own, taken, where)
+        if found <= 0:
+            raise IsobitError(f"{where}: rope scaling {kind}: {taken} must be above 0, got {found}")
+        given[key] = max_positions / found if ratio else found
     for key in _OPTIONAL.get(kind, ()):
         if own.get(key) is not None:
             given[key] = _number(own, key, where)
