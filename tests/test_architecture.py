@@ -18,6 +18,7 @@ LAYERS = [
     {"cli"},
     {"commands"},
     {"training"},
+    {"plan"},
     {"config"},
     {"evaluation", "inspection"},
     {"rl", "engine"},

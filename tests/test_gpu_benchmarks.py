@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.gpu.shapes import SHAPES, num_parameters, shortened
 from benchmarks.gpu.targets import NOT_MEASURED, table, targets
-from benchmarks.roofline import H200, Work, decode, floor, grpo_step, largest_batch, learn
+from benchmarks.roofline import H200, grpo_step, largest_batch
+from isobit.plan.work import Work, decode, floor, learn
 from isobit.precision import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +83,7 @@ def test_floors_are_bytes_or_operations() -> None:
     config, bf16 = SHAPES["Qwen3-8B"], PRESETS["bf16"]
     # one sequence without keys reads every weight once: 8.19 billion less the embedding, two bytes each
     weights = 2 * (num_parameters(config) - config.vocab_size * config.hidden_size)
-    assert floor(decode(config, bf16, 1, 0)) == pytest.approx(weights / 4.3e12, rel=0.01)
+    assert floor(decode(config, bf16, 1, 0), H200) == pytest.approx(weights / 4.3e12, rel=0.01)
     # of a long batch the linear layers take 6 operations a parameter and token
     linear = learn(config, bf16, 1 << 20, 1024)["linear"].bf16
     outside = 2 * config.vocab_size * config.hidden_size
@@ -93,7 +94,7 @@ def test_fp8_wins_at_most_what_its_bytes_and_rate_allow() -> None:
     for config in SHAPES.values():
         for batch, context in ((1, 1024), (64, 8192), (512, 1024)):
             wide, weights, all_low = (
-                floor(decode(config, PRESETS[p], batch, context)) for p in ("bf16", "fp8-rollout", "fp8")
+                floor(decode(config, PRESETS[p], batch, context), H200) for p in ("bf16", "fp8-rollout", "fp8")
             )
             assert 1 < wide / weights < wide / all_low < 2
     small = SHAPES["Qwen3-0.6B"]

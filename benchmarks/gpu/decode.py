@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu.common import GIB, Bench, presets, random_model, release, shapes, that_fits
-from benchmarks.roofline import decode, floor
+from benchmarks.roofline import H200
 from isobit import Model
 from isobit.kernels import KVStore, Layout
+from isobit.plan.work import decode, floor
 from isobit.precision import PRESETS as FLOWS
 
 _CASES = [(b, c) for c in (1024, 8192, 32768) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if b * c <= 512 * 1024]
@@ -45,7 +46,7 @@ def _measure(case: str, model: Model, batch: int, context: int, bench: Bench) ->
     if step is None:
         return
     for contestant, seconds in bench.time(case, {preset: step}, rounds=8).items():
-        least = floor(decode(model.config, FLOWS[preset], batch, context))
+        least = floor(decode(model.config, FLOWS[preset], batch, context), H200)
         bench.row(case, contestant, seconds, least, tokens_per_s=batch / seconds)
     del step
     release()

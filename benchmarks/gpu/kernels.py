@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu.common import Bench, copies, shapes
-from benchmarks.roofline import H200, Work, linear_sizes
+from benchmarks.roofline import H200
 from isobit.kernels import KVStore, Layout, get_ops
+from isobit.plan.work import Work, linear_sizes
 from isobit.precision import BF16, E4M3, QuantSpec
 
 _ROW, _BLOCK, _HEAD = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "row")

@@ -3,9 +3,10 @@
 import torch
 
 from benchmarks.gpu.common import Bench, consistencies, presets, random_model, release, shapes, that_fits
-from benchmarks.roofline import floor, learn, prefill
+from benchmarks.roofline import H200
 from isobit import Model
 from isobit.kernels import KVStore, Layout
+from isobit.plan.work import floor, learn, prefill
 from isobit.precision import PRESETS as FLOWS
 from isobit.rl.optim import Optimizer
 from isobit.rl.schedule import OptimizerSettings
@@ -65,10 +66,10 @@ def _measure(case: str, model: Model, length: int, sequences: int, bench: Bench)
     count = length * sequences
     least = {
         "forward and backward": floor(
-            {k: w for k, w in learn(model.config, flow, count, length).items() if k != "optimizer"}
+            {k: w for k, w in learn(model.config, flow, count, length).items() if k != "optimizer"}, H200
         ),
-        "update and sync": floor({"optimizer": learn(model.config, flow, count, length)["optimizer"]}),
-        "prefill": floor(prefill(model.config, flow, sequences, length)),
+        "update and sync": floor({"optimizer": learn(model.config, flow, count, length)["optimizer"]}, H200),
+        "prefill": floor(prefill(model.config, flow, sequences, length), H200),
     }
     for what, seconds in found.items():
         rate = {} if what == "update and sync" else {"tokens_per_s": count / seconds}

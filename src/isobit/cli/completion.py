@@ -59,6 +59,11 @@ def backends(incomplete: str) -> list[str]:
     return [name for name in ("auto", "triton", "native", "reference") if name.startswith(incomplete)]
 
 
+def devices(incomplete: str) -> list[str]:
+    """Values of --device of `isobit plan`; tests/plan compares them with what it knows."""
+    return [name for name in ("h100", "h200", "h20", "b200") if name.startswith(incomplete)]
+
+
 def consistencies(incomplete: str) -> list[str]:
     """Values of --consistency."""
     return [name for name in ("bitwise", "fast") if name.startswith(incomplete)]

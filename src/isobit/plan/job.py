@@ -1,0 +1,163 @@
+"""What is planned: a run's config with the architectures of its models, on so many GPUs.
+
+Of each model only its config.json is read. Prompts are not read either: how long they are is an assumption (`Lengths`).
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from isobit.config import Config
+from isobit.engine.pages import pages_needed
+from isobit.errors import IsobitError
+from isobit.model import ModelConfig
+from isobit.model.checkpoint import model_folder, read_json
+from isobit.plan.devices import Device
+from isobit.precision import Precision, precision_from
+from isobit.rl.objective import for_precision
+
+_PROMPT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens: of a prompt, of a completion on average, and of the longest completion."""
+
+    prompt: int
+    mean: float
+    longest: int
+
+    @property
+    def sequence(self) -> float:
+        """A prompt and a completion, on average."""
+        return self.prompt + self.mean
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on `ranks` GPUs, `per_node` of them in a machine. `reference` and `rewards`: the frozen models' own
+    architectures and flows. Gradients are added by their owner in groups of `sum_group` ranks, 1 or a whole machine."""
+
+    config: Config
+    model: ModelConfig
+    precision: Precision
+    lengths: Lengths
+    device: Device
+    ranks: int = 1
+    per_node: int = 8
+    sum_group: int = 1
+    reference: tuple[ModelConfig, Precision] | None = None
+    rewards: tuple[tuple[ModelConfig, Precision], ...] = ()
+
+    def under(self, precision: Precision, ranks: int) -> "Job":
+        """The same under another flow, on another number of GPUs. A reference without a flow of its own follows."""
+        reference = self.reference
+        if reference is not None and self.config.reference.precision is None:
+            reference = (reference[0], precision)
+        return replace(self, precision=precision, ranks=ranks, reference=reference)
+
+    @property
+    def completions(self) -> int:
+        """Of a step."""
+        return self.config.prompts_per_step * self.config.sampling.group_size
+
+    @property
+    def completions_of_a_rank(self) -> int:
+        """The most that a rank samples in a step: groups are not split."""
+        return -(-self.config.prompts_per_step // self.ranks) * self.config.sampling.group_size
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a step."""
+        return self.config.algorithm.updates_per_batch * self.config.algorithm.epochs
+
+    @property
+    def micro_batch_limit(self) -> int:
+        """Tokens of a micro-batch, at most; `auto` is taken for the default of the option."""
+        given = self.config.optimizer.micro_batch_tokens
+        tokens = type(self.config.optimizer).micro_batch_tokens if given == "auto" else given
+        assert isinstance(tokens, int)
+        return tokens
+
+    @property
+    def sequences_of_a_micro_batch(self) -> int:
+        """Sequences are not split: at least one."""
+        of_an_update = -(-self.completions // self.config.algorithm.updates_per_batch)
+        return max(1, min(int(self.micro_batch_limit / self.lengths.sequence), of_an_update))
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an optimizer step."""
+        of_an_update = -(-self.completions // self.config.algorithm.updates_per_batch)
+        return -(-of_an_update // self.sequences_of_a_micro_batch)
+
+    @property
+    def rounds(self) -> int:
+        """Micro-batches of an optimizer step that the busiest rank computes, with an exchange of gradients each."""
+        return -(-self.micro_batches // self.ranks)
+
+    @property
+    def recompute_old(self) -> bool:
+        """Whether the learner computes old log-probabilities before it learns."""
+        stale = bool(self.config.rollouts_ahead or self.config.replay.groups_per_step)
+        return for_precision(self.config.algorithm, self.precision, stale=stale).recompute_old
+
+    @property
+    def pages_of_a_sequence(self) -> int:
+        """Pages of the KV cache for the longest sequence."""
+        return pages_needed(self.lengths.prompt, self.lengths.longest, self.config.engine.page_size)
+
+
+def job_of(
+    config: Config,
+    device: Device,
+    prompt_tokens: int | None = None,
+    new_tokens: int | None = None,
+    *,
+    per_node: int = 8,
+    sum_group: int = 1,
+) -> Job:
+    """The job of a config on one GPU of the kind. `prompt_tokens`: by default task.max_prompt_tokens, or 512 where the
+    context has room for that many; `new_tokens`: of a completion on average, by default the longest.
+
+    Raises IsobitError where config.json is missing or of no supported architecture, or where lengths do not fit it.
+    """
+    if config.model.path is None:
+        raise IsobitError(
+            "model.sft: its model is not trained yet and has no config.json; plan with model.path=DIR, model.sft=null"
+        )
+    model = architecture(config.model.path)
+    longest = config.sampling.max_new_tokens
+    mean = longest if new_tokens is None else new_tokens
+    if mean > longest:
+        raise IsobitError(f"--new-tokens {mean}: a completion has at most sampling.max_new_tokens, {longest}")
+    if prompt_tokens is None:
+        prompt_tokens = config.task.max_prompt_tokens or max(1, min(_PROMPT_TOKENS, model.max_positions - longest))
+    room = model.max_positions - prompt_tokens
+    if room < 1:
+        raise IsobitError(
+            f"--prompt-tokens {prompt_tokens} leaves no room for an answer: the model's context is "
+            f"{model.max_positions}"
+        )
+    precision = precision_from(config.precision)
+    reference = None
+    if config.algorithm.kl_coefficient > 0:
+        reference = (model, precision_from(config.reference.precision or config.precision))
+    return Job(
+        config,
+        model,
+        precision,
+        Lengths(prompt_tokens, min(mean, room), min(longest, room)),
+        device,
+        per_node=per_node,
+        sum_group=sum_group,
+        reference=reference,
+        # a reward model has no output head
+        rewards=tuple((architecture(m.path, tied=True), precision_from(m.precision)) for m in config.rewards.models),
+    )
+
+
+def architecture(path: str, tied: bool = False) -> ModelConfig:
+    """Of a Hugging Face directory, by its config.json alone. Raises IsobitError for one that is not supported."""
+    file = model_folder(Path(path)) / "config.json"
+    values = read_json(file)
+    return ModelConfig.from_hf(values | ({"tie_word_embeddings": True} if tied else {}), str(file))

@@ -1,0 +1,259 @@
+"""Bytes of one GPU, by what they are for.
+
+ZeRO-2 by blocks of 128 rows: masters, AdamW's moments and the sums of gradients are divided among the ranks, 16 bytes a
+parameter in all; working weights are whole on every rank, since rollouts need them. What is held and what is saved for
+the backward is what a run on a CPU reports (`tests/plan/test_against_runs.py`). Left out: what an allocator keeps of
+freed memory, and the buffers of the driver and of collectives; `warnings.py` asks for a tenth of the memory for these.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from isobit.model import ModelConfig
+from isobit.model.transformer import parameter_shapes
+from isobit.plan.job import Job
+from isobit.plan.shares import largest_share
+from isobit.precision import Flow, Precision, QuantSpec
+from isobit.precision.flow import LINEAR_LAYERS
+
+HEAD_ELEMENTS = 1 << 28
+"""Logits that the learner holds at a time on a GPU (`Transformer.head_rows`)."""
+_LOGITS = 12  # bytes of each: float32, its probability and its gradient
+_CACHE_FRACTION = 4  # of the memory that is free when an engine is opened, for its keys and values
+_MOMENT_BLOCK, _FEWEST = 256, 4096  # of moments in 8 bits
+Item = tuple[str, float]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the busiest rank: `held` all the time, and of `parts` one at a time. `cache_tokens`: tokens whose keys
+    and values the rollout's cache holds; `longest`: such tokens of the longest sequence."""
+
+    held: tuple[Item, ...]
+    parts: tuple[Item, ...]
+    cache_tokens: float
+    longest: int
+
+    @property
+    def total(self) -> float:
+        return sum(size for _, size in self.held) + max(size for _, size in self.parts)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of working weights: codes with their scales; what stays in the compute format; routers in FP32; and what
+    the learner has besides the rollout's, by itself or because it has an engine of its own."""
+
+    quantized: float
+    plain: float
+    router: float
+    own: float
+
+    @property
+    def total(self) -> float:
+        return self.quantized + self.plain + self.router + self.own
+
+
+def memory(job: Job) -> Memory:
+    """The memory of the busiest rank."""
+    size, shard = weights(job.model, job.precision), largest_share(job.model, job.ranks)
+    weighing = [
+        ("working weights in FP8, with scales", size.quantized),
+        ("working weights in the compute format", size.plain),
+        ("routers in FP32", size.router),
+        ("working weights of the learner alone", size.own),
+        ("FP32 masters, this rank's rows", 4.0 * shard),
+    ]
+    if job.reference is not None:
+        weighing.append(("reference model, on every rank", weights(*job.reference, frozen=True).total))
+    if job.rewards:
+        weighing.append(
+            ("reward models, on every rank", sum(weights(*each, frozen=True).total for each in job.rewards))
+        )
+    moving = [
+        (
+            "AdamW moments, this rank's rows",
+            moment_bytes(job.model, job.config.optimizer.state) * _fraction(job, shard),
+        ),
+        ("FP32 gradients, this rank's rows", 4.0 * shard),
+    ]
+    free = job.device.memory - sum(each for _, each in weighing)
+    per_token = cache_bytes_of_a_token(job.model, job.precision)
+    pages = cache_pages(job, job.completions_of_a_rank, free / _CACHE_FRACTION)
+    tokens = pages * job.config.engine.page_size
+    cache = [("keys and values", tokens * per_token)]
+    if job.config.evaluation.every:
+        evaluated = job.config.evaluation.samples * max(1, job.config.evaluation.num_samples)
+        more = cache_pages(job, -(-evaluated // job.ranks), (free - tokens * per_token) / _CACHE_FRACTION)
+        cache.append(("keys and values of the evaluation", more * job.config.engine.page_size * per_token))
+    held = [item for item in (*weighing, *moving) if item[1]]
+    longest = job.pages_of_a_sequence * job.config.engine.page_size
+    if not _sleeps(job):
+        return Memory((*held, *cache), (_learning(job), _rolling_out(job)), tokens, longest)
+    label, size_out = _rolling_out(job)
+    awake = (f"{label}, keys and values", size_out + sum(each for _, each in cache))
+    return Memory(tuple(held), (_learning(job), awake), tokens, longest)
+
+
+def _fraction(job: Job, shard: float) -> float:
+    return shard / num_parameters(job.model)
+
+
+def _sleeps(job: Job) -> bool:
+    """Whether the cache is freed while the learner works; as `Parts.sleep` decides on a GPU."""
+    engine = job.config.engine
+    return engine.sleep == "always" or (engine.sleep == "auto" and not engine.cuda_graphs)
+
+
+@lru_cache
+def shapes_of(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """The masters' shapes, by name."""
+    return parameter_shapes(config)
+
+
+@lru_cache
+def num_parameters(config: ModelConfig) -> int:
+    """Of the whole model."""
+    return sum(math.prod(shape) for shape in shapes_of(config).values())
+
+
+@lru_cache
+def weights(config: ModelConfig, precision: Precision, frozen: bool = False) -> Weights:
+    """Working weights of both uses; of a `frozen` model the learner's only."""
+    found = {"quantized": 0.0, "plain": 0.0, "router": 0.0, "own": 0.0}
+    for name, shape in shapes_of(config).items():
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+        rollout, learner = (precision.flow(use, layer, config.num_layers) for use in ("rollout", "learner"))
+        kind, size = _working(name, shape, learner if frozen else rollout, precision)
+        found[kind] += size
+        if not frozen and not (precision.shared and rollout == learner):
+            found["own"] += _working(name, shape, learner, precision)[1]
+    return Weights(**found)
+
+
+def _working(name: str, shape: tuple[int, ...], flow: Flow, precision: Precision) -> tuple[str, float]:
+    """(kind, bytes) of one working weight."""
+    role, count = name.rpartition(".")[2], math.prod(shape)
+    if role == "router":
+        return "router", 4.0 * count
+    if role in LINEAR_LAYERS:
+        spec = precision.linear_flow(flow, role).weight
+        if spec is not None:
+            return "quantized", quantized_bytes(shape[0], shape[1], spec)
+    return "plain", float(flow.compute.itemsize * count)
+
+
+def quantized_bytes(rows: float, columns: int, spec: QuantSpec) -> float:
+    """Codes, a byte each, and a float32 scale for each block."""
+    high, wide = spec.block((int(rows), columns))
+    return rows * columns + 4 * math.ceil(rows / high) * math.ceil(columns / wide)
+
+
+def moment_bytes(config: ModelConfig, state: str) -> float:
+    """Of both moments of all parameters; `state` is fp32 or 8bit (`isobit.rl.optim_8bit`)."""
+    total = 0
+    for shape in shapes_of(config).values():
+        count = math.prod(shape)
+        low = state == "8bit" and count >= _FEWEST and count % _MOMENT_BLOCK == 0
+        total += 2 * (count + 4 * (count // _MOMENT_BLOCK)) if low else 8 * count
+    return total
+
+
+def cache_bytes_of_a_token(config: ModelConfig, precision: Precision) -> float:
+    """Keys and values of one token in all layers, with their scales."""
+    width, total = config.num_kv_heads * config.head_dim, 0.0
+    for layer in range(config.num_layers):
+        flow = precision.flow("rollout", layer, config.num_layers)
+        if flow.kv is None:
+            total += 2 * flow.compute.itemsize * width
+        else:
+            total += 2 * width + (0 if flow.calibrated else 2 * 4 * config.num_kv_heads)
+    return total
+
+
+def cache_pages(job: Job, sequences: int, limit: float) -> int:
+    """Pages of an engine's cache, as `Engine.sized_for` chooses them; `limit` in bytes."""
+    engine, each = job.config.engine, job.pages_of_a_sequence
+    if engine.kv_pages is not None:
+        return engine.kv_pages
+    page = engine.page_size * cache_bytes_of_a_token(job.model, job.precision)
+    # a prompt is held beside the sequences that share its pages
+    return max(each, min((min(sequences, engine.max_sequences) + 1) * each, int(limit // page)))
+
+
+def micro_batch_tokens(job: Job) -> float:
+    """Tokens of the largest micro-batch: the limit, or one longest sequence if that is more, but no more than all."""
+    longest = job.lengths.prompt + job.lengths.longest
+    whole = job.completions * longest
+    return min(max(job.micro_batch_limit, longest), max(whole, longest))
+
+
+def _learning(job: Job) -> Item:
+    """The forward's saved activations, and the larger of what the head and a layer take in the backward."""
+    tokens, config = micro_batch_tokens(job), job.model
+    hidden = job.precision.learner.compute.itemsize * config.hidden_size
+    saved = sum(saved_bytes(config, job.precision, layer) for layer in range(config.num_layers))
+    if job.config.optimizer.activation_checkpointing:
+        largest = max(saved_bytes(config, job.precision, layer) for layer in range(config.num_layers))
+        saved = 2 * hidden * config.num_layers + largest
+    rows = min(tokens, max(16, HEAD_ELEMENTS // config.vocab_size))
+    # the head's gradient is added up over chunks of logits, so it is there twice
+    head = 8 * config.vocab_size * config.hidden_size + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
+    layer = gradient_bucket(config) + tokens * (working_bytes_of_a_token(config) + 2 * hidden)
+    label = f"learning: activations of {tokens:,.0f} tokens, logits, a bucket of gradients"
+    return label, tokens * (saved + 2 * hidden) + max(head, layer)
+
+
+def gradient_bucket(config: ModelConfig) -> float:
+    """The FP32 gradients of the largest layer: they wait for each other before they are exchanged."""
+    layers: dict[str, int] = {}
+    for name, shape in shapes_of(config).items():
+        if name.startswith("layers."):
+            layer = name.split(".")[1]
+            layers[layer] = layers.get(layer, 0) + math.prod(shape)
+    return 4.0 * max(layers.values())
+
+
+def working_bytes_of_a_token(config: ModelConfig) -> float:
+    """What a layer's backward holds of a token while it works: gradients of the gate's inputs and output."""
+    inner, times = config.intermediate_size, 1
+    if config.experts is not None:
+        inner, times = config.experts.intermediate_size, config.experts.per_token
+    return times * 2.0 * (2 * inner + inner + config.hidden_size)
+
+
+def saved_bytes(config: ModelConfig, precision: Precision, layer: int) -> float:
+    """What a layer's forward keeps of a token for its backward (`isobit.model.autograd`, `isobit.model.experts`)."""
+    flow = precision.flow("learner", layer, config.num_layers)
+    size, hidden, heads = flow.compute.itemsize, config.hidden_size, config.num_heads * config.head_dim
+
+    def operand(name: str, columns: int) -> float:
+        spec = precision.linear_flow(flow, name).activation
+        if spec is None:
+            return size * columns
+        return columns + 4 * math.ceil(columns / spec.block((1 << 20, columns))[1])
+
+    kept = 2.0 * (size * hidden + 4)  # the sums that both norms take, and their scales
+    kept += operand("qkv", hidden) + size * config.qkv_size
+    kept += 2 * size * heads + 4 * config.num_heads + operand("o", heads)  # queries, attention's output and normalizer
+    width = config.num_kv_heads * config.head_dim
+    kept += 2 * size * width if flow.kv is None else 2 * width + (0 if flow.calibrated else 8 * config.num_kv_heads)
+    if config.experts is None or not config.is_mixture(layer):
+        inner = config.intermediate_size
+        return kept + operand("gate_up", hidden) + 2 * size * inner + operand("down", inner)
+    inner, slots = config.experts.intermediate_size, config.experts.per_token
+    kept += 0 if size == 4 else 4 * hidden  # the router's input, in FP32
+    kept += 4 * config.experts.count + 8 * slots  # its probabilities and choices
+    kept += slots * (4 + 8 + 8)  # gates, rows, places
+    return kept + operand("gate_up", hidden) + slots * (2 * size * inner + operand("down", inner) + size * hidden)
+
+
+def _rolling_out(job: Job) -> Item:
+    """Activations of one forward, and its logits in float32, twice."""
+    engine, config = job.config.engine, job.model
+    rows = min(engine.max_sequences, job.completions_of_a_rank)
+    wide = working_bytes_of_a_token(config) + 2 * (2 * config.hidden_size + config.qkv_size)
+    label = f"rolling out: activations of {engine.max_batch_tokens:,} tokens, logits"
+    return label, engine.max_batch_tokens * wide + 8.0 * rows * config.vocab_size

@@ -1,0 +1,82 @@
+"""What a plan warns of: a line each, with what would be right."""
+
+from isobit.plan.devices import GIB
+from isobit.plan.estimate import Estimate, fewest_ranks
+from isobit.plan.memory import memory, micro_batch_tokens
+from isobit.plan.shares import MOST_SHARDS
+
+HEAD_ROOM = 0.1
+"""Of the memory: what allocators keep of freed memory, the driver's and collectives' buffers are not in the plan."""
+
+
+def does_not_fit(found: Estimate) -> str:
+    """Why a job cannot run, and on how many GPUs it would."""
+    job = found.job
+    fewest = fewest_ranks(job)
+    more = f"it fits on {fewest}"
+    if fewest is None:
+        on_many = memory(job.under(job.precision, MOST_SHARDS))
+        label, size = max((*on_many.held, *on_many.parts), key=lambda item: item[1])
+        more = f"no number of GPUs is enough: {label}: {gib(size)} on each"
+    return (
+        f"{job.precision.name} on {job.ranks} x {job.device.name}: {gib(found.memory.total)} a GPU, of "
+        f"{gib(job.device.memory)}: does not fit; {more}"
+    )
+
+
+def warnings(found: Estimate) -> list[str]:
+    """Of one job, whether it fits or not."""
+    job, config = found.job, found.job.config
+    free = job.device.memory - found.memory.total
+    lines = []
+    if free < 0:
+        lines.append(does_not_fit(found))
+    elif free < HEAD_ROOM * job.device.memory:
+        lines.append(
+            f"{gib(free)} of {gib(job.device.memory)} are free, less than {HEAD_ROOM:.0%}: an allocator keeps some of "
+            f"what is freed; lower optimizer.micro_batch_tokens, {micro_batch_tokens(job):,.0f} now, or engine.kv_pages"
+        )
+    if job.micro_batches < job.ranks:
+        batches = f"{job.micro_batches} micro-batch{'es' * (job.micro_batches > 1)}"
+        lines.append(
+            f"{batches} in an optimizer step for {job.ranks} GPUs: {job.ranks - job.micro_batches} wait while the "
+            "others learn; raise prompts_per_step, or lower optimizer.micro_batch_tokens"
+        )
+    if config.prompts_per_step < job.ranks:
+        lines.append(
+            f"{config.prompts_per_step} prompts in a step for {job.ranks} GPUs: a group is sampled on one, so "
+            f"{job.ranks - config.prompts_per_step} have nothing to roll out; raise prompts_per_step"
+        )
+    if job.ranks > MOST_SHARDS:
+        lines.append(
+            f"more than {MOST_SHARDS} GPUs hold the masters' shards several times: memory a GPU does not fall further"
+        )
+    return lines + _cache_warnings(found)
+
+
+def _cache_warnings(found: Estimate) -> list[str]:
+    job, taken = found.job, found.memory
+    limit, group = job.config.sampling.max_new_tokens, job.config.sampling.group_size
+    lines = []
+    if job.lengths.longest < limit:
+        lines.append(
+            f"prompts of {job.lengths.prompt:,} tokens leave {job.lengths.longest:,} of the model's context, fewer "
+            f"than sampling.max_new_tokens, {limit:,}"
+        )
+    if taken.cache_tokens < taken.longest:
+        lines.append(
+            f"the KV cache holds {taken.cache_tokens:,.0f} tokens, and the longest sequence has {taken.longest:,}: "
+            "raise engine.kv_pages, or lower sampling.max_new_tokens"
+        )
+    elif taken.cache_tokens < group * taken.longest:
+        lines.append(
+            f"the KV cache holds {taken.cache_tokens / taken.longest:,.1f} of the longest sequences, and a group has "
+            f"{group}: they are preempted and computed again; take more GPUs, an FP8 cache, a shorter context "
+            "or a smaller group"
+        )
+    return lines
+
+
+def gib(size: float) -> str:
+    """As text."""
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,175 @@
+"""What a phase must compute and move on one GPU: operations of the matrix units, and bytes through its memory.
+
+A kind of work takes the larger of two times: that of the bytes which must move (each weight, key, value and saved
+activation once), and that of the operations at the rate of the unit that does them; the kinds of a phase follow each
+other. At a device's full rates that is a lower bound (`benchmarks/roofline.py`), at calibrated ones an estimate
+(`seconds.py`).
+
+Counted: linear layers, experts, output head, attention with its cache, and the traffic of norms, gates and quantization
+between them. Left out: launches, waiting, sampling, collectives.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isobit.model import ModelConfig
+from isobit.precision import Flow, Precision
+from isobit.precision.flow import LINEAR_LAYERS
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device, a second: bytes through its memory, operations of its matrix units in BF16 and in FP8."""
+
+    bandwidth: float
+    bf16: float
+    fp8: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kind of work: operations of the matrix units in BF16 and in FP8, and bytes through memory."""
+
+    bf16: float = 0.0
+    fp8: float = 0.0
+    bytes: float = 0.0
+
+    def seconds(self, rates: Rates) -> float:
+        return max(self.bf16 / rates.bf16 + self.fp8 / rates.fp8, self.bytes / rates.bandwidth)
+
+
+Phase = dict[str, Work]
+"""Kinds of work by name, one after the other."""
+
+
+def floor(phase: Phase, rates: Rates | Mapping[str, Rates]) -> float:
+    """Seconds; `rates` of all kinds of work, or by kind."""
+    return sum(work.seconds(rates if isinstance(rates, Rates) else rates[kind]) for kind, work in phase.items())
+
+
+def decode(config: ModelConfig, precision: Precision, batch: float, context: float) -> Phase:
+    """One step: a token for each of `batch` sequences with `context` keys."""
+    phase = _forward(config, precision, "rollout", batch, context, batch)
+    return phase | {"head": _head(config, batch)}
+
+
+def prefill(config: ModelConfig, precision: Precision, sequences: float, length: float) -> Phase:
+    """Prompts of this length; only their last rows reach the head."""
+    phase = _forward(config, precision, "rollout", sequences * length, length / 2, sequences)
+    return phase | {"head": _head(config, sequences)}
+
+
+def score(config: ModelConfig, precision: Precision, tokens: float, length: float) -> Phase:
+    """The learner's forward without a backward: log-probabilities of packed sequences of this length."""
+    phase = _forward(config, precision, "learner", tokens, length / 2, tokens / length)
+    return phase | {"head": _head(config, tokens)}
+
+
+def learn(config: ModelConfig, precision: Precision, tokens: float, length: float, recompute: bool = False) -> Phase:
+    """Forward and backward of packed sequences of this length, and the optimizer's step over FP32 masters. With
+    `recompute` the backward runs the layers' forward again."""
+    forward = _forward(config, precision, "learner", tokens, length / 2, tokens / length)
+    linear, attention, again = forward["linear"], forward["attention"], 1 if recompute else 0
+    operations = linear.bf16 + linear.fp8
+    quantized = linear.fp8 / operations if precision.gradient is not None else 0.0
+    low = operations * quantized * sum(product == "fp8" for product in (precision.dgrad, precision.wgrad))
+    _, touched = elements(config, tokens)
+    return {
+        "linear": Work(
+            (1 + again) * linear.bf16 + 2 * operations - low,
+            (1 + again) * linear.fp8 + low,
+            (2 + again) * linear.bytes + 4 * touched,
+        ),
+        "between": Work(bytes=(3 + again) * forward["between"].bytes),
+        # 2 products forward, 5 backward
+        "attention": Work((3.5 + again) * attention.bf16, 0, (3 + again) * attention.bytes),
+        "head": _head(config, tokens, passes=4),  # logits twice, and their two gradients
+        "optimizer": update(touched + config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)),
+    }
+
+
+def update(parameters: float) -> Work:
+    """AdamW: gradient, master and moments read; the latter and working weights written."""
+    return Work(bytes=parameters * (4 * 7 + 2))
+
+
+def linear_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of a layer's products; of one expert's in a mixture."""
+    inner = config.intermediate_size if config.experts is None else config.experts.intermediate_size
+    heads = config.num_heads * config.head_dim
+    hidden = config.hidden_size
+    return {
+        "qkv": (config.qkv_size, hidden),
+        "o": (hidden, heads),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+
+
+def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
+    """Weights of the linear layers that (one token multiplies, this many tokens touch between them)."""
+    sizes = {name: n * k for name, (n, k) in linear_sizes(config).items()}
+    attention, mlp = sizes["qkv"] + sizes["o"], sizes["gate_up"] + sizes["down"]
+    used, touched = 1.0, 1.0
+    dense = 3 * config.hidden_size * config.intermediate_size * (config.num_layers - config.num_mixtures)
+    mixtures = config.num_layers if config.experts is None else config.num_mixtures
+    if config.experts is None:
+        dense = 0
+    else:
+        count, used = config.experts.count, float(config.experts.per_token)
+        touched = count * (1 - (1 - used / count) ** tokens)  # of a router that chooses evenly
+    outside = config.num_layers * attention + dense
+    return outside + mixtures * used * mlp, outside + mixtures * touched * mlp
+
+
+def quantized_share(config: ModelConfig, precision: Precision, use: str) -> float:
+    """Of the linear layers' weights, the share whose products a use runs in FP8: all but those of excepted layers and
+    of the matrices that stay in BF16."""
+    sizes = {name: n * k for name, (n, k) in linear_sizes(config).items()}
+    found = 0.0
+    for layer in range(config.num_layers):
+        flow = precision.flow(use, layer, config.num_layers)
+        linear = {name: precision.linear_flow(flow, name) for name in LINEAR_LAYERS}
+        low = [name for name, own in linear.items() if own.weight is not None and own.activation is not None]
+        found += sum(sizes[name] for name in low) / sum(sizes.values())
+    return found / config.num_layers
+
+
+def _forward(config: ModelConfig, precision: Precision, use: str, rows: float, keys: float, sequences: float) -> Phase:
+    """`rows` tokens, each attending to `keys` on average, of `sequences` whose caches are read once for all rows."""
+    flow: Flow = getattr(precision, use)
+    active, touched = elements(config, rows)
+    share = quantized_share(config, precision, use)
+    operations = 2 * rows * active
+    low = 1 + 4 / 128**2 if flow.weight is not None else flow.compute.itemsize
+    stored = share if flow.activation is not None else float(flow.weight is not None)
+    weight_bytes = stored * low + (1 - stored) * flow.compute.itemsize
+    kv_bytes = flow.compute.itemsize if flow.kv is None else 1 + 4 / config.head_dim
+    width = config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    between = share * _between(config, True) + (1 - share) * _between(config, False)
+    return {
+        "linear": Work((1 - share) * operations, share * operations, touched * weight_bytes),
+        "between": Work(bytes=rows * config.num_layers * between),
+        "attention": Work(
+            4 * rows * keys * config.num_layers * config.num_heads * config.head_dim,
+            0,
+            width * kv_bytes * (sequences * keys + rows),
+        ),
+    }
+
+
+def _between(config: ModelConfig, quantized: bool) -> float:
+    """Bytes that a token's rows cost in one layer outside the weights: what fused kernels read and write."""
+    operand = 1 + 4 / 128 if quantized else 2
+    inner = config.intermediate_size
+    if config.experts is not None:
+        inner = config.experts.per_token * config.experts.intermediate_size
+    heads = config.num_heads * config.head_dim
+    norms = 2 * (6 * config.hidden_size + 2 * operand * config.hidden_size)  # x, residual, sum; y written and read
+    attention = 2 * 2 * config.qkv_size + 2 * heads + (2 + 2 * operand) * heads
+    return norms + attention + 2 * 2 * 2 * inner + 2 * operand * inner + 2 * 2 * config.hidden_size
+
+
+def _head(config: ModelConfig, rows: float, passes: float = 1) -> Work:
+    size = config.vocab_size * config.hidden_size
+    return Work(2 * rows * size * passes, 0, 2 * size * passes)

@@ -1,0 +1,72 @@
+"""What ranks send: the design's seconds, and the same bytes counted rank by rank."""
+
+from pathlib import Path
+
+import pytest
+
+from isobit.plan import Job, traffic
+from isobit.plan.memory import num_parameters, weights
+from isobit.plan.seconds import micro_batch
+from tests.plan.shapes import job
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "inside", "outside", "grouped"),
+    [("Qwen3-8B", 8, 0.10, 0, 0), ("Qwen3-8B", 64, None, 0.64, 0.08), ("Qwen3-32B", 1024, None, 2.9, 0.36)],
+)
+def test_an_exchange_takes_the_designs_seconds(
+    name: str, ranks: int, inside: float | None, outside: float, grouped: float, tmp_path: Path
+) -> None:
+    """To 5 %: 300 GB/s in a machine, 45 GB/s between machines; sums of machines are an eighth of the bytes."""
+    one, eight = (traffic.exchange(job(tmp_path, name, ranks=ranks, sum_group=group)) for group in (1, 8))
+    if inside is not None:
+        assert one.inside / 300e9 == pytest.approx(inside, rel=0.05)
+    assert one.outside / 45e9 == pytest.approx(outside, rel=0.05)
+    assert eight.outside / 45e9 == pytest.approx(grouped, rel=0.05)
+    assert one.seconds == max(one.inside / 300e9, one.outside / 45e9)
+    if ranks > 8:
+        assert one.outside == pytest.approx(8 * eight.outside)
+        assert one.seconds > 2 * eight.seconds  # the control: without groups it is longer
+
+
+def _counted(given: Job, ranks: int) -> tuple[float, float]:
+    """Bytes that rank 0 sends to its machine and to others, a message at a time."""
+    piece, machine = 4.0 * num_parameters(given.model) / ranks, range(1, min(ranks, given.per_node))
+    others = range(given.per_node, ranks)
+    if given.sum_group == 1:
+        return sum(piece for _ in machine), sum(piece for _ in others)
+    inside = sum(piece * ranks / min(ranks, given.per_node) for _ in machine)  # the rows that this one sums
+    return inside, sum(piece for rank in others if rank % given.per_node == 0)  # to their owner in each machine
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16, 64, 1024])
+def test_bytes_are_those_of_the_messages(ranks: int, group: int, tmp_path: Path) -> None:
+    given = job(tmp_path, "Qwen3-8B", ranks=ranks, sum_group=group)
+    sent = traffic.exchange(given)
+    assert (sent.inside, sent.outside) == pytest.approx(_counted(given, ranks))
+    total = 4.0 * num_parameters(given.model) * (ranks - 1) / ranks
+    if group == 1:
+        assert sent.inside + sent.outside == pytest.approx(total)
+
+
+def test_a_sync_sends_half_of_bf16s_bytes(tmp_path: Path) -> None:
+    given = job(tmp_path, "Qwen3-30B-A3B", ranks=8)
+    low, wide = (
+        traffic.gather(given.under(flow, 8))
+        for flow in (given.precision, job(tmp_path, "Qwen3-30B-A3B", "precision=bf16").precision)
+    )
+    assert low.inside / wide.inside == pytest.approx(0.52, abs=0.02)
+    assert low.inside == weights(given.model, given.precision).total * 7 / 8
+    assert low.outside == 0
+    far = traffic.gather(given.under(given.precision, 64))
+    assert far.outside * 8 == pytest.approx(weights(given.model, given.precision).total * 7 / 8)
+
+
+def test_what_the_backward_hides_is_not_exposed(tmp_path: Path) -> None:
+    assert traffic.exposed(1.0, 100.0, 10) == pytest.approx(0.1)  # the last bucket
+    assert traffic.exposed(10.0, 0.0, 10) == pytest.approx(10.0)
+    assert traffic.exposed(10.0, 5.0, 10) == pytest.approx(5.5)
+    given = job(tmp_path, "Qwen3-8B", ranks=8)
+    shown = traffic.exposed(traffic.exchange(given).seconds, 2 / 3 * micro_batch(given), 2 * given.model.num_layers)
+    assert shown < 0.01 * micro_batch(given)
