@@ -13,9 +13,10 @@ import torch
 
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
+from isobit.evaluation.periodic import HeldOut
 from isobit.rl.learner import Learner
 from isobit.run import checkpoints
-from isobit.run.directory import read_jsonl
+from isobit.run.directory import LOCK, REPORT, read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import Given
 from isobit.training.opening import open_resumed
@@ -153,10 +154,47 @@ def test_extended_step_by_step(tmp_path: Path, base_model: Path, unbroken: dict[
     for steps in range(2, STEPS + 1):
         *_, last = read_jsonl(tmp_path / "run" / "metrics.jsonl")
         assert "accuracy/held_out" in last
+        if steps in (3, 6):  # finished: it stays as it is
+            resume(tmp_path / "run")
         resume(tmp_path / "run", [f"steps={steps}"])
     assert fingerprint(tmp_path / "run") == unbroken
-    resume(tmp_path / "run")  # finished: it stays as it is
+    resume(tmp_path / "run")
     assert fingerprint(tmp_path / "run") == unbroken
+
+
+def _content(run: Path) -> dict[str, bytes]:
+    """Every file but the report, which says when it was written, and the lock."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.name not in (REPORT, LOCK))
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_finished_run_has_nothing_to_do(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Also where its last step was evaluated only for being the last, and the model of that step is the best."""
+    evaluate, counted = HeldOut.evaluate, list[int]()
+
+    def better(self: HeldOut) -> tuple[dict[str, float], str]:
+        found, line = evaluate(self)
+        counted.append(len(counted))
+        return found | {"accuracy/held_out": len(counted) / 10}, line
+
+    monkeypatch.setattr(HeldOut, "evaluate", better)
+    run = train(load_config(write_config(tmp_path, base_model, **HARD), [f"steps={steps}"])).run_dir
+    before, evaluations = _content(run), len(counted)
+    assert json.loads(before["best/best.json"])["step"] == steps
+    resumed = open_resumed(run, (), Given(), quiet=True)
+    assert resumed.best.step == steps
+    with resumed:
+        assert not resumed.unfinished
+        resumed.finish()
+    assert (_content(run), len(counted)) == (before, evaluations)
+    # the control: with the end of the last row lost, only a step that was evaluated as the last is evaluated again
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[: None if steps == 3 else -1])
+    resume(run)
+    assert len(counted) == evaluations + (steps == 4)
 
 
 @pytest.mark.slow

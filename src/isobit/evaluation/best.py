@@ -64,13 +64,21 @@ class Best:
     def restore(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint: its best, and on disk the model of that step, if it is still there."""
         if saved is not None:
-            values = saved.get("values", {saved["metric"]: saved["value"]})
-            self.step, self.values = saved["step"], [values.get(name, -math.inf) for name in self._metrics]
+            self._know(saved)
             if _description(self._previous) == saved:
                 shutil.rmtree(self.directory, ignore_errors=True)
                 self._previous.rename(self.directory)
         self.settle()
         checkpoints.remove_leftovers(self.directory.parent)
+
+    def stay(self) -> None:
+        """A run that is at its end: `best/` is what it is, and what stands by stays, for a longer run."""
+        if (found := _description(self.directory)) is not None:
+            self._know(found)
+
+    def _know(self, saved: Mapping[str, Any]) -> None:
+        values = saved.get("values", {saved["metric"]: saved["value"]})
+        self.step, self.values = saved["step"], [values.get(name, -math.inf) for name in self._metrics]
 
     def settle(self) -> None:
         """A checkpoint knows the present best: what stood by is no longer needed."""

@@ -231,6 +231,18 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         raise IsobitError(f"cannot read {path}: {error.strerror}") from None
 
 
+def row_at(path: Path, offset: int) -> tuple[dict[str, Any], int] | None:
+    """The row of a JSONL file that begins at a byte, and where it ends; None if no whole one does."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        line = file.readline()
+    if not line.endswith(b"\n"):
+        return None
+    with suppress(IsobitError):
+        return _row(line, str(path)), offset + len(line)
+    return None
+
+
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         return json.loads(line)

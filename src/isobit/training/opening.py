@@ -18,6 +18,7 @@ from isobit.training.agreement import unlike
 from isobit.training.assembly import open_parts
 from isobit.training.objects import Given, Objects
 from isobit.training.parts import load_state, problem_of
+from isobit.training.recorder import evaluated_only_as_the_last
 from isobit.training.recording import recorded_groups
 from isobit.training.session import Session
 from isobit.training.snapshot import State
@@ -62,11 +63,28 @@ def _resumed(run_dir: Path, overrides: Sequence[str], given: Given, lock: runs.L
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     checkpoints.go_on_from(path)
-    run = RunDirectory(run_dir, runs.NOTHING_WRITTEN | counted["offsets"], dump_config(config), lock)
+    offsets = runs.NOTHING_WRITTEN | counted["offsets"]
+    end = _end_of_the_last_row(run_dir, config, state, offsets[runs.METRICS])
+    if end is not None:
+        state.unrecorded, offsets[runs.METRICS] = None, end
+    run = RunDirectory(run_dir, offsets, dump_config(config), lock)
     session = Session(parts, run, state, quiet=quiet, objects=objects)
     session.saver.saved_step = state.step
-    session.best.restore(counted.get("best"))
+    if end is None:
+        session.best.restore(counted.get("best"))
+    else:
+        session.best.stay()
     return session
+
+
+def _end_of_the_last_row(run_dir: Path, config: Config, state: State, offset: int) -> int | None:
+    """Where `metrics.jsonl` ends if the run has finished after its checkpoint, with an evaluation of its last step: the
+    row is written after everything else. None if the step is to be recorded, or is recorded already."""
+    if state.unrecorded is None or not evaluated_only_as_the_last(config, state.step):
+        return None
+    found = runs.row_at(run_dir / runs.METRICS, offset)
+    evaluated = found is not None and found[0].keys() > {"step", *state.unrecorded}
+    return found[1] if found is not None and evaluated and found[0]["step"] == state.step else None
 
 
 def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool) -> Session:

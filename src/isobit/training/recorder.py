@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Sequence
 
+from isobit.config import Config
 from isobit.rl import Sample
 from isobit.rl.collect import StepBatch
 from isobit.rl.learner import Learned
@@ -14,6 +15,12 @@ from isobit.training.policy import Policy
 from isobit.training.recording import rows_of
 from isobit.training.statistics import batch_metrics, staleness_metrics
 from isobit.view import Shown
+
+
+def evaluated_only_as_the_last(config: Config, step: int) -> bool:
+    """Whether a step is evaluated because it is the last, where a run of more steps would not."""
+    every = config.evaluation.every
+    return bool(every and step == config.steps and step % every)
 
 
 class Recorder:
@@ -69,12 +76,6 @@ class Recorder:
             "memory/peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
 
-    @property
-    def evaluates_only_at_the_end(self) -> bool:
-        """Whether the present step is evaluated because it is the last, where a run of more steps would not."""
-        config, step = self._context.parts.config, self._context.state.step
-        return bool(config.evaluation.every and step == config.steps and step % config.evaluation.every)
-
     def finish_step(self, measured: dict[str, float]) -> dict[str, float]:
         """Evaluate, if that is due, and write the metrics; a reward function that fails meanwhile leaves a step that
         can be saved, but for its row. A step that is evaluated only at the end is saved before, as such a step: a run
@@ -82,7 +83,8 @@ class Recorder:
         state, saver = self._context.state, self._context.saver
         state.unrecorded = measured
         saver.keep()
-        if self.evaluates_only_at_the_end and saver.saved_step != state.step:
+        only_as_the_last = evaluated_only_as_the_last(self._context.parts.config, state.step)
+        if only_as_the_last and saver.saved_step != state.step:
             saver.save()
         values = self.evaluate_and_write(measured, state.step == self._context.parts.config.steps)
         state.unrecorded = None

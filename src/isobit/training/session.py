@@ -21,7 +21,7 @@ from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.plan import too_large
 from isobit.training.policy import Policy
-from isobit.training.recorder import Recorder
+from isobit.training.recorder import Recorder, evaluated_only_as_the_last
 from isobit.training.rollouts import Ahead, Recorded, Replayed, Sampled
 from isobit.training.saving import Saver
 from isobit.training.snapshot import State
@@ -92,7 +92,7 @@ class Session:
             self.saver.save()
         elif self.state.unrecorded is not None:
             self.display.history.add(self.recorder.finish_step(self.state.unrecorded))
-            if not self.recorder.evaluates_only_at_the_end:
+            if not evaluated_only_as_the_last(self.config, self.state.step):
                 self.saver.save()
         self.saver.keep()
 
