@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
@@ -31,6 +32,7 @@ def tiny_model(
     alphabet: str = "0123456789+-*=",
     backend: str = "auto",
     scale: float = 1.0,
+    ranks: Ranks = ALONE,
     **sizes: Any,
 ) -> Model:
     """A random model of a few thousand parameters over the digits, or another alphabet. Matrices are multiplied by
@@ -55,7 +57,7 @@ def tiny_model(
         tie_embeddings=True,
         eos_ids=tokenizer.eos_ids,
     )
-    model = Model.init(config, tokenizer, precision, seed, backend)
+    model = Model.init(config, tokenizer, precision, seed, backend, ranks=ranks)
     if scale != 1.0:
         with torch.no_grad():
             for parameter in model.parameters():

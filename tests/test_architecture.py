@@ -23,6 +23,7 @@ LAYERS = [
     {"evaluation", "inspection"},
     {"rl", "engine"},
     {"model"},
+    {"distributed"},
     {"kernels"},
     {"precision"},
     {"view", "trackers"},

@@ -226,7 +226,7 @@ def test_the_inputs_are_as_documented() -> None:
     model = tiny_model("fp8-rollout", scale=8)
     samples = roll_out(model)
     learner = make_learner(model, Objective(kl_coefficient=0.1), reference=tiny_model("fp8", scale=8))
-    learner.loss = loss
+    learner.differentiation.loss = loss
     learner.learn(samples, alternating(samples), 0)
     (inputs,) = seen
     count = sum(len(s.completion_ids) for s in samples)

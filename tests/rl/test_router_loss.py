@@ -84,7 +84,7 @@ def test_the_gradient_does_not_depend_on_the_split(precision: str, tmp_path: Pat
         assert distance(auxiliary(learner, samples), whole) < bound
     alone = make_learner(model, BALANCED, micro_batch_tokens=17)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isobit.rl.learner.batch_load", lambda *arguments: None)
+        patch.setattr("isobit.rl.gradient.batch_load", lambda *arguments: None)
         assert distance(auxiliary(alone, samples), whole) > 2 * bound
     without = [s for s in samples if s.completion_ids]
     assert distance(auxiliary(make_learner(model, BALANCED), without), whole) < bound

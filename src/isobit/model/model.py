@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit.data.foreign import exists
+from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import names
@@ -25,6 +26,7 @@ from isobit.model.checkpoint import (
     write_weights,
 )
 from isobit.model.config import ModelConfig
+from isobit.model.masters import own_rows
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import USES, Transformer, parameter_shapes
 from isobit.precision import Precision, precision_from
@@ -59,7 +61,7 @@ class Model:
         self.ops = transformer.ops["learner"]
 
     def __repr__(self) -> str:
-        count = sum(parameter.numel() for parameter in self.parameters())
+        count = self.transformer.masters.count
         ops = f"{self.ops.backend}, {self.ops.consistency}"
         return f"Model({self.config.family}, {count:,} parameters, precision {self.precision.name}, {ops})"
 
@@ -69,9 +71,10 @@ class Model:
         precision: str | Mapping[str, object] | Precision = "fp8",
         backend: str = "auto",
         consistency: str = "bitwise",
+        ranks: Ranks = ALONE,
     ) -> "Model":
         """A Hugging Face directory (Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral); `precision` is a preset's name, a
-        mapping, or a `Precision`.
+        mapping, or a `Precision`. Several `ranks` share the masters, and all must load.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
@@ -82,7 +85,7 @@ class Model:
         where = str(directory)
         tensors = read_weights(directory, lambda shapes: names.check_shapes(shapes, config, where))
         masters = names.fuse(tensors, config, where)
-        model = Model(Transformer(config, flow, ops, masters), tokenizer)
+        model = Model(Transformer(config, flow, ops, own_rows(masters, ranks), ranks), tokenizer)
         if exists(directory / "generation_config.json"):
             model.generation = read_json(directory / "generation_config.json")
         return model
@@ -95,6 +98,7 @@ class Model:
         seed: int = 0,
         backend: str = "auto",
         consistency: str = "bitwise",
+        ranks: Ranks = ALONE,
     ) -> "Model":
         """Random weights: normal with deviation 0.02, projections back into the residual stream smaller by
         sqrt(2 · layers) (GPT-2), norms 1, biases 0. The same seed gives the same weights."""
@@ -107,13 +111,13 @@ class Model:
             deviation = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
             masters[name] = torch.randn(shape, generator=generator) * deviation
         ops = get_ops(backend, consistency)
-        return Model(Transformer(config, precision_from(precision), ops, masters), tokenizer)
+        return Model(Transformer(config, precision_from(precision), ops, own_rows(masters, ranks), ranks), tokenizer)
 
     def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
         """The same masters, in the same storage, under another precision flow; its working weights are its own."""
         masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
-        flow = precision_from(precision)
-        model = Model(Transformer(self.config, flow, self.ops, masters), self.tokenizer)
+        flow, ranks = precision_from(precision), self.transformer.masters.shards.ranks
+        model = Model(Transformer(self.config, flow, self.ops, masters, ranks), self.tokenizer)
         model.generation = self.generation
         return model
 
@@ -127,11 +131,11 @@ class Model:
         self.transformer.sync(rollout)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The FP32 masters, in a fixed order."""
+        """The FP32 masters, in a fixed order: the rows that this rank keeps."""
         return list(self.transformer.parameters.values())
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The FP32 masters by name, in a fixed order."""
+        """The FP32 masters by name, in a fixed order: the rows that this rank keeps."""
         return self.transformer.parameters
 
     @torch.no_grad()

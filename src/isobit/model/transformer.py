@@ -8,13 +8,14 @@ chunked prefill and the learner's packed sequences are the same code.
 Query, key and value projections are one matrix, and so are gate and up. Left out: where weights come from (`model.py`).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Ops, Prepared, separate_ops
 from isobit.model.autograd import Vector, Weight
@@ -23,6 +24,7 @@ from isobit.model.config import ModelConfig
 from isobit.model.head import head_logprobs
 from isobit.model.kv_scales import KVScales, scales_of
 from isobit.model.layers import Pass, Watch, forward
+from isobit.model.masters import Masters
 from isobit.model.moe import RouteTape
 from isobit.model.weight_sync import Receiver
 from isobit.model.working import Made, Working, make_working, map_parts, nbytes, remake, tensors_of
@@ -36,17 +38,22 @@ _HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 class Transformer:
     """Masters, working weights and the forward.
 
-    `parameters` maps names to FP32 masters, in a fixed order: that of `parameter_shapes`, which defines the names.
-    After changing masters call `sync`, with their names if not all of them changed.
+    `masters` are those of `parameter_shapes`, which defines their names and order: all their rows, or those that this
+    one of several `ranks` keeps. After changing them call `sync`, with their names if not all of them changed.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, ops: Ops, masters: dict[str, Tensor]) -> None:
-        shapes = parameter_shapes(config)
-        assert {name: tuple(t.shape) for name, t in masters.items()} == shapes
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        ops: Ops,
+        masters: Mapping[str, Tensor],
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.masters = Masters(masters, parameter_shapes(config), ops.device, ranks)
         self.config, self.precision = config, precision
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
         ops.check_precision(precision)
-        self.parameters = {name: nn.Parameter(masters[name].to(ops.device, torch.float32)) for name in shapes}
         self._version = 0
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
@@ -54,7 +61,9 @@ class Transformer:
         self._receiver = None if precision.shared else Receiver()
         self._working = self._make()
         self.checksums = Checksums(self._written_by_sync)
-        self._send(self.parameters)
+        if ranks.size > 1:
+            remake(self._synced, ops, self.masters, self.masters.leaves)
+        self._send(self.masters.leaves)
         ops.raise_faults()
 
     @torch.no_grad()
@@ -64,10 +73,11 @@ class Transformer:
         A separate rollout engine receives its copy, unless `rollout` is False. Raises RunFailed, naming the tensor, if
         one arrives broken.
         """
-        assert self.parameters, "a frozen model has no masters to sync from"
-        ops, names = self.ops["learner"], self.parameters if names is None else names
-        assert all(name in self.parameters for name in names), f"masters are {', '.join(self.parameters)}"
-        remake(self._working.values() if self._receiver is None else [self._working["learner"]], ops, names)
+        known = self.masters.leaves
+        assert known, "a frozen model has no masters to sync from"
+        ops, names = self.ops["learner"], known if names is None else names
+        assert all(name in known for name in names), f"masters are {', '.join(known)}"
+        remake(self._synced, ops, self.masters, names)
         if rollout:
             self._send(names)
         ops.raise_faults()
@@ -83,16 +93,26 @@ class Transformer:
         """Set the version of the working weights: a resumed run continues its count."""
         self._version = version
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The rows of the FP32 masters that this rank keeps, by name."""
+        return self.masters.parameters
+
+    @property
+    def _synced(self) -> list[Working]:
+        """What a sync makes of the masters; a separate rollout receives its copy afterwards."""
+        return list(self._working.values()) if self._receiver is None else [self._working["learner"]]
+
     @torch.no_grad()
     def _make(self) -> dict[str, Working]:
         made: Made = {}  # so that what has one flow and one engine has one storage
-        given = self.config, self.precision, self.ops["learner"], self.parameters
+        given = self.config, self.precision, self.ops["learner"], self.masters.leaves
         return {use: make_working(*given, use, made if self.precision.shared else {}, self.ops[use]) for use in USES}
 
     @torch.no_grad()
     def _send(self, names: Collection[str]) -> None:
         if self._receiver is not None:
-            self._receiver.receive(self._working["rollout"], self.ops["learner"], names)
+            self._receiver.receive(self._working["rollout"], self.ops["learner"], self.masters, names)
 
     def freeze(self) -> None:
         """Keep only the learner's working weights; after this there is no gradient, no rollout weights and no sync."""
@@ -104,7 +124,8 @@ class Transformer:
             return replace(part, master=nothing)
 
         frozen = map_parts(self._working["learner"], without_master)
-        self._working, self.parameters, self._receiver = dict.fromkeys(USES, frozen), {}, None
+        self._working, self._receiver = dict.fromkeys(USES, frozen), None
+        self.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
 
     @property
     def sync_bytes(self) -> int:
@@ -134,7 +155,7 @@ class Transformer:
             ops=ops,
             layout=layout,
             tables=self._rope_tables(layout),
-            masters=self.parameters,
+            masters=self.masters.leaves,
             stores=stores,
             scales=self.kv_scales,
             tape=tape,

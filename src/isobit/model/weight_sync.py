@@ -12,7 +12,8 @@ from torch import Tensor
 
 from isobit.errors import RunFailed
 from isobit.kernels import Operand, Ops
-from isobit.model.working import Working, made_like, nbytes, tensors_of, write
+from isobit.model.masters import Masters
+from isobit.model.working import Working, nbytes, remake, tensors_of, write
 from isobit.precision import QTensor
 
 _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
@@ -26,19 +27,22 @@ class Receiver:
     def __init__(self) -> None:
         self.bytes = 0
 
-    def receive(self, working: Working, ops: Ops, names: Collection[str]) -> None:
-        """Overwrite the copies of these masters, one tensor after the other; `ops`, the learner's, quantize them.
-        Raises RunFailed, naming the tensor, if one arrives broken."""
-        tensors = [found for found in working.tensors() if found[0] in names]
-        for _, buffer, _ in tensors:
+    def receive(self, working: Working, ops: Ops, masters: Masters, names: Collection[str]) -> None:
+        """Overwrite the copies of these masters; `ops`, the learner's, quantize them. Raises RunFailed, naming the
+        tensor, if one arrives broken: the rows that this rank keeps are compared with their masters, the others must
+        be there."""
+        tensors = [(name, buffer) for name, buffer, _ in working.tensors() if name in names]
+        for _, buffer in tensors:
             poison(buffer)
-        self.bytes = 0
-        for name, buffer, master in tensors:
-            self.transfer(buffer, made_like(buffer, master, ops, name))
-            self.bytes += nbytes(buffer)
-        distances = [_distance(buffer, master) for _, buffer, master in tensors]
-        for (name, buffer, _), (norm, error) in zip(tensors, torch.stack(distances).tolist()):  # one wait for all
-            _check(name, buffer, norm, error)
+        remake([working], ops, masters, names, self.transfer)
+        self.bytes = sum(nbytes(buffer) for _, buffer in tensors)
+        distances = [_distance(buffer, name, masters) for name, buffer in tensors]
+
+        def check() -> None:
+            for (name, buffer), (norm, error) in zip(tensors, torch.stack(distances).tolist()):  # one wait for all
+                _check(name, buffer, norm, error)
+
+        masters.shards.ranks.together(check)
 
     def transfer(self, buffer: Operand, source: Operand) -> None:
         """Copy one tensor."""
@@ -54,11 +58,16 @@ def poison(buffer: Operand) -> None:
             tensor.fill_(torch.nan)
 
 
-def _distance(buffer: Operand, master: Tensor) -> Tensor:
-    """Norms of the master and of the difference [2]."""
+def _distance(buffer: Operand, name: str, masters: Masters) -> Tensor:
+    """Norms of what this rank keeps of the master and of the difference [2]; NaN where any of the buffer is."""
     values = buffer.dequantize() if isinstance(buffer, QTensor) else buffer.float()
-    expected = master.detach()
-    return torch.stack((torch.linalg.vector_norm(expected), torch.linalg.vector_norm(values - expected)))
+    shards = masters.shards
+    broken = values.sum() * 0 if shards.ranks.size > 1 else 0
+    if not shards.owned(name):
+        return torch.stack((broken, broken)) if isinstance(broken, Tensor) else values.new_zeros(2)
+    expected = masters.parameters[name].detach()
+    difference = torch.linalg.vector_norm(values[slice(*shards.own(name))] - expected) + broken
+    return torch.stack((torch.linalg.vector_norm(expected), difference))
 
 
 def _check(name: str, buffer: Operand, norm: float, error: float) -> None:

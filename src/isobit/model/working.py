@@ -11,10 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from isobit.distributed.weights import Stored, share_rows
 from isobit.kernels import Operand, Ops, Packed, Stacked
 from isobit.model.autograd import Vector, Weight
 from isobit.model.config import ModelConfig
+from isobit.model.masters import Masters
 from isobit.precision import Flow, Precision, QTensor
+from isobit.precision.quantize import largest_of, quantize_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +123,8 @@ def make_working(
     multiplying: Ops,
 ) -> Working:
     """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops` quantize; the use
-    multiplies with `multiplying`, which prepare the weights."""
+    multiplies with `multiplying`, which prepare the weights. `masters` are the leaves: where ranks share the masters,
+    what is made is storage that `remake` fills."""
     parts: list[Layer | Outside] = []
     for index in (None, *range(config.num_layers)):
         flow = precision.flow(use, index, config.num_layers)
@@ -137,24 +141,79 @@ def make_working(
     return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
 
 
-def remake(uses: Iterable[Working], ops: Ops, names: Collection[str]) -> None:
-    """Overwrite the working weights of these masters, and then their packs, in place; shared ones once."""
-    written, packed_again = set[int](), set[int]()
+def remake(
+    uses: Iterable[Working], ops: Ops, masters: Masters, names: Collection[str], put: "Put | None" = None
+) -> None:
+    """Overwrite the working weights of these masters, and then their packs, in place; shared ones once.
+
+    Every rank makes the rows that it keeps, by `put` (default: `write`), and gets the others'. Raises NonFiniteError
+    on all ranks if one finds NaN or infinity.
+    """
+    uses = list(uses)
+    targets = {id(t): (name, t) for use in uses for name, t, _ in use.tensors() if name in names}
+    shards = masters.shards
+    largest = _largest(targets.values(), masters)
+
+    def make() -> None:
+        for name, target in targets.values():
+            if shards.owned(name):
+                made = made_like(target, masters.parameters[name], ops, name, largest.get(name))
+                (put or write)(_rows(target, shards.own(name)), made)
+        if shards.ranks.size > 1:
+            ops.raise_faults()
+
+    shards.ranks.together(make)
+    share_rows([each for name, target in targets.values() for each in _stored_rows(name, target)], shards)
+    packed_again = set[int]()
     for working in uses:
-        for name, target, master in working.tensors():
-            if name in names and id(target) not in written:
-                written.add(id(target))
-                write(target, made_like(target, master, ops, name))
         for key, packed in working.packs().items():
-            if id(packed.weight) in written and key not in packed_again:
+            if id(packed.weight) in targets and key not in packed_again:
                 packed_again.add(key)
                 ops.prepare(packed.weight, packed)
 
 
-def made_like(target: Operand, master: Tensor, ops: Ops, name: str) -> Operand:
-    """The master in the format of a working tensor."""
+Put = Callable[[Operand, Operand], None]
+"""Overwrites an operand by another."""
+
+
+def made_like(target: Operand, master: Tensor, ops: Ops, name: str, largest: float | None = None) -> Operand:
+    """Rows of a master in the format of a working tensor; `largest`: the largest magnitude of the whole master, where
+    the scales of its rows depend on it."""
     master = master.detach()
-    return ops.quantize(master, target.spec, name) if isinstance(target, QTensor) else master.to(target.dtype)
+    if not isinstance(target, QTensor):
+        return master.to(target.dtype)
+    if largest is None:
+        return ops.quantize(master, target.spec, name)
+    return quantize_part(master, target.spec, largest, name)
+
+
+def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[str, float]:
+    """The largest magnitude of each master whose scales need that of all rows; none where one rank has all rows."""
+    ranks = masters.shards.ranks
+    if ranks.size == 1:
+        return {}
+    needed = sorted({name for name, t in targets if isinstance(t, QTensor) and not t.spec.rows_independent})
+    if not needed:
+        return {}
+    mine = {name: float(p.detach().abs().max()) for name, p in masters.parameters.items() if name in needed}
+    found = ranks.gather(mine)
+    return {name: largest_of(values[name] for values in found if name in values) for name in needed}
+
+
+def _rows(target: Operand, rows: tuple[int, int]) -> Operand:
+    """The rows of a working tensor that are made of a master's `rows`."""
+    if rows == (0, target.shape[0]):
+        return target
+    if not isinstance(target, QTensor):
+        return target[slice(*rows)]
+    data, scale = (each.rows(rows) for each in _stored_rows("", target))
+    return QTensor(data, scale, target.spec)
+
+
+def _stored_rows(name: str, target: Operand) -> list[Stored]:
+    if not isinstance(target, QTensor):
+        return [Stored(name, target)]
+    return [Stored(name, target.data), Stored(name, target.scale, target.block[0])]
 
 
 def write(target: Operand, values: Operand) -> None:

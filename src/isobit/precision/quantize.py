@@ -8,6 +8,7 @@ Left out: the choice of formats per tensor (`flow.py`), and rounding modes other
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -61,6 +62,13 @@ class QuantSpec:
             return whole[self.granularity]
         high, wide = (int(size) for size in self.granularity.split("x"))
         return min(high, rows), min(wide, columns)
+
+    @property
+    def rows_independent(self) -> bool:
+        """Whether blocks of 128 rows are quantized alike alone and among others; if not, `quantize_part` needs to know
+        the largest magnitude of all."""
+        assert self.granularity not in ("column", "32x1", "16x1"), f"{self}: no such scales of weights"
+        return self.granularity != "tensor" and self.scale != "nvfp4"
 
     def transpose(self) -> "QuantSpec":
         return replace(self, granularity=_TRANSPOSED.get(self.granularity, self.granularity))
@@ -218,6 +226,26 @@ def two_level_scales(amax: Tensor, spec: QuantSpec) -> Tensor:
     common = torch.where(largest > 0, largest / (spec.format.max * E4M3.max), 1.0).clamp(min=_SMALLEST_SCALE)
     ratio = (amax / spec.format.max / common).clamp(2.0**-9, E4M3.max)
     return torch.where(amax == 0, 1.0, ratio.to(E4M3.dtype).float() * common)
+
+
+def quantize_part(x: Tensor, spec: QuantSpec, largest: float, name: str = "tensor") -> QTensor:
+    """Quantize some rows of a matrix whose largest magnitude is `largest`: their codes and scales in `quantize` of the
+    whole matrix. Raises NonFiniteError as it does."""
+    if not math.isfinite(largest):
+        raise NonFiniteError(nonfinite_message(name, spec))
+    everything = torch.full((1, 1), largest, dtype=torch.float32, device=x.device)
+    if spec.granularity == "tensor":
+        return quantize_with_scale(x, scales(everything, spec.format, spec.scale), spec)
+    assert spec.scale == "nvfp4", f"{spec}: rows are independent"
+    amax = block_amax(x, spec.block((x.shape[0], x.shape[1])))
+    found = two_level_scales(torch.cat([amax, everything.expand(1, amax.shape[1])]), spec)[:-1]
+    return quantize_with_scale(x, found, spec)
+
+
+def largest_of(magnitudes: Iterable[float]) -> float:
+    """The largest, NaN if there is one."""
+    found = list(magnitudes)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def _cast(scaled: Tensor, form: Format) -> Tensor:

@@ -16,26 +16,25 @@ optimizer; it is counted, and left out of the other metrics, which are NaN if no
 Left out: rewards and rollouts.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from isobit.errors import Corruption, NonFiniteError
+from isobit.errors import NonFiniteError
 from isobit.model import Model
-from isobit.model.checksums import checksums, first_difference
 from isobit.rl.advantages import Advantage
 from isobit.rl.agreement import Disagreement, corrected, promises_bits
 from isobit.rl.batch import SampleKey, TrainingBatch, rollout_logprobs, sample_key, training_batch
 from isobit.rl.forward import forward
-from isobit.rl.functions import loss_function, weighted_sum
+from isobit.rl.functions import loss_function
+from isobit.rl.gradient import Differentiation, MicroBatch, OptimizerBatch, gather_micro_batches
 from isobit.rl.loss import kl_penalty
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer
 from isobit.rl.packing import micro_batches, minibatches, pack
-from isobit.rl.routing import BatchLoad, PolicyForward, RoutingTotals, batch_load, load_of, summed
+from isobit.rl.routing import PolicyForward, RoutingTotals
 from isobit.rl.samples import Sample
 from isobit.rl.schedule import learning_rate
 from isobit.rl.shadow import calibrated_bounds, log_ratios, shadow_metrics
@@ -60,20 +59,6 @@ class LearnerState:
     bad_steps_in_a_row: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Gradient:
-    """Of an optimizer batch, which is in the parameters: its `norm`, inf if it is not finite; sums over its tokens; the
-    policy's log-probabilities by the index of the sample, [trained tokens]."""
-
-    norm: float
-    totals: Totals
-    logprobs: Mapping[int, Tensor]
-
-    @property
-    def finite(self) -> bool:
-        return all(map(math.isfinite, (self.norm, self.totals.loss, self.totals.kl)))
-
-
 class Learner:
     """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
 
@@ -96,7 +81,9 @@ class Learner:
     ) -> None:
         assert (reference is not None) == (objective.kl_coefficient > 0)
         self.model, self.optimizer, self.objective, self.reference = model, optimizer, objective, reference
-        self.loss = loss_function(objective.loss)
+        loss = loss_function(objective.loss)
+        self.differentiation = Differentiation(optimizer, model.transformer.masters.leaves, loss)
+        self._ranks = optimizer.shards.ranks
         self.micro_batch_tokens, self.recompute = micro_batch_tokens, recompute
         self.seed, self.check_gradients_every = seed, check_gradients_every
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
@@ -166,7 +153,8 @@ class Learner:
                 self.model.sync(rollout=False)
             policy = PolicyForward(self.model, objective, routing, sampled=not moved, recompute=self.recompute)
             checked = not moved and self.check_gradients_every > 0 and step % self.check_gradients_every == 0
-            gradient = self._gradient(batch, part, policy, checked)
+            one = OptimizerBatch.of(batch, part, self.state.clip_bounds, self.micro_batch_tokens)
+            gradient = self.differentiation.gradient(one, policy, checked)
             if not moved and not objective.recompute_old:
                 seen |= gradient.logprobs
             if gradient.finite:
@@ -200,89 +188,15 @@ class Learner:
         for epoch in range(self.objective.epochs):
             yield from minibatches(count, self.objective.updates_per_batch, self.seed, step, epoch)
 
-    def _gradient(self, batch: TrainingBatch, part: list[int], policy: PolicyForward, checked: bool) -> Gradient:
-        """Of the loss of the optimizer batch `part`: a forward and a backward for each of its micro-batches.
-
-        Raises Corruption if it is `checked`, and that of the first micro-batch has other bits when it is computed
-        twice."""
-        objective, weights = batch.objective, dict(zip(part, batch.weights_of(part)))
-        part = [i for i in part if batch.samples[i].num_trained]  # what has no token has no gradient
-        spans = micro_batches([batch.samples[i] for i in part], self.micro_batch_tokens)
-        chosen = [[part[i] for i in span] for span in spans]
-        totals, logprobs, load = Totals(), dict[int, Tensor](), None
-        self.optimizer.zero_grad()
-        try:
-            if self.model.config.experts is not None and objective.router_aux_coefficient > 0:
-                parts = [[batch.samples[i] for i in indices] for indices in chosen]
-                load = batch_load(self.model, parts, objective.router_replay)
-            for indices in chosen:
-                own = [weights[i] for i in indices]
-                before = self._try_backward(batch, indices, own, load, policy) if checked and not logprobs else None
-                found = self._backward(batch, indices, own, load, totals, policy)
-                logprobs |= zip(indices, found.split([batch.samples[i].num_trained for i in indices]))
-                if before is not None and (name := first_difference(before, self._gradient_checksums())) is not None:
-                    raise Corruption(
-                        f"the gradient of {name} has other bits when it is computed again: a fault of the hardware, or "
-                        "an operator or a loss that does not repeat itself"
-                    )
-            norm = self.optimizer.gradient_norm()
-            self.model.ops.raise_faults()  # of the backwards
-        except NonFiniteError:
-            norm = math.inf
-        return Gradient(norm, totals, logprobs)
-
-    def _backward(
-        self,
-        batch: TrainingBatch,
-        chosen: list[int],
-        weights: list[float],
-        load: BatchLoad | None,
-        totals: Totals,
-        policy: PolicyForward,
-    ) -> Tensor:
-        """Forward and backward of one micro-batch: its part of the loss of the optimizer batch. `weights`: of each
-        sample's tokens. Returns the policy's log-probabilities."""
-        objective, samples = batch.objective, [batch.samples[i] for i in chosen]
-        packed = pack(samples)
-        logprobs, entropy, tape = policy(packed, samples)
-        inputs = batch.loss_inputs(chosen, weights, logprobs, entropy, packed.sequence, self.state.clip_bounds)
-        outputs = self.loss(inputs)
-        loss = total = weighted_sum(outputs, inputs)
-        if tape is not None and objective.router_aux_coefficient > 0:
-            probabilities = summed(tape)
-            load = load or load_of(tape, len(probabilities))
-            total = total + objective.router_aux_coefficient * load.loss(probabilities)
-        kl = None
-        if inputs.reference_logprobs is not None:
-            kl = kl_penalty(logprobs, inputs.reference_logprobs, objective.estimator)
-            total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
-        total.backward()
-        totals.count(loss, outputs, entropy, kl)
-        return logprobs.detach()
-
-    def _try_backward(
-        self,
-        batch: TrainingBatch,
-        chosen: list[int],
-        weights: list[float],
-        load: BatchLoad | None,
-        policy: PolicyForward,
-    ) -> dict[str, Tensor]:
-        """Checksums of the gradient that `_backward` gives, which leaves nothing else."""
-        with self.model.transformer.watched(lambda ops, layer: ops):
-            self._backward(batch, chosen, weights, load, Totals(), replace(policy, totals=RoutingTotals()))
-        found = self._gradient_checksums()
-        self.optimizer.zero_grad()
-        return found
-
-    def _gradient_checksums(self) -> dict[str, Tensor]:
-        return checksums({name: p.grad for name, p in self.optimizer.parameters.items() if p.grad is not None})
-
     def check_memory(self) -> None:
-        """Raise Corruption if working weights, masters or moments have changed since they were written; only once
-        their checksums are kept (`Parts.keep_checksums`)."""
-        self.model.transformer.checksums.compare()
-        self.optimizer.checksums.compare()
+        """Raise Corruption, on every rank, if on one of them working weights, masters or moments have changed since
+        they were written; only once their checksums are kept (`Parts.keep_checksums`)."""
+
+        def compare() -> None:
+            self.model.transformer.checksums.compare()
+            self.optimizer.checksums.compare()
+
+        self._ranks.together(compare)
 
     def _skip(self, totals: Totals) -> None:
         self.check_memory()
@@ -299,14 +213,27 @@ class Learner:
 
     @torch.no_grad()
     def _logprobs(self, model: Model, samples: Sequence[Sample], policy: PolicyForward | None = None) -> list[Tensor]:
-        """Of each sample, [trained tokens]. `policy`: the model is the policy, whose routers may follow the
-        rollout's."""
+        """Of each sample, [trained tokens]; every rank computes some micro-batches. `policy`: the model is the policy,
+        whose routers may follow the rollout's."""
+        spans = list(micro_batches(samples, self.micro_batch_tokens))
+        mine: dict[int, MicroBatch] = {}
+
+        def compute() -> None:
+            for index in range(self._ranks.rank, len(spans), self._ranks.size):
+                chosen, routing = [samples[i] for i in spans[index]], RoutingTotals()
+                packed = pack(chosen)
+                if policy is None:
+                    logprobs = forward(model, packed, self.objective.temperature)[0]
+                else:
+                    logprobs = replace(policy, totals=routing)(packed, chosen)[0]
+                mine[index] = MicroBatch(Totals(), routing, logprobs)
+
+        self._ranks.together(compute)
         results: list[Tensor] = []
-        for span in micro_batches(samples, self.micro_batch_tokens):
-            chosen = [samples[i] for i in span]
-            packed = pack(chosen)
-            found = forward(model, packed, self.objective.temperature) if policy is None else policy(packed, chosen)
-            results += found[0].split([s.num_trained for s in chosen])
+        for index, micro in sorted(gather_micro_batches(self._ranks, mine).items()):
+            if policy is not None:
+                policy.totals.merge(micro.routing)
+            results += micro.logprobs.split([samples[i].num_trained for i in spans[index]])
         return results
 
     def _shadow(self, batch: TrainingBatch) -> list[Tensor] | None:

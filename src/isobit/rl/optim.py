@@ -7,29 +7,40 @@ large parameters are kept in 8 bits (`optim_8bit.py`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from isobit.distributed import Shards
+from isobit.distributed.shards import BLOCK_ROWS
 from isobit.errors import IsobitError
 from isobit.model.checksums import Checksums
 from isobit.rl.optim_8bit import EightBitState, quantizable
 from isobit.rl.schedule import OptimizerSettings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_NORM_ELEMENTS = 1 << 24  # of a gradient on a GPU, squared in float64 at a time: 128 MiB
+_NORM_ROWS = 32 * BLOCK_ROWS  # of a gradient on a CPU, squared in float64 at a time
 
 
 class Optimizer:
-    """AdamW over named FP32 parameters; moments and step counts are where their parameter is."""
+    """AdamW over named FP32 parameters; moments and step counts are where their parameter is.
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings) -> None:
+    Where ranks share the parameters (`shards`), each updates the rows that it keeps.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        settings: OptimizerSettings,
+        shards: Shards | None = None,
+    ) -> None:
         self.parameters = dict(parameters)
         self.settings = settings
+        self.shards = shards or Shards.of({name: tuple(p.shape) for name, p in self.parameters.items()})
         self._state: dict[str, dict[str, Tensor]] = {}
-        large = [name for name, p in self.parameters.items() if quantizable(p)] if settings.state == "8bit" else []
+        large = [n for n in self.parameters if quantizable(self.shards.shapes[n])] if settings.state == "8bit" else []
         self._eight_bit = EightBitState({name: self.parameters[name] for name in large}, settings) if large else None
         self.checksums = Checksums(self._written_by_step)
 
@@ -38,8 +49,10 @@ class Optimizer:
             parameter.grad = None
 
     def gradient_norm(self) -> float:
-        """The global L2 norm, before clipping; inf if any gradient is not finite."""
-        squares = _sums_of_squares([p.grad for p in self.parameters.values() if p.grad is not None])
+        """The global L2 norm, before clipping; inf if any gradient is not finite. The sum of its blocks' sums is
+        rounded once, so it has no order, and is the same however the ranks share the blocks."""
+        mine = [s for p in self.parameters.values() if p.grad is not None for s in _sums_of_squares(p.grad)]
+        squares = [s for sums in self.shards.ranks.gather(mine) for s in sums]
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
 
@@ -125,9 +138,12 @@ class Optimizer:
             raise IsobitError(f"optimizer state has {min(unknown)!r}, which the model does not have")
 
 
-def _sums_of_squares(gradients: Sequence[Tensor]) -> list[float]:
-    """Of each gradient, or of parts of it, in float64."""
-    if all(gradient.device.type == "cpu" for gradient in gradients):
-        return [float(gradient.double().square_().sum()) for gradient in gradients]
-    parts = [part for gradient in gradients for part in gradient.flatten().split(_NORM_ELEMENTS)]
-    return torch.stack([part.double().square().sum() for part in parts]).tolist()  # one wait for all of them
+def _sums_of_squares(gradient: Tensor) -> list[float]:
+    """In float64, of each block of 128 rows, whose bits do not depend on the rows around it. On a CPU of each row, so
+    that they do not depend on the number of threads either."""
+    rows = gradient if gradient.ndim > 1 else gradient.view(-1, 1)
+    if gradient.device.type == "cpu":
+        sums = [block.double().square_().sum(1) for block in rows.split(_NORM_ROWS)]
+        return [math.fsum(block.tolist()) for part in sums for block in part.split(BLOCK_ROWS)]
+    blocks = rows.split(BLOCK_ROWS)
+    return torch.stack([block.double().square().sum() for block in blocks]).tolist()  # one wait for all of them

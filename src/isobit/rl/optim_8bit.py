@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.distributed.shards import MOMENT_BLOCK
 from isobit.errors import IsobitError
 from isobit.rl.schedule import OptimizerSettings
 
-_BLOCK, _LEAST = 256, 4096
+_BLOCK, _LEAST = MOMENT_BLOCK, 4096
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name to whether it is signed
 
 
-def quantizable(parameter: Tensor) -> bool:
-    """Whether a parameter's moments are kept in 8 bits."""
-    return parameter.numel() >= _LEAST and parameter.numel() % _BLOCK == 0
+def quantizable(shape: Sequence[int]) -> bool:
+    """Whether the moments of a parameter of this shape are kept in 8 bits."""
+    count = math.prod(shape)
+    return count >= _LEAST and count % _BLOCK == 0
 
 
 class EightBitState:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isobit.distributed import ALONE, Ranks
 from isobit.model import Model
 from isobit.model.moe import RouteTape, decode_routes
 from isobit.rl.forward import forward
@@ -69,6 +70,26 @@ class RoutingTotals:
             self.differing += int((~same).sum())
             self.compared += same.numel()
 
+    def merge(self, other: "RoutingTotals") -> None:
+        """Add what another saw later."""
+        if other.load is not None:
+            self.load = other.load if self.load is None else self.load + other.load
+            self.probabilities = self.probabilities + other.probabilities
+        self.differing += other.differing
+        self.compared += other.compared
+
+    def to_json(self) -> list[int]:
+        """What is no tensor."""
+        return [self.differing, self.compared]
+
+    @staticmethod
+    def from_json(values: Sequence[int], load: Tensor | None, probabilities: Tensor) -> "RoutingTotals":
+        """The inverse of `to_json`, given the tensors."""
+        found = RoutingTotals()
+        found.load, found.probabilities = load, probabilities
+        found.differing, found.compared = values
+        return found
+
     def metrics(self) -> dict[str, float]:
         """Empty for a dense model."""
         if self.load is None:
@@ -110,18 +131,28 @@ class PolicyForward:
 
 
 @torch.no_grad()
-def batch_load(model: Model, micro_batches: Sequence[Sequence[Sample]], replay: bool) -> BatchLoad | None:
-    """The experts' load over all micro-batches of an optimizer batch, by a pass of its own; None for one micro-batch,
-    whose own forward has it."""
+def batch_load(
+    model: Model, micro_batches: Sequence[Sequence[Sample]], replay: bool, ranks: Ranks = ALONE
+) -> BatchLoad | None:
+    """The experts' load over all micro-batches of an optimizer batch, by a pass of its own, in which every rank takes
+    some; None for one micro-batch, whose own forward has it."""
     experts = model.config.experts
     assert experts is not None
     if len(micro_batches) < 2:
         return None
     load = BatchLoad(torch.zeros(experts.count, dtype=torch.int64), 0)
-    for samples in micro_batches:
-        tape, packed = _tape(model, samples, replay)[0], pack(samples)
-        model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
-        load += load_of(tape, experts.count)
+
+    def compute() -> BatchLoad:
+        mine = load
+        for samples in micro_batches[ranks.rank :: ranks.size]:
+            tape, packed = _tape(model, samples, replay)[0], pack(samples)
+            model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
+            mine = mine + load_of(tape, experts.count)
+        return mine
+
+    mine = ranks.together(compute)
+    for choices, rows in ranks.gather([mine.choices.tolist(), mine.rows]):
+        load = load + BatchLoad(torch.tensor(choices), rows)
     return load
 
 

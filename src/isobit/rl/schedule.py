@@ -33,6 +33,12 @@ class OptimizerSettings:
         bool, "keep only each layer's inputs for the backward, which recomputes the rest"
     ] = False
     max_bad_steps: Annotated[int, at_least(1), "skipped (non-finite) steps in a row after which the run ends"] = 3
+    sum_group: Annotated[
+        int,
+        at_least(1),
+        "micro-batches whose gradients are added first, before the groups are; 8 on machines of 8 GPUs sends an eighth "
+        "between machines. Decides how gradients are rounded",
+    ] = 1
     total_steps: Internal[int] = 1
     """Calls of `learning_rate`."""
 

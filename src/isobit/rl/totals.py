@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -34,15 +35,23 @@ class Totals:
             self.clipped += int(outputs.clipped.sum())
         self._add_named({name: float(values.detach().double().sum()) for name, values in outputs.metrics.items()})
 
+    def merge(self, other: "Totals") -> None:
+        """Add what another counted: a later micro-batch, say."""
+        self.loss += other.loss
+        self.kl += other.kl
+        self.entropy += other.entropy
+        self.clipped += other.clipped
+        self.tokens += other.tokens
+        self._add_named(other.named)
+
     def add(self, step: "Totals", norm: float) -> None:
         """Take an optimizer step into account, whose gradient had this norm."""
-        self.loss += step.loss
-        self.kl += step.kl
-        self.entropy += step.entropy
-        self.clipped += step.clipped
-        self.tokens += step.tokens
-        self._add_named(step.named)
+        self.merge(step)
         self.norms.append(norm)
+
+    def to_json(self) -> dict[str, Any]:
+        """The arguments of an equal one."""
+        return dict(vars(self))
 
     def _add_named(self, sums: Mapping[str, float]) -> None:
         for name, value in sums.items():

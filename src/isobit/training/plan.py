@@ -98,7 +98,7 @@ def _pass(model: Model, tokens: int, chunk: int, recompute: bool) -> list[int]:
     """Peaks of the three phases of one sequence."""
     transformer, device = model.transformer, model.ops.device
     peaks: list[int] = []
-    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in transformer.masters.leaves.values()]
     ids = torch.arange(tokens, dtype=torch.int64) % model.config.vocab_size
     try:
         with torch.enable_grad(), LiveBytes() as meter:
@@ -169,7 +169,7 @@ def _update_bytes(parts: Parts) -> int:
     """The largest gradient in float64, or the moments of the largest parameter out of their 8 bits: four in float32."""
     parameters = parts.model.parameters()
     eight_bit = parts.config.optimizer.state == "8bit"
-    return max((16 if eight_bit and quantizable(p) else 8) * p.numel() for p in parameters)
+    return max((16 if eight_bit and quantizable(p.shape) else 8) * p.numel() for p in parameters)
 
 
 def advice(parts: Parts, learning: LearningMemory, process: int) -> str:
@@ -194,7 +194,9 @@ def _alternatives(parts: Parts, learning: LearningMemory, process: int) -> list[
         again = measure_parts(parts, recompute=True)
         found.append(("optimizer.activation_checkpointing=true", plan(parts, again, process, tokens).total))
     if config.optimizer.state == "fp32":
-        saved = sum(8 * p.numel() - 2 * (p.numel() + p.numel() // 64) for p in model.parameters() if quantizable(p))
+        saved = sum(
+            8 * p.numel() - 2 * (p.numel() + p.numel() // 64) for p in model.parameters() if quantizable(p.shape)
+        )
         found.append(("optimizer.state=8bit", now.total - saved))
     if config.prompts_per_step > 1:
         cache = parts.engine.kv_bytes * (config.prompts_per_step - 1) // config.prompts_per_step

@@ -1,0 +1,209 @@
+"""The sum of gradients over micro-batches, in their order, whoever computed them.
+
+The gradient of an optimizer batch is g0 + g1 + g2 + ... in the order of its micro-batches, rounded after each
+addition. In a round, rank r computes micro-batch `round * size + r`; every rank then sends each owner its rows, and
+the owner adds what came in ascending order. So the sum has the bits of one process that computes them in turn, at any
+number of ranks (tests/distributed/test_exchange.py; with a library's all_reduce it has not). With `sum_group` g > 1,
+g micro-batches are added first and then the groups: another order, the same at any number of ranks, for which groups
+that lie in one machine need to send less between machines.
+
+Gradients leave during the backward, a layer at a time, so that no rank holds a whole gradient. A gradient
+that is absent (an expert that no token chose) is sent as such, since a sum without it is no sum with zeros: AdamW
+leaves a parameter without a gradient alone. Left out: what is done with the sum (`rl/optim.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from isobit.distributed.shards import Shards
+
+
+@dataclass(eq=False)
+class OrderedSum:
+    """g0 + g1 + ... of one master's rows: in groups of `group` micro-batches, and then the groups."""
+
+    group: int = 1
+    _open: Tensor | None = None
+    _total: Tensor | None = None
+    _number: int = -1
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add that of micro-batch `index`, which is larger than those before."""
+        number = index // self.group
+        if number != self._number:
+            self._close()
+            self._number = number
+        self._open = gradient.clone() if self._open is None else self._open.add_(gradient)
+
+    def result(self) -> Tensor | None:
+        """The sum, None if nothing was added."""
+        self._close()
+        return self._total
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._total = self._open if self._total is None else self._total.add_(self._open)
+        self._open = None
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Masters whose gradients travel together. A message to an owner is a number for each (1: present) and its rows of
+    each; to a rank that owns none of them there is no message."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]  # of the message to each rank
+
+    @staticmethod
+    def of(names: Sequence[str], shards: Shards) -> "Bucket":
+        counts = [sum(shards.count(name, rank) for name in names) for rank in range(shards.ranks.size)]
+        return Bucket(tuple(names), tuple(count + len(names) if count else 0 for count in counts))
+
+
+@dataclass(eq=False)
+class _Round:
+    """What this rank has of its micro-batch, by master, and the messages that are under way."""
+
+    first: int  # micro-batch of rank 0
+    active: int  # ranks that have one
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    sent: int = 0  # buckets
+    waiting: list[tuple[Bucket, Callable[[], Tensor]]] = field(default_factory=list)
+
+
+class GradientSum:
+    """Sums the gradients of `leaves` (by master, in the order of `shards.shapes`) into `parameters`, the rows that this
+    rank keeps: `begin`, a `round` for each micro-batch of the ranks, and `finish` sets their `.grad`.
+
+    Where one process has everything, leaves are the parameters and autograd adds in this order by itself; then only a
+    `sum_group` needs hooks.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Tensor],
+        parameters: Mapping[str, torch.nn.Parameter],
+        shards: Shards,
+        sum_group: int = 1,
+    ) -> None:
+        self._leaves, self._parameters, self._shards, self._group = leaves, parameters, shards, sum_group
+        self._buckets = [Bucket.of(names, shards) for names in buckets(list(leaves))]
+        self._place = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._sums: dict[str, OrderedSum] = {}
+        self._round: _Round | None = None
+        self.hooked = shards.ranks.size > 1 or sum_group > 1
+
+    def begin(self) -> None:
+        """Forget what was summed."""
+        self._sums = {name: OrderedSum(self._group) for name in self._parameters}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @contextmanager
+    def round(self, first: int, active: int) -> Iterator[None]:
+        """Inside, this rank differentiates micro-batch `first` + rank, if it is one of the `active` ranks that have
+        one. At the end, however it ends, all have sent all."""
+        if not self.hooked:
+            yield
+            return
+        self._round = _Round(first, active)
+        hooks = [self._hook(name, leaf) for name, leaf in self._leaves.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._send(len(self._buckets))
+            while self._round.waiting:
+                self._take(*self._round.waiting.pop(0))
+            self._round = None
+
+    def finish(self) -> None:
+        """Give the parameters their gradients."""
+        if self.hooked:
+            for name, parameter in self._parameters.items():
+                parameter.grad = self._sums[name].result()
+            self._sums = {}
+
+    def _hook(self, name: str, leaf: Tensor) -> torch.utils.hooks.RemovableHandle:
+        def take(leaf: Tensor) -> None:
+            assert self._round is not None
+            if leaf.grad is None:  # an expert that no token chose
+                return
+            place = self._place[name]
+            self._send(place)  # a layer's gradients are complete before the first of the layer below
+            assert place >= self._round.sent
+            self._round.gradients[name], leaf.grad = leaf.grad, None
+
+        return leaf.register_post_accumulate_grad_hook(take)
+
+    def _send(self, until: int) -> None:
+        """Send the buckets before number `until` that were not sent."""
+        now = self._round
+        assert now is not None
+        for bucket in self._buckets[now.sent : until]:
+            message = self._message(bucket, now)
+            sizes = [size if rank < now.active else 0 for rank, size in enumerate([self._own(bucket)] * self._size)]
+            while now.waiting:  # it has travelled during the backward of a layer
+                self._take(*now.waiting.pop(0))
+            now.waiting.append((bucket, self._shards.ranks.exchange(message, self._sizes_sent(bucket, now), sizes)))
+        now.sent = max(now.sent, until)
+
+    @property
+    def _size(self) -> int:
+        return self._shards.ranks.size
+
+    def _own(self, bucket: Bucket) -> int:
+        return bucket.sizes[self._shards.ranks.rank]
+
+    def _sizes_sent(self, bucket: Bucket, now: _Round) -> Sequence[int]:
+        return bucket.sizes if self._shards.ranks.rank < now.active else [0] * self._size
+
+    def _message(self, bucket: Bucket, now: _Round) -> Tensor:
+        """The bucket's gradients on their way to their owners, taken out of the round."""
+        anywhere = next(iter(self._leaves.values()))
+        given = {name: now.gradients.pop(name, None) for name in bucket.names}
+        message = torch.zeros(sum(self._sizes_sent(bucket, now)), device=anywhere.device)
+        if not message.numel():
+            return message
+        for rank, piece in enumerate(message.split(list(bucket.sizes))):
+            if not piece.numel():
+                continue
+            piece[: len(given)] = torch.tensor([float(g is not None) for g in given.values()])
+            for rows, (name, gradient) in zip(self._pieces(bucket, piece, rank), given.items()):
+                if gradient is not None:
+                    lo, hi = self._shards.rows[name][rank]
+                    rows.copy_(gradient[lo:hi].reshape(-1))
+        return message
+
+    def _pieces(self, bucket: Bucket, message: Tensor, rank: int) -> Sequence[Tensor]:
+        """The rows of each master in a message to a rank."""
+        return message[len(bucket.names) :].split([self._shards.count(name, rank) for name in bucket.names])
+
+    def _take(self, bucket: Bucket, wait: Callable[[], Tensor]) -> None:
+        """Add what came, in the order of the micro-batches."""
+        now = self._round
+        assert now is not None
+        received, size, rank = wait(), self._own(bucket), self._shards.ranks.rank
+        if not size:
+            return
+        for number, message in enumerate(received.split(size)):
+            present = message[: len(bucket.names)].tolist()
+            for name, there, rows in zip(bucket.names, present, self._pieces(bucket, message, rank)):
+                if there and rows.numel():
+                    self._sums[name].add(now.first + number, rows.view(self._shards.own_shape(name)))
+
+
+def buckets(names: Sequence[str]) -> list[list[str]]:
+    """Masters in the order in which a backward completes their gradients: the head, the layers from the last, and the
+    embedding."""
+    head = [name for name in names if name in ("head", "final_norm")]
+    layers: dict[int, list[str]] = {}
+    for name in names:
+        if name.startswith("layers."):
+            layers.setdefault(int(name.split(".")[1]), []).append(name)
+    return [part for part in (head, *(layers[index] for index in sorted(layers, reverse=True)), ["embed"]) if part]

@@ -1,0 +1,127 @@
+"""The processes of a run, as one of them sees the others: gather, exchange, share, claim, and one error for all.
+
+A rank's work is local between two meetings. Whatever goes wrong locally is carried to the next meeting (`together`) and
+raised there on every rank, so that none waits for one that has left. What ranks say to each other is plain values as
+JSON and tensors as safetensors, never pickle. Left out: the transport of several processes (`transport.py`), and who
+starts them (`launch.py`).
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from safetensors.torch import load as tensors_from
+from safetensors.torch import save as bytes_of
+from torch import Tensor
+
+from isobit import errors
+from isobit.errors import IsobitError
+
+T = TypeVar("T")
+_KINDS = {kind.__name__: kind for kind in (IsobitError, errors.RunFailed, errors.Corruption, errors.NonFiniteError)}
+
+
+class Ranks(ABC):
+    """Rank `rank` of `size`. All ranks must call the methods that meet in the same order; `claim` may be called at any
+    time."""
+
+    rank: int
+    size: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the run's files and has the screen."""
+        return self.rank == 0
+
+    @abstractmethod
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What every rank gave, by rank."""
+
+    @abstractmethod
+    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Callable[[], Tensor]:
+        """Send `sent` [sum of sent_sizes], a piece to each rank. The result waits for the pieces that the ranks sent
+        here [sum of received_sizes], by rank."""
+
+    @abstractmethod
+    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+        """Give buffers[rank] to all, into their buffers of the same place. The result waits for it."""
+
+    @abstractmethod
+    def claim(self, name: str) -> int:
+        """0 for the first rank that asks under this name, then 1, 2, ..."""
+
+    def meet(self, verb: str) -> None:  # noqa: B027 (a rank that is alone has nobody to tell)
+        """What the rank is doing, for whoever waits for it."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank; plain values."""
+        return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What every rank gave, by rank; tensors on the CPU."""
+        given = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        if self.size == 1:
+            return [given]
+        return [tensors_from(data) for data in self.gather_bytes(bytes_of(given))]
+
+    def together(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, once it has returned on every rank. If it raised IsobitError on some, every rank
+        raises that of the lowest of them."""
+        found: T | None = None
+        mine: IsobitError | None = None
+        try:
+            found = compute()
+        except IsobitError as error:
+            if self.size == 1:
+                raise
+            mine = error
+        self.agree(mine)
+        return found  # type: ignore[return-value]
+
+    def agree(self, mine: IsobitError | None) -> None:
+        """Raise on every rank the error of the lowest rank that has one."""
+        if self.size == 1:
+            if mine is not None:
+                raise mine
+            return
+        said = self.gather(None if mine is None else [_kind(mine), str(mine)])
+        for rank, error in enumerate(said):
+            if error is not None:
+                if rank == self.rank and mine is not None:
+                    raise mine
+                raise _KINDS[error[0]](error[1])
+
+
+class Alone(Ranks):
+    """The only process of a run."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self._claimed: dict[str, int] = {}
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Callable[[], Tensor]:
+        assert list(sent_sizes) == list(received_sizes) == [sent.numel()]
+        return lambda: sent
+
+    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+        assert len(buffers) == 1
+        return lambda: None
+
+    def claim(self, name: str) -> int:
+        self._claimed[name] = self._claimed.get(name, -1) + 1
+        return self._claimed[name]
+
+
+ALONE = Alone()
+
+
+def _kind(error: IsobitError) -> str:
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)

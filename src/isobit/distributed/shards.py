@@ -1,0 +1,87 @@
+"""Which rank keeps which rows of the masters: whole blocks of 128 rows, for each master one range of rows per rank.
+
+128 rows are the height of a quantization block, so an owner quantizes its rows without the others'. Larger masters are
+cut into as many ranges as there are ranks, as equal as blocks allow; smaller ones belong to few ranks. Each master's
+ranges go, the largest first, to the ranks that have the fewest bytes so far: so the order of ranks is **not** the order
+of rows, and what is put together again goes by `lo`, never by rank.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from isobit.distributed.ranks import ALONE, Ranks
+
+BLOCK_ROWS = 128
+MOMENT_BLOCK = 256
+"""Elements of an 8-bit moment's block (`isobit.rl.optim_8bit`): no range cuts one."""
+Rows = tuple[int, int]
+NONE: Rows = (0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """`shapes` of the whole masters, and `rows[name][rank]` = (lo, hi): what each rank keeps; (0, 0) is nothing."""
+
+    ranks: Ranks
+    shapes: Mapping[str, tuple[int, ...]]
+    rows: Mapping[str, tuple[Rows, ...]]
+
+    @staticmethod
+    def of(shapes: Mapping[str, tuple[int, ...]], ranks: Ranks = ALONE) -> "Shards":
+        """The ownership of masters of these shapes: a function of the shapes and of the number of ranks alone."""
+        return Shards(ranks, dict(shapes), ownership(shapes, ranks.size))
+
+    def own(self, name: str) -> Rows:
+        """The rows of a master that this rank keeps."""
+        return self.rows[name][self.ranks.rank]
+
+    def owned(self, name: str) -> bool:
+        """Whether this rank keeps any row of a master."""
+        lo, hi = self.own(name)
+        return hi > lo
+
+    def own_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of what this rank keeps of a master."""
+        lo, hi = self.own(name)
+        return (hi - lo, *self.shapes[name][1:])
+
+    def width(self, name: str) -> int:
+        """Elements of a row."""
+        return math.prod(self.shapes[name][1:])
+
+    def count(self, name: str, rank: int) -> int:
+        """Elements that a rank keeps of a master."""
+        lo, hi = self.rows[name][rank]
+        return (hi - lo) * self.width(name)
+
+    def elements(self, rank: int) -> int:
+        """Elements that a rank keeps of all masters."""
+        return sum(self.count(name, rank) for name in self.shapes)
+
+
+def ownership(shapes: Mapping[str, tuple[int, ...]], size: int) -> dict[str, tuple[Rows, ...]]:
+    """(lo, hi) by master and rank."""
+    kept = [0] * size
+    found: dict[str, tuple[Rows, ...]] = {}
+    for name, shape in shapes.items():
+        width = math.prod(shape[1:])
+        rows = [NONE] * size
+        ranges = sorted(_ranges(shape[0], width, size), key=lambda r: r[0] - r[1])
+        for rank, (lo, hi) in zip(sorted(range(size), key=lambda r: (kept[r], r)), ranges):
+            rows[rank] = (lo, hi)
+            kept[rank] += (hi - lo) * width
+        found[name] = tuple(rows)
+    return found
+
+
+def _ranges(rows: int, width: int, size: int) -> list[Rows]:
+    """Rows 0 to `rows` in at most `size` ranges of whole blocks."""
+    height = BLOCK_ROWS
+    while height * width % MOMENT_BLOCK:
+        height *= 2
+    blocks = -(-rows // height)
+    parts = min(blocks, size)
+    cuts = [min(blocks * part // parts * height, rows) for part in range(parts + 1)]
+    return list(pairwise(cuts))

@@ -1,0 +1,136 @@
+"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs, with the launcher's key-value store beside it.
+
+What is said (counts, errors, completions) always goes over gloo; gradients and weights go over NCCL where the tensors
+are on GPUs. NCCL has not been run: no machine with two GPUs was at hand. Left out: order (`exchange.py`).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isobit.distributed.ranks import Ranks
+from isobit.errors import RunFailed, printable
+
+_FAILED = "failed"
+_GRACE_S = 3.0  # in which a rank that failed says why, before the others report that its connection is gone
+
+
+class TorchRanks(Ranks):
+    """The process group of a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    `bytes_sent` counts gradients and weights that this rank has sent to others. A rank that waits longer than
+    `timeout_s` raises RunFailed, which names the ranks that did not come.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._timeout_s, self._met = timeout_s, 0
+        self.bytes_sent = 0
+        limit = timedelta(seconds=timeout_s)
+        store.set_timeout(limit)
+        self._store = dist.PrefixStore("isobit", store)
+        with self._failures("start"):
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            self._tensors = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        with self._failures("gather"):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]))
+            longest = max(int(size) for size in sizes)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(data)] = mine
+            found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(found, padded)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes)]
+
+    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Callable[[], Tensor]:
+        received = sent.new_empty(sum(received_sizes))
+        self.bytes_sent += (sum(sent_sizes) - sent_sizes[self.rank]) * sent.element_size()
+        with self._failures("exchange gradients"):
+            work = dist.all_to_all_single(
+                received, sent, list(received_sizes), list(sent_sizes), group=self._tensors, async_op=True
+            )
+
+        def wait() -> Tensor:
+            with self._failures("exchange gradients"):
+                work.wait()
+            return received
+
+        return wait
+
+    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+        self.bytes_sent += buffers[self.rank].numel() * buffers[self.rank].element_size() * (self.size - 1)
+        with self._failures("share weights"):
+            works = [
+                dist.broadcast(buffer, rank, group=self._tensors, async_op=True)
+                for rank, buffer in enumerate(buffers)
+                if buffer.numel()
+            ]
+
+        def wait() -> None:
+            with self._failures("share weights"):
+                for work in works:
+                    work.wait()
+
+        return wait
+
+    def claim(self, name: str) -> int:
+        with self._failures("claim work"):
+            return int(self._store.add(f"claim/{name}", 1)) - 1
+
+    def meet(self, verb: str) -> None:
+        self._met += 1
+        with self._failures(verb):
+            self._store.set(f"at/{self.rank}", f"{self._met} {verb}")
+
+    def fail(self, reason: str) -> None:
+        """Say to the others why this rank ends."""
+        try:
+            self._store.set(_FAILED, f"rank {self.rank}: {reason}")
+        except (RuntimeError, dist.DistError):  # the store itself is gone
+            return
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+    @contextmanager
+    def _failures(self, verb: str) -> Iterator[None]:
+        """What torch raises where another rank is gone or late, as RunFailed that says which and why."""
+        started = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            late = time.monotonic() - started > 0.9 * self._timeout_s
+            raise RunFailed(self._why(verb, late, error)) from None
+
+    def _why(self, verb: str, late: bool, error: Exception) -> str:
+        text = " ".join(printable(str(error)).split())[:200]
+        try:
+            until = time.monotonic() + _GRACE_S
+            while time.monotonic() < until:
+                if self._store.check([_FAILED]):
+                    return self._store.get(_FAILED).decode()
+                time.sleep(0.1)
+            if late:
+                return f"{verb}: waited {self._timeout_s:g} s for {self._missing()}"
+            return f"{verb}: another rank is gone; {self._missing()} did not come; {text}"
+        except (RuntimeError, dist.DistError):
+            return f"{verb}: the ranks cannot reach each other: {text}"
+
+    def _missing(self) -> str:
+        """The ranks that met fewer times than this one, and where they were last."""
+        found = []
+        for rank in range(self.size):
+            key = f"at/{rank}"
+            met, _, verb = self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("0", "", "")
+            if int(met) < self._met:
+                found.append(f"rank {rank} (last seen in: {verb or 'start'})")
+        return ", ".join(found) or "the others"

@@ -1,0 +1,75 @@
+"""Rows that their owners have written into tensors that every rank has: sent to all others, a layer at a time.
+
+What travels are the bytes of the tensors: codes and scales where weights are quantized, so half of BF16's. Left out:
+what the owners write (`isobit.model.working`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from isobit.distributed.shards import Rows, Shards
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor made of a master, one of whose rows is made of `height` rows: 128 where it has scales of blocks."""
+
+    name: str
+    tensor: Tensor
+    height: int = 1
+
+    def rows(self, rows: Rows) -> Tensor:
+        """The rows that belong to the master's."""
+        lo, hi = rows
+        return self.tensor[lo // self.height : -(-hi // self.height)]
+
+
+def share_rows(stored: Sequence[Stored], shards: Shards) -> None:
+    """Fill each rank's tensors with the rows that the other ranks keep."""
+    if shards.ranks.size == 1:
+        return
+    waiting: list[tuple[list[Stored], list[Tensor], Callable[[], None]]] = []
+    for part in _parts(stored):
+        buffers = [_packed(part, shards, rank) for rank in range(shards.ranks.size)]
+        waiting.append((part, buffers, shards.ranks.share(buffers)))
+        if len(waiting) > 2:  # a few layers at a time are in memory twice
+            _take(*waiting.pop(0), shards)
+    for each in waiting:
+        _take(*each, shards)
+
+
+def _parts(stored: Sequence[Stored]) -> Iterator[list[Stored]]:
+    """What travels together: a layer."""
+    for _, part in groupby(stored, lambda s: s.name.split(".")[:2]):
+        yield list(part)
+
+
+def _bytes(part: Sequence[Stored], shards: Shards, rank: int) -> list[Tensor]:
+    """The bytes of a rank's rows, tensor by tensor, in their storage."""
+    found = []
+    for each in part:
+        rows = shards.rows[each.name][rank]
+        if rows[1] > rows[0]:
+            found.append(each.rows(rows).view(torch.uint8).view(-1))
+    return found
+
+
+def _packed(part: Sequence[Stored], shards: Shards, rank: int) -> Tensor:
+    pieces = _bytes(part, shards, rank)
+    if rank == shards.ranks.rank and pieces:
+        return torch.cat(pieces)
+    return torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=part[0].tensor.device)
+
+
+def _take(part: Sequence[Stored], buffers: Sequence[Tensor], wait: Callable[[], None], shards: Shards) -> None:
+    wait()
+    for rank, buffer in enumerate(buffers):
+        pieces = _bytes(part, shards, rank)
+        if rank == shards.ranks.rank or not pieces:
+            continue
+        for piece, received in zip(pieces, buffer.split([len(piece) for piece in pieces])):
+            piece.copy_(received)

@@ -1,0 +1,45 @@
+"""FP32 masters: the rows that this rank keeps of them, and the leaves through which autograd returns their gradients.
+
+Nothing in a forward or a backward reads a master: products take the working weights, and a gradient is returned for a
+leaf. Where one process has all rows, leaf and master are one tensor. Where ranks share them, a leaf is a single number,
+expanded to the master's shape, and `isobit.distributed.exchange` takes each gradient as it appears.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from isobit.distributed import Ranks, Shards
+
+
+class Masters:
+    """Masters of these whole `shapes`, in a fixed order; `given` are the rows that this rank keeps."""
+
+    def __init__(
+        self, given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], device: torch.device, ranks: Ranks
+    ) -> None:
+        self.shards = Shards.of(shapes, ranks)
+        kept = {name: self.shards.own_shape(name) for name in shapes if self.shards.owned(name)}
+        assert {name: tuple(t.shape) for name, t in given.items()} == kept
+        self.parameters = {name: nn.Parameter(given[name].to(device, torch.float32)) for name in kept}
+        self.leaves: Mapping[str, Tensor] = self.parameters
+        if ranks.size > 1:
+            self.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
+
+    @property
+    def count(self) -> int:
+        """Elements of all masters, on all ranks."""
+        return sum(leaf.numel() for leaf in self.leaves.values())
+
+
+def own_rows(whole: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The rows that a rank keeps, of whole masters; they share no memory with them where ranks are several."""
+    shards = Shards.of({name: tuple(tensor.shape) for name, tensor in whole.items()}, ranks)
+    if ranks.size == 1:
+        return dict(whole)
+    return {name: tensor[slice(*shards.own(name))].clone() for name, tensor in whole.items() if shards.owned(name)}
+
+
+def _leaf(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.zeros((), device=device).expand(shape).requires_grad_()

@@ -1,0 +1,241 @@
+"""The gradient of an optimizer batch: a forward and a backward for each of its micro-batches, on one rank or on many.
+
+Micro-batches are a function of the samples alone. Where there are several ranks, each computes every `size`-th one.
+Gradients are added in the order of the micro-batches (`isobit.distributed.exchange`), and so is what is counted over
+them, so neither depends on the number of ranks (tests/distributed/test_same_bits.py). Left out: which samples are in
+the batch, and the update.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from isobit.distributed import Ranks
+from isobit.distributed.exchange import GradientSum
+from isobit.errors import Corruption, IsobitError, NonFiniteError
+from isobit.model.checksums import checksums, first_difference
+from isobit.rl.batch import TrainingBatch
+from isobit.rl.functions import weighted_sum
+from isobit.rl.loss import LossFunction, kl_penalty
+from isobit.rl.optim import Optimizer
+from isobit.rl.packing import micro_batches, pack
+from isobit.rl.routing import BatchLoad, PolicyForward, RoutingTotals, batch_load, load_of, summed
+from isobit.rl.totals import Totals
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """Of an optimizer batch, which is in the parameters: its `norm`, inf if it is not finite; sums over its tokens; the
+    policy's log-probabilities by the index of the sample, [trained tokens]."""
+
+    norm: float
+    totals: Totals
+    logprobs: Mapping[int, Tensor]
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, (self.norm, self.totals.loss, self.totals.kl)))
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerBatch:
+    """The samples `part` of a batch, in micro-batches of indices; `weights`: of each sample's tokens. Samples without a
+    trained token have no gradient, so they are in none."""
+
+    batch: TrainingBatch
+    micro: Sequence[Sequence[int]]
+    weights: Mapping[int, float]
+    clip_bounds: tuple[float, float]
+
+    @staticmethod
+    def of(
+        batch: TrainingBatch, part: Sequence[int], clip_bounds: tuple[float, float], most_tokens: int
+    ) -> "OptimizerBatch":
+        trained = [i for i in part if batch.samples[i].num_trained]
+        spans = micro_batches([batch.samples[i] for i in trained], most_tokens)
+        micro = [[trained[i] for i in span] for span in spans]
+        return OptimizerBatch(batch, micro, dict(zip(part, batch.weights_of(part))), clip_bounds)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What one micro-batch left beside its gradient: sums over its tokens, its routers', and the policy's
+    log-probabilities [its trained tokens]."""
+
+    totals: Totals
+    routing: RoutingTotals
+    logprobs: Tensor
+
+
+class Differentiation:
+    """Puts gradients of `loss` into the optimizer's parameters. With `sum_group` micro-batches are added in groups."""
+
+    def __init__(self, optimizer: Optimizer, leaves: Mapping[str, Tensor], loss: LossFunction) -> None:
+        self._optimizer, self._leaves, self.loss = optimizer, leaves, loss
+        self._ranks: Ranks = optimizer.shards.ranks
+        group = optimizer.settings.sum_group
+        self._sum = GradientSum(leaves, optimizer.parameters, optimizer.shards, group)
+
+    def gradient(self, one: OptimizerBatch, policy: PolicyForward, checked: bool) -> Gradient:
+        """Of one optimizer batch. Raises Corruption if it is `checked`, and the gradient of a rank's first micro-batch
+        has other bits when it is computed twice."""
+        found: dict[int, MicroBatch] = {}
+        self._sum.begin()
+        try:
+            found = self._backwards(one, policy, checked)
+            self._sum.finish()
+            norm = self._optimizer.gradient_norm()
+        except _NotFinite as error:
+            found, norm = error.before, math.inf
+        totals, logprobs = Totals(), dict[int, Tensor]()
+        for index, micro in sorted(found.items()):
+            totals.merge(micro.totals)
+            policy.totals.merge(micro.routing)
+            lengths = [one.batch.samples[i].num_trained for i in one.micro[index]]
+            logprobs |= zip(one.micro[index], micro.logprobs.split(lengths))
+        return Gradient(norm, totals, logprobs)
+
+    def _backwards(self, one: OptimizerBatch, policy: PolicyForward, checked: bool) -> dict[int, MicroBatch]:
+        """All micro-batches, by all ranks. Raises _NotFinite on every rank where one meets NaN or infinity."""
+        rank, size, count = self._ranks.rank, self._ranks.size, len(one.micro)
+        mine: dict[int, MicroBatch] = {}
+        failed: IsobitError | None = None
+        try:
+            load = self._load(one, policy)
+        except NonFiniteError:
+            raise _NotFinite({}) from None
+        for first in range(0, count, size):
+            index = first + rank
+            now = checked and not mine and failed is None and index < count
+            try:
+                before = self._try(one, index, policy, load) if now else None
+                with self._checksums(now) as after, self._sum.round(first, min(size, count - first)):
+                    if index < count and failed is None:
+                        mine[index] = self._backward(one, index, policy, load)
+                if before is not None:
+                    _compare(before, after)
+            except IsobitError as error:
+                if not isinstance(error, (NonFiniteError, Corruption)):
+                    raise  # of the exchange: the others know
+                failed = error
+                mine.pop(index, None)
+        return self._gathered(mine, failed, policy)
+
+    def _gathered(
+        self, mine: dict[int, MicroBatch], failed: IsobitError | None, policy: PolicyForward
+    ) -> dict[int, MicroBatch]:
+        """Those of all ranks, by index."""
+        try:
+            policy.model.ops.raise_faults()  # of the backwards
+        except NonFiniteError as error:
+            failed = failed or error
+        if isinstance(failed, Corruption) and self._ranks.size == 1:
+            raise failed
+        # a rank stops at its first failure; what is before the first of all was computed at any number of ranks
+        broken = isinstance(failed, NonFiniteError)
+        self._ranks.agree(failed if isinstance(failed, Corruption) else None)
+        found = gather_micro_batches(self._ranks, mine)
+        done = self._ranks.gather([len(mine), broken])
+        if any(bad for _, bad in done):
+            first = min(rank + n * self._ranks.size for rank, (n, bad) in enumerate(done) if bad)
+            raise _NotFinite({index: micro for index, micro in found.items() if index < first})
+        return found
+
+    def _load(self, one: OptimizerBatch, policy: PolicyForward) -> BatchLoad | None:
+        """The load of the experts over the whole batch, where a loss balances it."""
+        objective, samples = one.batch.objective, one.batch.samples
+        if policy.model.config.experts is None or objective.router_aux_coefficient == 0:
+            return None
+        parts = [[samples[i] for i in indices] for indices in one.micro]
+        return batch_load(policy.model, parts, objective.router_replay, self._ranks)
+
+    def _backward(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> MicroBatch:
+        """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
+        batch, chosen = one.batch, one.micro[index]
+        objective, samples = batch.objective, [batch.samples[i] for i in chosen]
+        routing, totals, packed = RoutingTotals(), Totals(), pack(samples)
+        logprobs, entropy, tape = replace(policy, totals=routing)(packed, samples)
+        weights = [one.weights[i] for i in chosen]
+        inputs = batch.loss_inputs(chosen, weights, logprobs, entropy, packed.sequence, one.clip_bounds)
+        outputs = self.loss(inputs)
+        loss = total = weighted_sum(outputs, inputs)
+        if tape is not None and objective.router_aux_coefficient > 0:
+            probabilities = summed(tape)
+            load = load or load_of(tape, len(probabilities))
+            total = total + objective.router_aux_coefficient * load.loss(probabilities)
+        kl = None
+        if inputs.reference_logprobs is not None:
+            kl = kl_penalty(logprobs, inputs.reference_logprobs, objective.estimator)
+            total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
+        total.backward()
+        totals.count(loss, outputs, entropy, kl)
+        return MicroBatch(totals, routing, logprobs.detach())
+
+    def _try(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> dict[str, Tensor]:
+        """Checksums of the gradient that `_backward` gives, which leaves nothing else."""
+        with policy.model.transformer.watched(lambda ops, layer: ops), self._checksums(True, drop=True) as found:
+            self._backward(one, index, policy, load)
+        return found
+
+    @contextmanager
+    def _checksums(self, wanted: bool, *, drop: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Those of the gradients that appear inside, by name; with `drop` nothing else takes them."""
+        found: dict[str, Tensor] = {}
+
+        def hook(name: str) -> Callable[[Tensor], None]:
+            def take(leaf: Tensor) -> None:
+                if leaf.grad is not None:  # an expert that no token chose
+                    found.update(checksums({name: leaf.grad}))
+                if drop:
+                    leaf.grad = None
+
+            return take
+
+        leaves: Mapping[str, Any] = self._leaves if wanted else {}
+        hooks = [leaf.register_post_accumulate_grad_hook(hook(name)) for name, leaf in leaves.items()]
+        try:
+            yield found
+        finally:
+            for each in hooks:
+                each.remove()
+
+
+class _NotFinite(Exception):
+    """`before`: the micro-batches before the first that was not finite."""
+
+    def __init__(self, before: dict[int, MicroBatch]) -> None:
+        super().__init__()
+        self.before = before
+
+
+def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[int, MicroBatch]:
+    """Those of all ranks, by index."""
+    if ranks.size == 1:
+        return dict(mine)
+    said = ranks.gather([[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()])
+    tensors = ranks.gather_tensors({f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()})
+    found: dict[int, MicroBatch] = {}
+    for values, own in zip(said, tensors):
+        for index, totals, routing in values:
+            load, probabilities = own.get(f"{index}.load"), own[f"{index}.probabilities"]
+            routed = RoutingTotals.from_json(routing, load, probabilities)
+            found[index] = MicroBatch(Totals(**totals), routed, own[f"{index}.logprobs"])
+    return found
+
+
+def _tensors(micro: MicroBatch) -> dict[str, Tensor]:
+    found = {"logprobs": micro.logprobs, "probabilities": micro.routing.probabilities}
+    return found if micro.routing.load is None else found | {"load": micro.routing.load}
+
+
+def _compare(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    names = before.keys() ^ after.keys()
+    if (name := min(names) if names else first_difference(before, after)) is not None:
+        raise Corruption(
+            f"the gradient of {name} has other bits when it is computed again: a fault of the hardware, or an operator "
+            "or a loss that does not repeat itself"
+        )

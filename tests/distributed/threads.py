@@ -1,0 +1,99 @@
+"""Ranks that are threads of one process: what several ranks compute, without several processes."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from isobit.distributed import Ranks
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the threads of `size` ranks exchange what they give."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.lock = threading.Lock()
+        self.places: list[Any] = [None] * size
+        self.claimed: dict[str, int] = defaultdict(int)
+
+    def exchange(self, rank: int, given: Any) -> list[Any]:
+        """What every rank gave."""
+        self.places[rank] = given
+        self.barrier.wait()
+        found = list(self.places)
+        self.barrier.wait()
+        return found
+
+
+class ThreadRanks(Ranks):
+    """One of them. `bytes_sent` counts as `isobit.distributed.transport` does; `met` is what it was asked, in order."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+        self.bytes_sent = 0
+        self.met: list[str] = []
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        self.met.append("gather")
+        return self._all("gather", data)
+
+    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Callable[[], Tensor]:
+        assert sent.numel() == sum(sent_sizes)
+        self.met.append(f"exchange {sum(sent_sizes)}")
+        self.bytes_sent += (sum(sent_sizes) - sent_sizes[self.rank]) * sent.element_size()
+        pieces = [piece.clone() for piece in sent.split(list(sent_sizes))]
+        received = [given[self.rank] for given in self._all("exchange", pieces)]
+        assert [piece.numel() for piece in received] == list(received_sizes)
+        return lambda: torch.cat(received)
+
+    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+        self.met.append("share")
+        mine = buffers[self.rank].clone()
+        self.bytes_sent += mine.numel() * mine.element_size() * (self.size - 1)
+        given = self._all("share", mine)
+
+        def wait() -> None:
+            for buffer, piece in zip(buffers, given):
+                buffer.copy_(piece)
+
+        return wait
+
+    def claim(self, name: str) -> int:
+        with self._meeting.lock:
+            self._meeting.claimed[name] += 1
+            return self._meeting.claimed[name] - 1
+
+    def _all(self, what: str, given: Any) -> list[Any]:
+        found = self._meeting.exchange(self.rank, (what, given))
+        assert {kind for kind, _ in found} == {what}, "the ranks do not meet for the same"
+        return [value for _, value in found]
+
+
+def run(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
+    """What `work` returns on each of `size` ranks. Raises what the lowest rank that failed raised."""
+    meeting, found, raised = Meeting(size), [None] * size, [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = work(ThreadRanks(meeting, rank))  # type: ignore[call-overload]
+        except BaseException as error:
+            raised[rank] = error  # type: ignore[call-overload]
+            if not isinstance(error, threading.BrokenBarrierError):
+                meeting.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [e for e in raised if e is not None]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return found  # type: ignore[return-value]
