@@ -12,8 +12,9 @@ from tests.runs import fingerprint, write_config
 
 from .crash import Change, Disk, read_log
 
-SETTINGS = {"evaluation": {"every": 1, "samples": 4}, "prompts_per_step": 2, "sampling": {"group_size": 2}, "steps": 3}
-"""A checkpoint after step 2 and at the end, an evaluation and a possible best model after each."""
+SETTINGS = {"evaluation": {"every": 2, "samples": 4}, "prompts_per_step": 2, "sampling": {"group_size": 2}, "steps": 3}
+"""A checkpoint after step 2 and at the end; an evaluation and a possible best model before the one, and after the other
+for being the last."""
 KINDS = ("io", "full", "short", "interrupted", "kill")
 
 

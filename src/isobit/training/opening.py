@@ -83,8 +83,10 @@ def _end_of_the_last_row(run_dir: Path, config: Config, state: State, offset: in
     if state.unrecorded is None or not evaluated_only_as_the_last(config, state.step):
         return None
     found = runs.row_at(run_dir / runs.METRICS, offset)
-    evaluated = found is not None and found[0].keys() > {"step", *state.unrecorded}
-    return found[1] if found is not None and evaluated and found[0]["step"] == state.step else None
+    if found is None:
+        return None
+    row, end = found
+    return end if row.get("step") == state.step and row.keys() > {"step", *state.unrecorded} else None
 
 
 def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
