@@ -17,6 +17,8 @@ NAMES = (
     "trackers",
     "report_page",
     "memory_plan",
+    "published",
+    "exposed",
 )
 
 

@@ -1,6 +1,7 @@
 """`isobit plan`: its tables, its JSON, what it warns of, and what it refuses in one line."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.plan_jobs import MODELS
 from isobit import cli
 from isobit.cli.completion import devices
 from isobit.plan import DEVICES
 from tests.conftest import Refused
-from tests.plan.shapes import MODELS, model_folder
+from tests.documents import ROOT, parsed
+from tests.plan.shapes import model_folder
 
 Plan = Callable[..., str]
 
@@ -89,6 +92,10 @@ def test_overrides_change_the_plan(plan: Plan) -> None:
         (("--gpus", "512"), "342 micro-batches in an optimizer step for 512 GPUs: 170 wait"),
         (("--gpus", "512"), "64 prompts in a step for 512 GPUs: a group is sampled on one"),
         (("--gpus", "256"), "more than 128 GPUs hold the masters' shards several times"),
+        (
+            ("--gpus", "64", "optimizer.micro_batch_tokens=2600"),
+            "sum them in a machine first (--sum-group 8)",
+        ),
         (("engine.kv_pages=100",), "the KV cache holds 1,600 tokens, and the longest sequence has 2,560"),
         (("engine.kv_pages=1000",), "holds 6.2 of the longest sequences, and a group has 16"),
         (
@@ -144,3 +151,21 @@ def test_a_directory_without_config_json(config: Path, refused: Refused, tmp_pat
 def test_a_tab_knows_the_devices() -> None:
     assert devices("") == list(DEVICES)
     assert devices("h2") == ["h200", "h20"]
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The config in docs/how-to/plan.md, by the command below it."""
+    text = (ROOT / "docs" / "how-to" / "plan.md").read_text()
+    (config,) = [block.text for block in parsed(text) if block.title == "large.yaml"]
+    (shown,) = [block.text for block in parsed(text) if block.language == "text"]
+    (command,) = re.findall(r"`isobit (plan large.yaml [^`]+)` prints", text)
+    model_folder(tmp_path, MODELS["Qwen3-8B"]).rename(tmp_path / "Qwen3-8B")
+    (tmp_path / "large.yaml").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["isobit", *command.split()])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert not done.value.code
+    assert capsys.readouterr().out == shown

@@ -1,10 +1,10 @@
 """The planner's bytes: those of the design's table, and those of real models, caches and moments."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_jobs import MODELS, job
 from isobit.engine.engine import Engine
 from isobit.model import Experts, ModelConfig
 from isobit.plan.memory import (
@@ -20,7 +20,6 @@ from isobit.precision import PRESETS, precision_from
 from isobit.rl.optim import Optimizer
 from isobit.rl.schedule import OptimizerSettings
 from tests.models import tiny_model
-from tests.plan.shapes import MODELS, job
 
 FLOWS = (
     "float32",
@@ -116,9 +115,9 @@ def test_shares_are_nearly_equal_and_cover_all(ranks: int) -> None:
     assert largest_share(config, 1024) == largest_share(config, 128)
 
 
-def test_keys_change_the_parts_that_they_are_about(tmp_path: Path) -> None:
+def test_keys_change_the_parts_that_they_are_about() -> None:
     def parts(*changes: str, ranks: int = 8) -> dict[str, float]:
-        found = memory(job(tmp_path, "Qwen3-8B", *changes, ranks=ranks))
+        found = memory(job("Qwen3-8B", *changes, ranks=ranks))
         return {label.partition(":")[0]: size for label, size in (*found.held, *found.parts)} | {"total": found.total}
 
     plain = parts()
@@ -143,8 +142,8 @@ def test_keys_change_the_parts_that_they_are_about(tmp_path: Path) -> None:
     )
 
 
-def test_a_bf16_flow_takes_more_everywhere(tmp_path: Path) -> None:
-    given = job(tmp_path, "Qwen3-8B", ranks=8)
+def test_a_bf16_flow_takes_more_everywhere() -> None:
+    given = job("Qwen3-8B", ranks=8)
     wide = memory(given.under(precision_from("bf16"), 8))
     assert wide.total > memory(given).total
     assert replace(given, ranks=1) != given

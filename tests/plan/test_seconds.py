@@ -1,54 +1,53 @@
 """The model of time: what lengthens a step and what shortens it; how good it is, `benchmarks/published.py` says."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_jobs import MODELS, job
 from isobit.plan import Estimate, Lengths, estimate
 from isobit.plan.devices import DEVICES, FACTORS, Factors, device_named, rates
 from isobit.plan.estimate import fewest_ranks
 from isobit.plan.seconds import seconds
 from isobit.plan.work import Rates, quantized_share
 from isobit.precision import precision_from
-from tests.plan.shapes import MODELS, job
 
 _FULL = Factors(copy=1, products_bf16=1, products_fp8=1, experts=1, attention=1, cache_fp8=1, layer_s=0, step_s=0)
 
 
-def _of(folder: Path, *changes: str, ranks: int = 8, device: str = "h200", name: str = "Qwen3-8B") -> Estimate:
-    return estimate(job(folder, name, *changes, ranks=ranks, device=device))
+def _of(*changes: str, ranks: int = 8, device: str = "h200", name: str = "Qwen3-8B") -> Estimate:
+    return estimate(job(name, *changes, ranks=ranks, device=device))
 
 
-def test_a_step_is_its_parts(tmp_path: Path) -> None:
-    found = _of(tmp_path).seconds
+def test_a_step_is_its_parts() -> None:
+    found = _of().seconds
     parts = (found.rollout, found.logprobs, found.learn, found.exposed, found.update, found.sync)
     assert found.total == pytest.approx(sum(parts))
     assert 0 < found.exposed < found.exchange
-    assert _of(tmp_path, "rollouts_ahead=1").seconds.logprobs > found.logprobs == 0
+    assert _of("rollouts_ahead=1").seconds.logprobs > found.logprobs == 0
 
 
-def test_factors_only_lengthen(tmp_path: Path) -> None:
-    given = _of(tmp_path)
+def test_factors_only_lengthen() -> None:
+    given = _of()
     bound = seconds(given.job, given.memory, _FULL)
     for part in ("rollout", "learn", "update", "sync"):
         assert getattr(bound, part) < getattr(given.seconds, part), part
 
 
-def test_fp8_is_faster_than_bf16_and_more_gpus_than_few(tmp_path: Path) -> None:
-    low = _of(tmp_path, ranks=64)
+def test_fp8_is_faster_than_bf16_and_more_gpus_than_few() -> None:
+    low = _of(ranks=64)
     wide = estimate(low.job.under(precision_from("bf16"), 64))
     assert wide.seconds.rollout > low.seconds.rollout
     assert wide.seconds.learn > low.seconds.learn
     assert wide.seconds.sync > low.seconds.sync
-    assert _of(tmp_path, ranks=8).seconds.total > low.seconds.total
-    assert _of(tmp_path, ranks=64, device="h20").seconds.learn > low.seconds.learn
-    assert _of(tmp_path, "sampling.max_new_tokens=1024", ranks=64).seconds.total < low.seconds.total
-    assert _of(tmp_path, "optimizer.activation_checkpointing=true", ranks=64).seconds.learn > 1.2 * low.seconds.learn
+    assert _of(ranks=8).seconds.total > low.seconds.total
+    assert _of(ranks=64, device="h20").seconds.learn > low.seconds.learn
+    assert _of("sampling.max_new_tokens=1024", ranks=64).seconds.total < low.seconds.total
+    assert _of("optimizer.activation_checkpointing=true", ranks=64).seconds.learn > 1.2 * low.seconds.learn
 
 
-def test_completions_that_end_early_take_less_but_the_longest_counts(tmp_path: Path) -> None:
-    given = job(tmp_path, "Qwen3-8B", ranks=8)
+def test_completions_that_end_early_take_less_but_the_longest_counts() -> None:
+    given = job("Qwen3-8B", ranks=8)
     whole = estimate(given)
     early = estimate(replace(given, lengths=Lengths(512, 1024, 4096)))
     assert early.seconds.rollout < whole.seconds.rollout
@@ -77,11 +76,11 @@ def test_devices_have_sources_and_rates_in_proportion() -> None:
     )
 
 
-def test_the_fewest_gpus_that_fit(tmp_path: Path) -> None:
-    given = job(tmp_path, "Qwen3-8B")
+def test_the_fewest_gpus_that_fit() -> None:
+    given = job("Qwen3-8B")
     fewest = fewest_ranks(given)
     assert fewest is not None
     assert estimate(given.under(given.precision, fewest)).fits
     assert not estimate(given.under(given.precision, fewest // 2)).fits
-    large = job(tmp_path, "Llama-3.1-70B", "precision=bf16", device="h100")
+    large = job("Llama-3.1-70B", "precision=bf16", device="h100")
     assert fewest_ranks(large) is None  # 141 GB of working weights on every GPU

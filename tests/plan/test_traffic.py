@@ -1,13 +1,11 @@
 """What ranks send: the design's seconds, and the same bytes counted rank by rank."""
 
-from pathlib import Path
-
 import pytest
 
+from benchmarks.plan_jobs import MODELS, job
 from isobit.plan import Job, traffic
 from isobit.plan.memory import num_parameters, weights
-from isobit.plan.seconds import micro_batch
-from tests.plan.shapes import job
+from isobit.plan.seconds import exchange, micro_batch
 
 
 @pytest.mark.parametrize(
@@ -15,10 +13,10 @@ from tests.plan.shapes import job
     [("Qwen3-8B", 8, 0.10, 0, 0), ("Qwen3-8B", 64, None, 0.64, 0.08), ("Qwen3-32B", 1024, None, 2.9, 0.36)],
 )
 def test_an_exchange_takes_the_designs_seconds(
-    name: str, ranks: int, inside: float | None, outside: float, grouped: float, tmp_path: Path
+    name: str, ranks: int, inside: float | None, outside: float, grouped: float
 ) -> None:
     """To 5 %: 300 GB/s in a machine, 45 GB/s between machines; sums of machines are an eighth of the bytes."""
-    one, eight = (traffic.exchange(job(tmp_path, name, ranks=ranks, sum_group=group)) for group in (1, 8))
+    one, eight = (traffic.exchange(job(name, ranks=ranks, sum_group=group)) for group in (1, 8))
     if inside is not None:
         assert one.inside / 300e9 == pytest.approx(inside, rel=0.05)
     assert one.outside / 45e9 == pytest.approx(outside, rel=0.05)
@@ -41,8 +39,8 @@ def _counted(given: Job, ranks: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16, 64, 1024])
-def test_bytes_are_those_of_the_messages(ranks: int, group: int, tmp_path: Path) -> None:
-    given = job(tmp_path, "Qwen3-8B", ranks=ranks, sum_group=group)
+def test_bytes_are_those_of_the_messages(ranks: int, group: int) -> None:
+    given = job("Qwen3-8B", ranks=ranks, sum_group=group)
     sent = traffic.exchange(given)
     assert (sent.inside, sent.outside) == pytest.approx(_counted(given, ranks))
     total = 4.0 * num_parameters(given.model) * (ranks - 1) / ranks
@@ -50,11 +48,11 @@ def test_bytes_are_those_of_the_messages(ranks: int, group: int, tmp_path: Path)
         assert sent.inside + sent.outside == pytest.approx(total)
 
 
-def test_a_sync_sends_half_of_bf16s_bytes(tmp_path: Path) -> None:
-    given = job(tmp_path, "Qwen3-30B-A3B", ranks=8)
+def test_a_sync_sends_half_of_bf16s_bytes() -> None:
+    given = job("Qwen3-30B-A3B", ranks=8)
     low, wide = (
         traffic.gather(given.under(flow, 8))
-        for flow in (given.precision, job(tmp_path, "Qwen3-30B-A3B", "precision=bf16").precision)
+        for flow in (given.precision, job("Qwen3-30B-A3B", "precision=bf16").precision)
     )
     assert low.inside / wide.inside == pytest.approx(0.52, abs=0.02)
     assert low.inside == weights(given.model, given.precision).total * 7 / 8
@@ -63,10 +61,16 @@ def test_a_sync_sends_half_of_bf16s_bytes(tmp_path: Path) -> None:
     assert far.outside * 8 == pytest.approx(weights(given.model, given.precision).total * 7 / 8)
 
 
-def test_what_the_backward_hides_is_not_exposed(tmp_path: Path) -> None:
-    assert traffic.exposed(1.0, 100.0, 10) == pytest.approx(0.1)  # the last bucket
-    assert traffic.exposed(10.0, 0.0, 10) == pytest.approx(10.0)
-    assert traffic.exposed(10.0, 5.0, 10) == pytest.approx(5.5)
-    given = job(tmp_path, "Qwen3-8B", ranks=8)
-    shown = traffic.exposed(traffic.exchange(given).seconds, 2 / 3 * micro_batch(given), 2 * given.model.num_layers)
+def test_what_the_backward_hides_is_not_exposed() -> None:
+    even = [(0.1, 0.1)] * 10
+    assert traffic.exposed(1.0, 100.0, even) == pytest.approx(0.1)  # the last bucket
+    assert traffic.exposed(10.0, 0.0, even) == pytest.approx(10.0)
+    assert traffic.exposed(10.0, 5.0, even) == pytest.approx(5.5)
+    assert traffic.exposed(10.0, 5.0, [(1.0, 1.0)]) == pytest.approx(10.0)  # the control: one bucket hides nothing
+    for config in MODELS.values():
+        assert [sum(parts) for parts in zip(*traffic.buckets(config))] == pytest.approx([1, 1])
+    given = job("Qwen3-8B", ranks=8)
+    sent, shown = exchange(given)
+    embedding = given.model.vocab_size * given.model.hidden_size / num_parameters(given.model)
+    assert embedding * sent <= shown < 1.3 * embedding * sent  # which is complete last
     assert shown < 0.01 * micro_batch(given)

@@ -5,9 +5,20 @@ model, bytes and operations over what a device does in a second, with factors th
 to (`devices.py`, `benchmarks/published.py`).
 """
 
-from isobit.plan.devices import DEVICES, device_named
+from isobit.plan.devices import DEVICES, Device, device_named
 from isobit.plan.estimate import Estimate, estimate
 from isobit.plan.job import Job, Lengths, job_of
 from isobit.plan.warnings import does_not_fit, warnings
 
-__all__ = ["DEVICES", "Estimate", "Job", "Lengths", "device_named", "does_not_fit", "estimate", "job_of", "warnings"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Estimate",
+    "Job",
+    "Lengths",
+    "device_named",
+    "does_not_fit",
+    "estimate",
+    "job_of",
+    "warnings",
+]

@@ -48,21 +48,22 @@ class Factors:
 
     copy: float = 0.9
     """Of the memory's bandwidth. Measured: a copy on an H200, 4.3 of 4.8 TB/s (docs/gpu.md)."""
-    products_bf16: float = 0.56
-    """Of BF16 operations in linear layers over many tokens. Fitted: torchtitan, Llama-3.1-8B, BF16 compiled."""
-    products_fp8: float = 0.45
-    """The same of FP8 operations. Fitted: torchtitan, Llama-3.1-8B, Float8 compiled."""
-    experts: float = 0.5
-    """Of the above, in grouped products of a mixture of experts. Fitted: NeMo RL, Qwen3-30B-A3B."""
-    attention: float = 0.5
-    """Of BF16 operations, over many tokens. Published: FlashAttention 3 forward, 430 to 620 of 989 TFLOP/s on H100."""
-    cache_fp8: float = 0.75
-    """Of the bandwidth, where keys and values in FP8 are decoded. Published: at most 1.5 to 1.8 times BF16's speed."""
-    layer_s: float = 4e-6
+    products_bf16: float = 0.615
+    """Of BF16 operations in linear layers over many tokens. Fitted: torchtitan, Llama-3.1-8B."""
+    products_fp8: float = 0.444
+    """Of FP8 operations in linear layers over many tokens. Fitted: torchtitan, Llama-3.1-8B, Float8."""
+    experts: float = 0.407
+    """Of the above and of the bandwidth, in the products of a mixture of experts. Fitted: NeMo RL, Qwen3-30B-A3B."""
+    attention: float = 0.40
+    """Of BF16 operations, over many tokens. Published: Triton's FlashAttention 2, 330 to 475 of 989 TFLOP/s (H100)."""
+    cache_fp8: float = 0.85
+    """Of the bandwidth, where keys and values in FP8 are decoded: 1.6 times BF16's speed. Published: 1.5 to 1.8."""
+    layer_s: float = 3.0e-6
     """Seconds of a layer in a step of decoding besides bytes and operations. Fitted: Llama-3-8B, a captured step at
     batch 1 on an H100, 5.1 ms."""
-    step_s: float = 5e-3
-    """Seconds of a step of decoding on the host: scheduling, sampling, stopping. Fitted: NeMo RL, Llama-3.1-8B."""
+    step_s: float = 12.0e-3
+    """Seconds of a step of decoding for what is not on the GPU: scheduling, sampling, stopping. Fitted: NeMo RL,
+    Llama-3.1-8B."""
 
 
 FACTORS = Factors()
@@ -86,7 +87,7 @@ def rates(
     cache = bandwidth * (factors.cache_fp8 if cache_fp8 else 1.0)
     dense = Rates(bandwidth, factors.products_bf16 * device.bf16, factors.products_fp8 * device.fp8)
     return {
-        "linear": Rates(bandwidth, share * dense.bf16, share * dense.fp8),
+        "linear": Rates(share * bandwidth, share * dense.bf16, share * dense.fp8),
         "between": dense,
         "attention": Rates(cache, factors.attention * device.bf16, factors.attention * device.bf16),
         "head": dense,

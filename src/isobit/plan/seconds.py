@@ -39,10 +39,7 @@ def seconds(job: Job, memory: Memory, factors: Factors = FACTORS) -> Seconds:
     """The seconds of a step of a run that fits."""
     rounds = job.updates * job.rounds
     forward_and_backward = micro_batch(job, factors)
-    sent = traffic.exchange(job).seconds if job.ranks > 1 else 0.0
-    # a third of it is the forward, or a quarter where the backward runs that again
-    backward = forward_and_backward * (3 / 4 if job.config.optimizer.activation_checkpointing else 2 / 3)
-    shown = traffic.exposed(sent, backward, 2 * job.model.num_layers)
+    sent, shown = exchange(job, factors) if job.ranks > 1 else (0.0, 0.0)
     return Seconds(
         rollout=rollout(job, memory, factors),
         logprobs=logprobs(job, factors),
@@ -52,6 +49,14 @@ def seconds(job: Job, memory: Memory, factors: Factors = FACTORS) -> Seconds:
         update=job.updates * _time(job, {"optimizer": update(largest_share(job.model, job.ranks))}, factors),
         sync=job.updates * sync(job, factors),
     )
+
+
+def exchange(job: Job, factors: Factors = FACTORS) -> tuple[float, float]:
+    """Of one round's gradients: all of it, and what the backward does not hide."""
+    # a third of a micro-batch is its forward, or a quarter where the backward runs that again
+    share = 3 / 4 if job.config.optimizer.activation_checkpointing else 2 / 3
+    sent = traffic.exchange(job).seconds
+    return sent, traffic.exposed(sent, share * micro_batch(job, factors), traffic.buckets(job.model))
 
 
 def micro_batch(job: Job, factors: Factors = FACTORS) -> float:

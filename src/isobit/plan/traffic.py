@@ -7,10 +7,13 @@ piece crosses the network once a machine. Links of a machine and the network wor
 the slower one counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from isobit.model import ModelConfig
 from isobit.plan.job import Job
 from isobit.plan.memory import num_parameters, weights
+from isobit.plan.work import elements
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,24 @@ def gather(job: Job) -> Sent:
     return _sent(job, size * (ranks - 1) / ranks - outside, outside)
 
 
-def exposed(seconds: float, backward: float, buckets: int) -> float:
-    """Of an exchange that starts bucket by bucket in the backward: what is left after it. The last bucket always is."""
-    return max(0.0, seconds * (1 - 1 / buckets) - backward * (1 - 1 / buckets)) + seconds / buckets
+def buckets(config: ModelConfig) -> list[tuple[float, float]]:
+    """(share of the gradients' bytes, of the backward's time before it is complete), in the order of the backward: the
+    head, halves of layers from the last, the embedding. A tied head's gradient is complete with the embedding's."""
+    outside = config.vocab_size * config.hidden_size
+    layer = (num_parameters(config) - outside * (1 if config.tie_embeddings else 2)) / config.num_layers
+    active = elements(config, 1)[0]
+    head = [] if config.tie_embeddings else [(float(outside), float(outside))]
+    halves = [(layer / 2, active / config.num_layers / 2)] * (2 * config.num_layers)
+    found = [*head, *halves, (float(outside), float(outside) if config.tie_embeddings else 0.0)]
+    size, work = (sum(parts) for parts in zip(*found))
+    return [(each / size, own / work) for each, own in found]
+
+
+def exposed(seconds: float, backward: float, parts: Sequence[tuple[float, float]]) -> float:
+    """Of an exchange of so many seconds, what is left when the backward has ended. A bucket leaves when it is complete
+    and the one before it has left; the last one is always left."""
+    ready = left = 0.0
+    for size, work in parts:
+        ready += work * backward
+        left = max(left, ready) + size * seconds
+    return left - backward

@@ -8,6 +8,9 @@ from isobit.plan.shares import MOST_SHARDS
 HEAD_ROOM = 0.1
 """Of the memory: what allocators keep of freed memory, the driver's and collectives' buffers are not in the plan."""
 
+SHOWN = 0.1
+"""Of learning: what of an exchange may be left."""
+
 
 def does_not_fit(found: Estimate) -> str:
     """Why a job cannot run, and on how many GPUs it would."""
@@ -50,6 +53,12 @@ def warnings(found: Estimate) -> list[str]:
     if job.ranks > MOST_SHARDS:
         lines.append(
             f"more than {MOST_SHARDS} GPUs hold the masters' shards several times: memory a GPU does not fall further"
+        )
+    left, learning = found.seconds.exposed, found.seconds.learn
+    if job.ranks > job.per_node and job.sum_group == 1 and left > SHOWN * learning:
+        lines.append(
+            f"{left:.1f} s of the gradients' exchange are not hidden behind {learning:.1f} s of learning: sum them in a "
+            f"machine first (--sum-group {job.per_node})"
         )
     return lines + _cache_warnings(found)
 
