@@ -324,7 +324,7 @@ def nothing() -> list[Point]:
 def fitted() -> tuple[Factors, float]:
     """The fitted factors and the power, found again: each by bisection on its own point."""
     factors, power = replace(FACTORS, products_bf16=0.5, products_fp8=0.5, experts=0.5, layer_s=0.0, step_s=0.0), 1.0
-    for _ in range(25):  # these three depend on each other, through the power of one machine
+    for _ in range(12):  # these three depend on each other, through the power of one machine
         factors = _fit(factors, "products_bf16", 6667, lambda f, w=power: training(f, w)[1], 0.1, 1.5)
         factors = _fit(factors, "products_fp8", 10938, lambda f: training(f, 1.0)[-1], 0.1, 1.5)
         power = _bisect(lambda share, f=factors: training(f, share)[2].planned, 8532, 0.1, 1.5)
@@ -345,7 +345,7 @@ def _fit(factors: Factors, name: str, wanted: float, point: Callable[..., Point]
 def _bisect(planned: Callable[..., float | None], wanted: float, low: float, high: float) -> float:
     """The value at which what is planned is what is wanted; it rises or falls all the way."""
     rising = (planned(high) or 0.0) > (planned(low) or 0.0)
-    for _ in range(30):
+    for _ in range(22):
         middle = (low + high) / 2
         low, high = (low, middle) if ((planned(middle) or 0.0) > wanted) == rising else (middle, high)
     return (low + high) / 2

@@ -66,7 +66,7 @@ def test_a_plan_has_memory_by_part_and_seconds_by_preset(plan: Plan) -> None:
         ]
     assert "Seconds are a model" in text
     assert "Nothing was measured with isobit on a GPU" in " ".join(text.split())
-    assert "warning" not in text
+    assert "warning: 8 GPUs" not in text
 
 
 def test_json_has_the_numbers_of_the_tables(plan: Plan) -> None:
@@ -94,7 +94,7 @@ def test_overrides_change_the_plan(plan: Plan) -> None:
         (("--gpus", "256"), "more than 128 GPUs hold the masters' shards several times"),
         (
             ("--gpus", "64", "optimizer.micro_batch_tokens=2600"),
-            "sum them in a machine first (--sum-group 8)",
+            "of learning: sum them in a machine first (--sum-group 8)",
         ),
         (("engine.kv_pages=100",), "the KV cache holds 1,600 tokens, and the longest sequence has 2,560"),
         (("engine.kv_pages=1000",), "holds 6.2 of the longest sequences, and a group has 16"),

@@ -28,6 +28,7 @@ def test_the_kept_points_and_the_page_are_what_is_planned_now() -> None:
     assert published.table(other) not in PAGE.read_text()
 
 
+@pytest.mark.slow
 def test_the_factors_are_those_that_fit() -> None:
     """To 1 %; each point that one of them was fitted to is met, and the others say that they are held out."""
     again, power = published.fitted()
