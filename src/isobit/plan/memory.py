@@ -7,6 +7,7 @@ freed memory, and the buffers of the driver and of collectives; `warnings.py` as
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,8 @@ _LOGITS = 12  # bytes of each: float32, its probability and its gradient
 _CACHE_FRACTION = 4  # of the memory that is free when an engine is opened, for its keys and values
 _MOMENT_BLOCK, _FEWEST = 256, 4096  # of moments in 8 bits
 Item = tuple[str, float]
+Kind = tuple[int | None, str, tuple[int, ...]]
+"""Layer, or None outside the layers; role, the last part of the name; shape."""
 
 
 @dataclass(frozen=True)
@@ -108,34 +111,36 @@ def _sleeps(job: Job) -> bool:
 
 
 @lru_cache
-def shapes_of(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """The masters' shapes, by name."""
-    return parameter_shapes(config)
+def masters(config: ModelConfig) -> Mapping[Kind, int]:
+    """How many masters of each kind there are: a layer's experts are alike."""
+    found: Counter[Kind] = Counter()
+    for name, shape in parameter_shapes(config).items():
+        found[int(name.split(".")[1]) if name.startswith("layers.") else None, name.rpartition(".")[2], shape] += 1
+    return found
 
 
 @lru_cache
 def num_parameters(config: ModelConfig) -> int:
     """Of the whole model."""
-    return sum(math.prod(shape) for shape in shapes_of(config).values())
+    return sum(count * math.prod(shape) for (_, _, shape), count in masters(config).items())
 
 
 @lru_cache
 def weights(config: ModelConfig, precision: Precision, frozen: bool = False) -> Weights:
     """Working weights of both uses; of a `frozen` model the learner's only."""
     found = {"quantized": 0.0, "plain": 0.0, "router": 0.0, "own": 0.0}
-    for name, shape in shapes_of(config).items():
-        layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+    for (layer, role, shape), count in masters(config).items():
         rollout, learner = (precision.flow(use, layer, config.num_layers) for use in ("rollout", "learner"))
-        kind, size = _working(name, shape, learner if frozen else rollout, precision)
-        found[kind] += size
+        kind, size = _working(role, shape, learner if frozen else rollout, precision)
+        found[kind] += count * size
         if not frozen and not (precision.shared and rollout == learner):
-            found["own"] += _working(name, shape, learner, precision)[1]
+            found["own"] += count * _working(role, shape, learner, precision)[1]
     return Weights(**found)
 
 
-def _working(name: str, shape: tuple[int, ...], flow: Flow, precision: Precision) -> tuple[str, float]:
+def _working(role: str, shape: tuple[int, ...], flow: Flow, precision: Precision) -> tuple[str, float]:
     """(kind, bytes) of one working weight."""
-    role, count = name.rpartition(".")[2], math.prod(shape)
+    count = math.prod(shape)
     if role == "router":
         return "router", 4.0 * count
     if role in LINEAR_LAYERS:
@@ -154,10 +159,10 @@ def quantized_bytes(rows: float, columns: int, spec: QuantSpec) -> float:
 def moment_bytes(config: ModelConfig, state: str) -> float:
     """Of both moments of all parameters; `state` is fp32 or 8bit (`isobit.rl.optim_8bit`)."""
     total = 0
-    for shape in shapes_of(config).values():
+    for (_, _, shape), times in masters(config).items():
         count = math.prod(shape)
         low = state == "8bit" and count >= _FEWEST and count % _MOMENT_BLOCK == 0
-        total += 2 * (count + 4 * (count // _MOMENT_BLOCK)) if low else 8 * count
+        total += times * (2 * (count + 4 * (count // _MOMENT_BLOCK)) if low else 8 * count)
     return total
 
 
@@ -191,37 +196,34 @@ def micro_batch_tokens(job: Job) -> float:
 
 
 def _learning(job: Job) -> Item:
-    """The forward's saved activations, and the larger of what the head and a layer take in the backward."""
+    """What the forward keeps, and the larger of what the head and one layer take in the backward."""
     tokens, config = micro_batch_tokens(job), job.model
     hidden = job.precision.learner.compute.itemsize * config.hidden_size
-    saved = sum(saved_bytes(config, job.precision, layer) for layer in range(config.num_layers))
+    saved = [saved_bytes(config, job.precision, layer) for layer in range(config.num_layers)]
+    kept, again = sum(saved) + 2 * hidden, gate_bytes(config)
     if job.config.optimizer.activation_checkpointing:
-        largest = max(saved_bytes(config, job.precision, layer) for layer in range(config.num_layers))
-        saved = 2 * hidden * config.num_layers + largest
+        kept, again = 2 * hidden * config.num_layers, max(saved)
     rows = min(tokens, max(16, HEAD_ELEMENTS // config.vocab_size))
     # the head's gradient is added up over chunks of logits, so it is there twice
     head = 8 * config.vocab_size * config.hidden_size + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
-    layer = gradient_bucket(config) + tokens * (working_bytes_of_a_token(config) + 2 * hidden)
     label = f"learning: activations of {tokens:,.0f} tokens, logits, a bucket of gradients"
-    return label, tokens * (saved + 2 * hidden) + max(head, layer)
+    return label, tokens * kept + max(head, gradient_bucket(config) + tokens * again)
 
 
 def gradient_bucket(config: ModelConfig) -> float:
     """The FP32 gradients of the largest layer: they wait for each other before they are exchanged."""
-    layers: dict[str, int] = {}
-    for name, shape in shapes_of(config).items():
-        if name.startswith("layers."):
-            layer = name.split(".")[1]
-            layers[layer] = layers.get(layer, 0) + math.prod(shape)
+    layers: Counter[int] = Counter()
+    for (layer, _, shape), count in masters(config).items():
+        if layer is not None:
+            layers[layer] += count * math.prod(shape)
     return 4.0 * max(layers.values())
 
 
-def working_bytes_of_a_token(config: ModelConfig) -> float:
-    """What a layer's backward holds of a token while it works: gradients of the gate's inputs and output."""
-    inner, times = config.intermediate_size, 1
-    if config.experts is not None:
-        inner, times = config.experts.intermediate_size, config.experts.per_token
-    return times * 2.0 * (2 * inner + inner + config.hidden_size)
+def gate_bytes(config: ModelConfig) -> float:
+    """The inputs of a layer's gates, or their gradient, of one token."""
+    if config.experts is None:
+        return 2.0 * 2 * config.intermediate_size
+    return 2.0 * 2 * config.experts.intermediate_size * config.experts.per_token
 
 
 def saved_bytes(config: ModelConfig, precision: Precision, layer: int) -> float:
@@ -254,6 +256,6 @@ def _rolling_out(job: Job) -> Item:
     """Activations of one forward, and its logits in float32, twice."""
     engine, config = job.config.engine, job.model
     rows = min(engine.max_sequences, job.completions_of_a_rank)
-    wide = working_bytes_of_a_token(config) + 2 * (2 * config.hidden_size + config.qkv_size)
+    wide = 2 * gate_bytes(config) + 2 * (2 * config.hidden_size + config.qkv_size)
     label = f"rolling out: activations of {engine.max_batch_tokens:,} tokens, logits"
     return label, engine.max_batch_tokens * wide + 8.0 * rows * config.vocab_size
