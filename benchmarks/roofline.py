@@ -5,8 +5,8 @@ of two times: that of the bytes which must move through device memory (each weig
 once), and that of the operations at the rate of the unit that does them. What is measured over its floor is the share
 that a run reaches. A ratio of floors is the most that FP8 can win on a shape, with kernels that are equally good.
 
-Counted: linear layers, experts, output head, attention with its cache, and the traffic of norms, gates and quantization
-between them. Left out: launches, waiting, sampling, collectives. `python -m benchmarks.roofline` prints the tables.
+What is counted, and what is left out, is in `isobit/plan/work.py`, which estimates from the same work.
+`python -m benchmarks.roofline` prints the tables.
 """
 
 import argparse

@@ -148,6 +148,22 @@ def test_a_directory_without_config_json(config: Path, refused: Refused, tmp_pat
     assert "empty: config.json is missing" in refused("plan", config, f"model.path={tmp_path / 'empty'}")
 
 
+def test_a_strangers_config_is_bounded(config: Path, refused: Refused, tmp_path: Path) -> None:
+    """No weights are there that would contradict its sizes."""
+    file = tmp_path / "model" / "config.json"
+    values = MODELS["Qwen3-30B-A3B"].to_hf()
+    file.write_text(json.dumps(values | {"num_experts": 1 << 20, "num_local_experts": 1 << 20}))
+    assert "50,331,648 experts in all layers: expected at most 65,536" in refused("plan", config)
+    file.write_text("[]")
+    assert "config.json: expected a JSON object" in refused("plan", config)
+    file.write_text(json.dumps({"model_type": "deepseek_v3"}))
+    assert "unsupported architecture 'deepseek_v3'" in refused("plan", config)
+
+
+def test_numbers_without_end_are_refused(config: Path, refused: Refused) -> None:
+    assert "too large to be planned with" in refused("plan", config, f"prompts_per_step=1{'0' * 400}")
+
+
 def test_a_tab_knows_the_devices() -> None:
     assert devices("") == list(DEVICES)
     assert devices("h2") == ["h200", "h20"]

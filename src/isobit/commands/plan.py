@@ -48,10 +48,12 @@ def plan_command(
     if sum_group not in (1, per_node):
         raise IsobitError(f"--sum-group {sum_group}: expected 1, or {per_node}: the GPUs of a machine (--per-node)")
     job = job_of(config, device_named(device), prompt_tokens, new_tokens, per_node=per_node, sum_group=sum_group)
-    own = [estimate(job.under(job.precision, ranks)) for ranks in counts]
-    flows = {flow.name: flow for flow in map(precision_from, presets)}
-    flows = {job.precision.name: job.precision} | flows
-    found = [estimate(job.under(flow, ranks)) for ranks in counts for flow in flows.values()]
+    flows = {flow.name: flow for flow in (job.precision, *map(precision_from, presets))}
+    try:
+        own = [estimate(job.under(job.precision, ranks)) for ranks in counts]
+        found = [estimate(job.under(flow, ranks)) for ranks in counts for flow in flows.values()]
+    except OverflowError:
+        raise IsobitError("a number of the config is too large to be planned with") from None
     print(json.dumps(_plain(own, found), indent=1) if as_json else _text(own, found))
     if not any(each.fits for each in own):
         raise IsobitError(does_not_fit(own[-1]))

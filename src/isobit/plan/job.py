@@ -16,6 +16,7 @@ from isobit.precision import Precision, precision_from
 from isobit.rl.objective import for_precision
 
 _PROMPT_TOKENS = 512
+_MOST_EXPERTS = 1 << 16  # in all layers, in a stranger's config.json: no weights are there to contradict it
 
 
 @dataclass(frozen=True)
@@ -160,4 +161,8 @@ def architecture(path: str, tied: bool = False) -> ModelConfig:
     """Of a Hugging Face directory, by its config.json alone. Raises IsobitError for one that is not supported."""
     file = model_folder(Path(path)) / "config.json"
     values = read_json(file)
-    return ModelConfig.from_hf(values | ({"tie_word_embeddings": True} if tied else {}), str(file))
+    config = ModelConfig.from_hf(values | ({"tie_word_embeddings": True} if tied else {}), str(file))
+    experts = config.num_mixtures * (0 if config.experts is None else config.experts.count)
+    if experts > _MOST_EXPERTS:
+        raise IsobitError(f"{file}: {experts:,} experts in all layers: expected at most {_MOST_EXPERTS:,}")
+    return config
