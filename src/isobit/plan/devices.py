@@ -38,7 +38,7 @@ DEVICES: Mapping[str, Device] = {
         Device("b200", 178.3 * GIB, 8.0e12, 2250e12, 4500e12, "NVIDIA HGX B200 data sheet", link=600e9, network=90e9),
     )
 }
-"""`memory` is what PyTorch reports of such a GPU. `link`: two thirds of the 450 GB/s of NVLink 4
+"""`memory` is about what PyTorch reports of such a GPU. `link`: two thirds of the 450 GB/s of NVLink 4
 in one direction (NVLink 5: of 900 GB/s); `network`: 90 % of one adapter of 400 Gb/s a GPU (B200: 800)."""
 
 
@@ -57,10 +57,11 @@ class Factors:
     attention: float = 0.40
     """Of BF16 operations, over many tokens. Published: Triton's FlashAttention 2, 330 to 475 of 989 TFLOP/s (H100)."""
     cache_fp8: float = 0.85
-    """Of the bandwidth, where keys and values in FP8 are decoded: 1.6 times BF16's speed. Published: 1.5 to 1.8."""
+    """Of the bandwidth, where keys and values in FP8 are decoded: 1.6 times BF16's speed. Assumed: others see less
+    than the ratio of bytes, or nothing (FlashInfer, SGLang)."""
     layer_s: float = 3.0e-6
-    """Seconds of a layer in a step of decoding besides bytes and operations. Fitted: Llama-3-8B, a captured step at
-    batch 1 on an H100, 5.1 ms."""
+    """Seconds of a layer in a step of decoding besides bytes and operations. Fitted: Llama-8B, a captured step on an
+    H100, 5.1 ms, taken for batch 1."""
     step_s: float = 12.0e-3
     """Seconds of a step of decoding for what is not on the GPU: scheduling, sampling, stopping. Fitted: NeMo RL,
     Llama-3.1-8B."""
