@@ -138,13 +138,13 @@ def training(factors: Factors, power: float) -> list[Point]:
 
     wide, low = speed("bf16", titan), speed("fp8-unified", titan)
     far, unit = "torchtitan, llama3_8b_h200_2025-06", "tokens/s/GPU"
-    name = "Llama-3.1-8B, pretraining"
+    name, hidden = "Llama-3.1-8B, pretraining", "traffic taken as hidden"
     return [
         Point(f"{name}, 8 H100, BF16", TITAN, unit, 5762, 5762, wide, note="eager; the planner has fused kernels"),
         Point(f"{name}, 8 H100, BF16, compiled", TITAN, unit, 6667, 6667, wide, True),
         Point(f"{name}, 8 H100, Float8, compiled", TITAN, unit, 8532, 8532, low, True),
-        Point(f"{name}, 128 H100, BF16, compiled", TITAN, unit, 6514, 6514, wide),
-        Point(f"{name}, 128 H100, Float8, compiled", TITAN, unit, 8380, 8380, low),
+        Point(f"{name}, 128 H100, BF16, compiled", TITAN, unit, 6514, 6514, wide, note=hidden),
+        Point(f"{name}, 128 H100, Float8, compiled", TITAN, unit, 8380, 8380, low, note=hidden),
         Point(
             f"{name}, 8 H100, Float8, 32,768 tokens, full checkpointing",
             TITAN,
