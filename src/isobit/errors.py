@@ -57,6 +57,10 @@ class Corruption(RunFailed):
     """Memory or a computation is not what it must be: the hardware is at fault, or code that writes elsewhere."""
 
 
+class RankLost(RunFailed):
+    """Another process of the run is gone or late: what they compute together cannot go on, nor be saved."""
+
+
 class NonFiniteError(IsobitError):
     """NaN or infinity where a number is needed. The learner skips a step in which this happens, and counts it."""
 

@@ -7,6 +7,7 @@ inside the commands, so that `--help` answers at once.
 """
 
 import errno
+import os
 import sys
 from typing import NoReturn
 
@@ -30,5 +31,6 @@ def main() -> None:
 
 
 def _end(error: IsobitError) -> NoReturn:
-    print(f"isobit: {error}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0" or not sys.stderr.isatty():  # the first rank speaks for all at a terminal
+        print(f"isobit: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

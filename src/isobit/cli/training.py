@@ -1,5 +1,7 @@
 """Commands that make models: `train`, `sft`, `compare`."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +26,7 @@ def train(
         typer.Option(
             metavar="RUN",
             help="resume an interrupted run, or extend a finished one; overrides may change "
-            "steps, on_mismatch, run.* and tracking.* (except run.dir)",
+            "steps, ranks, on_mismatch, run.* and tracking.* (except run.dir)",
         ),
     ] = None,
     from_rollouts: Annotated[
@@ -80,24 +82,55 @@ def _train(
 
     if redo and (config is None or dry_run):
         raise IsobitError("--redo is for a new run: give a config, without --resume, --from-rollouts and --dry-run")
+    if resume is not None and (from_rollouts is not None or out is not None or dry_run):
+        raise IsobitError(
+            "--resume continues a run in its own directory; leave out --from-rollouts, --out and --dry-run"
+        )
+    if from_rollouts is not None and (out is None or dry_run):
+        raise IsobitError("--from-rollouts makes a new run: say where with --out DIR, without --dry-run")
+    if redo and os.environ.get("RANK", "0") == "0":
+        assert config is not None
+        clear_finished(load_config(config, _into(overrides, out)))
+    if not dry_run and (ranks := _ranks_to_start(config, overrides, resume or from_rollouts)) > 1:
+        return _start(ranks, config, overrides, resume, out)
     if resume is not None:
-        if from_rollouts is not None or out is not None or dry_run:
-            raise IsobitError(
-                "--resume continues a run in its own directory; leave out --from-rollouts, --out and --dry-run"
-            )
         return trainer.resume(resume, overrides, quiet=quiet).exit_code
     if from_rollouts is not None:
-        if out is None or dry_run:
-            raise IsobitError("--from-rollouts makes a new run: say where with --out DIR, without --dry-run")
+        assert out is not None
         return trainer.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
     assert config is not None
-    resolved = load_config(config, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
+    resolved = load_config(config, _into(overrides, out))
     if dry_run:
         print(printable(dry_run_report(resolved)))
         return 0
-    if redo:
-        clear_finished(resolved)
     return trainer.train(resolved, quiet=quiet).exit_code
+
+
+def _into(overrides: list[str], out: Path | None) -> list[str]:
+    return [*overrides, *([f"run.dir={out}"] if out is not None else [])]
+
+
+def _ranks_to_start(config: str | None, overrides: list[str], run: Path | None) -> int:
+    """How many processes to start; 1 where a launcher has started this one."""
+    from isobit.config import load_config
+    from isobit.distributed.launch import launched
+    from isobit.run.directory import CONFIG, require_run
+
+    if launched():
+        return 1
+    if run is not None:
+        require_run(run)
+    path = str(run / CONFIG) if run is not None else config
+    assert path is not None
+    return load_config(path, overrides).ranks
+
+
+def _start(ranks: int, config: str | None, overrides: list[str], resume: Path | None, out: Path | None) -> int:
+    from isobit.config import load_config
+    from isobit.distributed.launch import start
+
+    directory = resume or out or Path(load_config(config or "", overrides).run.dir)
+    return start(ranks, sys.argv[1:], f"go on with: isobit train --resume {directory}")
 
 
 @app.command()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from isobit.errors import IsobitError
 
-_KEYS = ("steps", "on_mismatch")
+_KEYS = ("steps", "ranks", "on_mismatch")
 _SECTIONS = ("run", "tracking")
 _FIXED = ("run.dir",)
 

@@ -63,6 +63,12 @@ class Config:
         int, at_least(0), at_most(64), "how many batches the rollout is ahead of the learner; 0: synchronous"
     ] = 0
     prompts_per_step: Annotated[int, at_least(1), "prompts (groups) of a rollout batch"] = 8
+    ranks: Annotated[
+        int,
+        at_least(1),
+        "processes that train together on this machine, each with a GPU or some of the CPU's cores; the bits do not "
+        "depend on it. A launcher's number, such as torchrun's, comes before it",
+    ] = 1
     seed: Annotated[int, at_least(0), below(2**63), "for data order, sampling and shuffling"] = 0
 
     def __post_init__(self) -> None:

@@ -159,4 +159,7 @@ class RunConfig:
         "steps between checks of the backward: the first micro-batch is differentiated twice, and gradients whose bits "
         "differ end the run; 0: none",
     ] = 0
+    rank_timeout_s: Annotated[
+        float, above(0), "how long a rank waits for the others; more than the longest rollout of one of them"
+    ] = 1800.0
     report: bool = True

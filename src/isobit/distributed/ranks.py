@@ -7,8 +7,10 @@ starts them (`launch.py`).
 """
 
 import json
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors.torch import load as tensors_from
@@ -19,7 +21,10 @@ from isobit import errors
 from isobit.errors import IsobitError
 
 T = TypeVar("T")
-_KINDS = {kind.__name__: kind for kind in (IsobitError, errors.RunFailed, errors.Corruption, errors.NonFiniteError)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (IsobitError, errors.RunFailed, errors.Corruption, errors.RankLost, errors.NonFiniteError)
+}
 
 
 class Ranks(ABC):
@@ -49,10 +54,18 @@ class Ranks(ABC):
 
     @abstractmethod
     def claim(self, name: str) -> int:
-        """0 for the first rank that asks under this name, then 1, 2, ..."""
+        """0 for the first rank that asks under this name, then 1, 2, ...; the ranks take a name for one purpose only,
+        such as `fresh_name` with a number."""
+
+    def fresh_name(self) -> str:
+        """A name that no rank has used, the same on all."""
+        return str(self.gather(secrets.token_hex(8))[0])
 
     def meet(self, verb: str) -> None:  # noqa: B027 (a rank that is alone has nobody to tell)
         """What the rank is doing, for whoever waits for it."""
+
+    def print_to(self, path: Path) -> None:  # noqa: B027
+        """From now on what this rank prints goes to a file, unless it is the first."""
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gave, by rank; plain values."""
@@ -99,7 +112,7 @@ class Alone(Ranks):
     rank, size = 0, 1
 
     def __init__(self) -> None:
-        self._claimed: dict[str, int] = {}
+        self._name, self._claimed = "", 0  # one name at a time: there is nobody who could be elsewhere
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -116,8 +129,8 @@ class Alone(Ranks):
         return lambda: None
 
     def claim(self, name: str) -> int:
-        self._claimed[name] = self._claimed.get(name, -1) + 1
-        return self._claimed[name]
+        self._name, self._claimed = name, self._claimed + 1 if name == self._name else 1
+        return self._claimed - 1
 
 
 ALONE = Alone()

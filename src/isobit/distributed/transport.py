@@ -4,17 +4,20 @@ What is said (counts, errors, completions) always goes over gloo; gradients and 
 are on GPUs. NCCL has not been run: no machine with two GPUs was at hand. Left out: order (`exchange.py`).
 """
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isobit.distributed.ranks import Ranks
-from isobit.errors import RunFailed, printable
+from isobit.errors import RankLost, printable
 
 _FAILED = "failed"
 _GRACE_S = 3.0  # in which a rank that failed says why, before the others report that its connection is gone
@@ -24,7 +27,7 @@ class TorchRanks(Ranks):
     """The process group of a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     `bytes_sent` counts gradients and weights that this rank has sent to others. A rank that waits longer than
-    `timeout_s` raises RunFailed, which names the ranks that did not come.
+    `timeout_s` raises RankLost, which names the ranks that did not come.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
@@ -90,6 +93,15 @@ class TorchRanks(Ranks):
         with self._failures(verb):
             self._store.set(f"at/{self.rank}", f"{self._met} {verb}")
 
+    def print_to(self, path: Path) -> None:
+        if self.first:
+            return
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(file.fileno(), stream.fileno())
+
     def fail(self, reason: str) -> None:
         """Say to the others why this rank ends."""
         try:
@@ -103,13 +115,13 @@ class TorchRanks(Ranks):
 
     @contextmanager
     def _failures(self, verb: str) -> Iterator[None]:
-        """What torch raises where another rank is gone or late, as RunFailed that says which and why."""
+        """What torch raises where another rank is gone or late, as RankLost that says which and why."""
         started = time.monotonic()
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
             late = time.monotonic() - started > 0.9 * self._timeout_s
-            raise RunFailed(self._why(verb, late, error)) from None
+            raise RankLost(self._why(verb, late, error)) from None
 
     def _why(self, verb: str, late: bool, error: Exception) -> str:
         text = " ".join(printable(str(error)).split())[:200]

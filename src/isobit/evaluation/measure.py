@@ -5,10 +5,11 @@ for every model and every step of a run. Left out: conclusions from the answers 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from isobit.data.dataset import Example, Prompt
+from isobit.distributed import ALONE, Ranks
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError, brief, did_you_mean
@@ -72,25 +73,38 @@ def default_ks(num_samples: int) -> tuple[int, ...]:
 
 
 def measure(
-    engine: Engine, examples: Sequence[Example], judge: Judge, plan: EvaluationPlan, progress: OnProgress | None = None
+    engine: Engine,
+    examples: Sequence[Example],
+    judge: Judge,
+    plan: EvaluationPlan,
+    progress: OnProgress | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Question, ...]:
-    """Ask, score and extract; calls `progress` on the way. Raises IsobitError for a tag that no example has."""
-    tags = tags_of(examples, plan.tag)
-    prompts = [example.prompt for example in examples]
+    """Ask, score and extract; calls `progress` on the way. Every rank takes some of the prompts, and returns all.
+    Raises IsobitError for a tag that no example has."""
+    tags, size = tags_of(examples, plan.tag), 1 + plan.num_samples
+    places = range(ranks.rank, len(examples), ranks.size)
+    own = [examples[place] for place in places]
 
     def ask(what: str, sampling: Sampling) -> list[list[Completion]]:
-        asked = len(prompts) * sampling.n
+        asked = len(own) * sampling.n
         told = None if progress is None else lambda tokens, completions: progress(what, completions, asked)
-        return engine.generate(prompts, sampling, progress=told)
+        return engine.generate([example.prompt for example in own], sampling, list(places), progress=told)
 
-    groups = ask("greedy", plan.greedy)
-    if plan.num_samples:
-        samples = ask("sampling", plan.sampling)
-        groups = [[*first, *more] for first, more in zip(groups, samples)]
-    size = 1 + plan.num_samples
-    repeated = [example for example in examples for _ in range(size)]
-    graded = _grade(repeated, [completion for group in groups for completion in group], judge, plan)
-    parts = [graded[start : start + size] for start in range(0, len(graded), size)]
+    def grade() -> list[Graded]:
+        if not own:
+            return []
+        groups = ask("greedy", plan.greedy)
+        if plan.num_samples:
+            groups = [[*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))]
+        repeated = [example for example in own for _ in range(size)]
+        return _grade(repeated, [completion for group in groups for completion in group], judge, plan)
+
+    graded: list[Graded] = ranks.together(grade)
+    parts: list[list[Graded]] = [[] for _ in examples]
+    for rank, values in enumerate(ranks.gather([asdict(one) for one in graded])):
+        for index, one in enumerate(values):
+            parts[rank + index // size * ranks.size].append(Graded(**one))
     return tuple(Question(e.prompt, tag, part[0], tuple(part[1:])) for e, tag, part in zip(examples, tags, parts))
 
 

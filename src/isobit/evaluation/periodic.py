@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isobit.data.dataset import Example
+from isobit.distributed import ALONE, Ranks
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.best import AUTO
@@ -23,12 +24,13 @@ SEED_OFFSET = 0x5EED_E7A1
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """The held-out prompts of a run and how they are asked."""
+    """The held-out prompts of a run and how they are asked: each by one of the ranks."""
 
     engine: Engine
     examples: Sequence[Example]
     judge: Judge
     plan: EvaluationPlan
+    ranks: Ranks = ALONE
 
     def check_metric(self, name: str) -> None:
         """Raises IsobitError unless an evaluation has this metric (and for a tag that the prompts do not have)."""
@@ -43,7 +45,7 @@ class HeldOut:
 
     def evaluate(self) -> tuple[dict[str, float], str]:
         """(metrics, a line for the reader) of the present weights."""
-        result = Result("", measure(self.engine, self.examples, self.judge, self.plan), self.plan.ks)
+        result = Result("", measure(self.engine, self.examples, self.judge, self.plan, ranks=self.ranks), self.plan.ks)
         summary = summarize(result)
         everything = {name: estimate.value for name, estimate in summary[ALL].items()}
         metrics = {

@@ -158,7 +158,7 @@ def remake(
         for name, target in targets.values():
             if shards.owned(name):
                 made = made_like(target, masters.parameters[name], ops, name, largest.get(name))
-                (put or write)(_rows(target, shards.own(name)), made)
+                (put or write)(rows_of(target, shards.own(name)), made)
         if shards.ranks.size > 1:
             ops.raise_faults()
 
@@ -200,7 +200,7 @@ def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[s
     return {name: largest_of(values[name] for values in found if name in values) for name in needed}
 
 
-def _rows(target: Operand, rows: tuple[int, int]) -> Operand:
+def rows_of(target: Operand, rows: tuple[int, int]) -> Operand:
     """The rows of a working tensor that are made of a master's `rows`."""
     if rows == (0, target.shape[0]):
         return target

@@ -8,9 +8,10 @@ Left out: the choice of formats per tensor (`flow.py`), and rounding modes other
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,12 +119,14 @@ class QuantStats:
 class QuantTotals:
     """The statistics of several tensors together, each element with the same weight.
 
-    Figures stay on each tensor's device until `stats` reads them, so that nothing waits for a GPU before.
+    Sums are of blocks of 128 rows, added with one rounding, so they are the same in whatever order and parts the blocks
+    come. Figures stay on each tensor's device until they are read, so that nothing waits for a GPU before.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._figures: list[Tensor] = []  # per tensor [4] float64: clamped, flushed, norms of values and of noise
+        self._counts: list[Tensor] = []  # per tensor [2]: elements clamped and flushed
+        self._squares: list[Tensor] = []  # per tensor [2, blocks] float64: sums of squares of values and of noise
 
     def add(self, x: Tensor, quantized: QTensor) -> None:
         """Take a matrix and its quantization into account."""
@@ -131,24 +134,42 @@ class QuantTotals:
         # a zero always has the code of zero
         flushed = values.count_nonzero() - restored.count_nonzero()
         clamped = _clamped(values, quantized)
-        norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (values, restored.sub_(values)))
-        self._figures.append(torch.stack((clamped.double(), flushed.double(), *norms)))
+        self._counts.append(torch.stack((clamped.double(), flushed.double())))
+        self._squares.append(torch.stack([_block_squares(t) for t in (values, restored.sub_(values))]))
         self.count += values.numel()
 
     def merge(self, other: "QuantTotals") -> None:
         """Add the figures of another."""
         self.count += other.count
-        self._figures += other._figures
+        self._counts += other._counts
+        self._squares += other._squares
+
+    def to_json(self) -> list[Any]:
+        """Plain values."""
+        counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0.0, 0.0]
+        return [self.count, counts, torch.cat(self._squares, 1).tolist() if self._squares else [[], []]]
+
+    @staticmethod
+    def from_json(values: Sequence[Any]) -> "QuantTotals":
+        """The inverse of `to_json`."""
+        found = QuantTotals()
+        found.count, counts, squares = values
+        found._counts, found._squares = [torch.tensor(counts).double()], [torch.tensor(squares, dtype=torch.float64)]
+        return found
 
     def stats(self) -> QuantStats:
         """Of all that was added; zeros if nothing was."""
-        clamped = flushed = signal = noise = 0.0
-        for figures in torch.stack(self._figures).tolist() if self._figures else []:
-            clamped, flushed = clamped + figures[0], flushed + figures[1]
-            signal, noise = signal + figures[2] ** 2, noise + figures[3] ** 2
+        _, (clamped, flushed), squares = self.to_json()
+        signal, noise = (math.fsum(sums) for sums in squares)
         count = max(self.count, 1)
         error = math.sqrt(noise / signal) if signal > 0 else 0.0
         return QuantStats(clamped / count, flushed / count, error)
+
+
+def _block_squares(x: Tensor) -> Tensor:
+    """Sums of squares [blocks] float64 of blocks of 128 rows of x [R, C]."""
+    rows = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square_()
+    return torch.nn.functional.pad(rows, (0, -len(rows) % BLOCK)).view(-1, BLOCK).sum(1)
 
 
 def _clamped(values: Tensor, quantized: QTensor) -> Tensor:

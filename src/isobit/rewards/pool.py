@@ -196,6 +196,7 @@ class RewardBatch:
         self.problems: list[dict[int, str]] = [{} for _ in self.functions]
         self.deaths = 0
         self._pool = pool
+        self._added: set[int] = set()
         self._calls: list[tuple[int, range]] = []
         self._calls_here: list[tuple[int, range]] = []
         self._running = Exchange(pool.workers) if self.functions else None
@@ -219,6 +220,7 @@ class RewardBatch:
         Raises IsobitError if a function needs a column that is not there.
         """
         assert len(prompts) == len(completions) == len(columns)
+        self._added |= set(range(first, first + len(prompts)))
         if self._running is None:
             return
         self._pool.check_columns(columns[0])
@@ -245,10 +247,10 @@ class RewardBatch:
                 self._running.submit(self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function])
 
     def collect(self) -> list[Reward]:
-        """The rewards of all samples, once they are there; `overlapped_s` is then the seconds of scoring before this
-        call. Raises RunFailed at the first problem, in the order of samples, if that is to stop."""
+        """The rewards of the samples that were added, in order, once they are there; `overlapped_s` is then the seconds
+        of scoring before this call. Raises RunFailed at the first problem, in their order, if that is to stop."""
         if self._running is None:
-            return [Reward(0.0, {}) for _ in range(self.count)]
+            return [Reward(0.0, {}) for _ in self._added]
         try:
             here = [self.call(function, chunk) for function, chunk in self._calls_here]  # while the workers work
             replies, self.overlapped_s = self._running.finish()
@@ -263,7 +265,7 @@ class RewardBatch:
             raise RunFailed(f"{error}{printed}") from None
         finally:
             self.cancel()
-        return [self._reward(i) for i in range(self.count)]
+        return [self._reward(i) for i in sorted(self._added)]
 
     def cancel(self) -> None:
         """Score no more of it. May be called again."""

@@ -168,6 +168,29 @@ class RunDirectory:
         return RunFailed(f"cannot write {path}: {error.strerror}; go on with: isobit train --resume {self.directory}")
 
 
+class FollowedDirectory(RunDirectory):
+    """The directory of a run whose files another process writes: nothing is written, and nothing locked."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files = {}
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def record_machine(self, facts: Mapping[str, object]) -> list[str]:
+        return []
+
+    def flush(self) -> None:
+        pass
+
+    def _append(self, name: str, content: bytes) -> None:
+        pass
+
+    def _replace(self, name: str, text: str) -> None:
+        pass
+
+
 def refuse_existing(directory: Path) -> None:
     """Raises IsobitError unless the directory is missing or empty. Only a run is something to go on with."""
     if what := occupied(directory):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from isobit.config import Config
+from isobit.distributed import ALONE, Ranks
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
@@ -34,8 +35,16 @@ from isobit.training.scoring import Scorer, WeightedModel
 from isobit.training.sft import cached_model
 
 
-def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
-    """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit."""
+def open_parts(
+    config: Config,
+    *,
+    quiet: bool,
+    checkpoint: Path | None = None,
+    objects: Objects = NO_OBJECTS,
+    ranks: Ranks = ALONE,
+) -> Parts:
+    """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit.
+    Several `ranks` share the policy's masters; a reference and reward models are whole on each."""
     objects.require(config)
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
@@ -53,17 +62,19 @@ def open_parts(config: Config, *, quiet: bool, checkpoint: Path | None = None, o
         rewards.check_columns(task.train.examples[0].columns)
         if not rewards.specs and not config.rewards.models:
             raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
-        return _open_models(config, task, rewards, quiet, checkpoint)
+        return _open_models(config, task, rewards, quiet, checkpoint, ranks)
     except BaseException:
         rewards.close()
         raise
 
 
-def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, checkpoint: Path | None) -> Parts:
+def _open_models(
+    config: Config, task: Task, rewards: RewardPool, quiet: bool, checkpoint: Path | None, ranks: Ranks
+) -> Parts:
     base = (
         Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
     )
-    model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency)
+    model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency, ranks)
     if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
         model.tokenizer.use_template(config.model.chat_template)
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
@@ -75,14 +86,9 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
         raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
     check_functions(objective)
-    reference = None
-    if objective.kl_coefficient > 0:
-        precision = config.reference.precision or config.precision
-        reference = Model.load(base, precision, config.backend, config.consistency)
-        reference.tokenizer = model.tokenizer  # with its chat template
-        Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
-        reference.transformer.freeze()
-    optimizer = Optimizer(model.named_parameters(), replace(config.optimizer, total_steps=config.steps))
+    reference = _reference(config, base, model, task) if objective.kl_coefficient > 0 else None
+    shards = model.transformer.masters.shards
+    optimizer = Optimizer(model.named_parameters(), replace(config.optimizer, total_steps=config.steps), shards)
     given = config.optimizer.micro_batch_tokens
     tokens = 1 if given == "auto" else given  # until it is known what fits
     learner = Learner(
@@ -101,6 +107,7 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
     parts = Parts(
         config,
+        ranks,
         model,
         reference,
         task,
@@ -118,10 +125,20 @@ def _open_models(config: Config, task: Task, rewards: RewardPool, quiet: bool, c
     return _with_fitting_tokens(parts) if given == "auto" else parts
 
 
+def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
+    """The frozen model of the KL penalty, whole on every rank."""
+    reference = Model.load(base, config.reference.precision or config.precision, config.backend, config.consistency)
+    reference.tokenizer = model.tokenizer  # with its chat template
+    Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+    reference.transformer.freeze()
+    return reference
+
+
 def _with_fitting_tokens(parts: Parts) -> Parts:
     """`micro_batch_tokens: auto` as a number, in the config too: how a batch is split decides how gradients are
     rounded, so a run that goes on repeats the number, wherever it does."""
-    tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting_tokens(parts)
+    fitting = min(parts.ranks.gather(fitting_tokens(parts)))
+    tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting
     optimizer = replace(parts.config.optimizer, micro_batch_tokens=tokens)
     return replace(parts, config=replace(parts.config, optimizer=optimizer))
 
@@ -131,7 +148,7 @@ def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldO
     examples = list(task.held_out.examples[: config.evaluation.samples])
     prompts = [example.prompt for example in examples]
     engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples))
-    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan)
+    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan, model.transformer.masters.shards.ranks)
     held_out.check_metric(config.evaluation.best_by)
     return held_out
 

@@ -35,10 +35,10 @@ class Prompts(Protocol):
     """The prompts of a run, and the engine and the reward functions that answer and score them."""
 
     def sample(self, count: int) -> Sequence[Group]:
-        """A group of completions for each of the next `count` prompts."""
+        """A group of completions for each of the next `count` prompts; where there are several ranks, for some."""
 
     def score(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The same groups with rewards."""
+        """The same groups with rewards, those of all ranks together."""
 
 
 class Run(Protocol):

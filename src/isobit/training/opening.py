@@ -4,16 +4,23 @@ Models, data and reward workers are opened before the run directory, so that a u
 is written.
 """
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from isobit.config import Config, check_resumed, dump_config, load_config
+from isobit.distributed import ALONE, Ranks
+from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
+from isobit.kernels import find_gpu, versions
+from isobit.options.declare import plain
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.run import checkpoints
 from isobit.run import directory as runs
-from isobit.run.directory import RunDirectory
+from isobit.run.directory import FollowedDirectory, RunDirectory
 from isobit.training.agreement import unlike
 from isobit.training.assembly import open_parts
 from isobit.training.objects import Given, Objects
@@ -24,37 +31,44 @@ from isobit.training.session import Session
 from isobit.training.snapshot import State
 
 
-def open_session(config: Config, objects: Objects, *, quiet: bool) -> Session:
+def open_session(config: Config, objects: Objects, *, quiet: bool, ranks: Ranks = ALONE) -> Session:
     """A new run."""
-    runs.refuse_existing(Path(config.run.dir))
-    parts = open_parts(config, quiet=quiet, objects=objects)
-    run = RunDirectory.create(Path(config.run.dir), dump_config(parts.config))
+    directory = Path(config.run.dir)
+    ranks.together(lambda: runs.refuse_existing(directory) if ranks.first else None)
+    config = _of_ranks(config, ranks)
+    parts = open_parts(config, quiet=quiet, objects=objects, ranks=ranks)
+    run = _directory(directory, ranks, lambda: RunDirectory.create(directory, dump_config(parts.config)))
     return Session(parts, run, State(), quiet=quiet, objects=objects)
 
 
-def open_resumed(run_dir: Path, overrides: Sequence[str], given: Given, *, quiet: bool) -> Session:
-    """A run that goes on, with the objects that it was `given`. One that was killed before its first checkpoint begins
-    again."""
+def open_resumed(
+    run_dir: Path, overrides: Sequence[str], given: Given, *, quiet: bool, ranks: Ranks = ALONE
+) -> Session:
+    """A run that goes on, with the objects that it was `given`, on any number of ranks. One that was killed before its
+    first checkpoint begins again."""
     runs.require_run(run_dir)
     check_resumed(overrides)
-    lock = runs.Lock(run_dir)
+    lock = ranks.together(lambda: runs.Lock(run_dir) if ranks.first else None)
     try:
-        return _resumed(run_dir, overrides, given, lock, quiet=quiet)
+        return _resumed(run_dir, overrides, given, lock, ranks, quiet=quiet)
     except BaseException:
-        lock.close()
+        if lock is not None:
+            lock.close()
         raise
 
 
-def _resumed(run_dir: Path, overrides: Sequence[str], given: Given, lock: runs.Lock, *, quiet: bool) -> Session:
-    """The directory is this process's alone before anything in it is read or cleared away."""
+def _resumed(
+    run_dir: Path, overrides: Sequence[str], given: Given, lock: runs.Lock | None, ranks: Ranks, *, quiet: bool
+) -> Session:
+    """The directory is this run's alone before anything in it is read or cleared away."""
     config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
-    objects = given.again(config)
+    objects, config = given.again(config), _of_ranks(config, ranks)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-        parts = open_parts(config, quiet=quiet, objects=objects)
-        run = RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock)
+        parts = open_parts(config, quiet=quiet, objects=objects, ranks=ranks)
+        run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock))
         return Session(parts, run, State(), quiet=quiet, objects=objects)
-    path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir))
-    parts = open_parts(config, quiet=quiet, checkpoint=path, objects=objects)
+    path = Path(ranks.gather(ranks.together(lambda: _newest(run_dir) if ranks.first else ""))[0])
+    parts = open_parts(config, quiet=quiet, checkpoint=path, objects=objects, ranks=ranks)
     counted = load_state(path, parts)
     pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
@@ -89,7 +103,44 @@ def _end_of_the_last_row(run_dir: Path, config: Config, state: State, offset: in
     return end if row.get("step") == state.step and row.keys() > {"step", *state.unrecorded} else None
 
 
-def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool) -> Session:
+def _newest(run_dir: Path) -> str:
+    return str(runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir)))
+
+
+def _of_ranks(config: Config, ranks: Ranks) -> Config:
+    """The config with the number of ranks that there are. Raises IsobitError unless they are alike."""
+    if ranks.size > 1:
+        gpu = find_gpu()
+        check_alike(ranks, {"gpu": gpu, **versions(), **_flat(plain(config))})
+    return replace(config, ranks=ranks.size)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """`section.key` to value."""
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _directory(directory: Path, ranks: Ranks, opened: Callable[[], RunDirectory]) -> RunDirectory:
+    """The run directory as this rank has it: the first one opens it, the others must see it."""
+    mine = ranks.together(lambda: opened() if ranks.first else None)
+
+    def followed() -> RunDirectory:
+        if mine is not None:
+            return mine
+        if not (directory / runs.CONFIG).is_file():
+            raise IsobitError(
+                f"run directory {directory}: rank {ranks.rank} on host {platform.node()} does not see it; the "
+                "ranks need one file system: set run.dir to a path that all of them share"
+            )
+        return FollowedDirectory(directory)
+
+    return ranks.together(followed)
+
+
+def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool, ranks: Ranks = ALONE) -> Session:
     """A new run that learns from the rollouts recorded in another."""
     runs.require_run(recorded)
     steps = sum(1 for row in runs.read_jsonl(recorded / runs.METRICS) if row["step"] > 0)
@@ -97,11 +148,13 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
         raise IsobitError(f"{recorded}: no step was recorded")
     groups = recorded_groups(recorded, load_config(recorded / runs.CONFIG))
     config = load_config(recorded / runs.CONFIG, [f"steps={steps}", *overrides, f"run.dir={out}"])
-    runs.refuse_existing(out)
-    parts = open_parts(config, quiet=quiet)
+    ranks.together(lambda: runs.refuse_existing(out) if ranks.first else None)
+    config = _of_ranks(config, ranks)
+    parts = open_parts(config, quiet=quiet, ranks=ranks)
     other = unlike(recorded, config, parts.machine())
     parts.learner.promised &= not other
-    session = Session(parts, RunDirectory.create(out, dump_config(parts.config)), State(), quiet=quiet, recorded=groups)
+    run = _directory(out, ranks, lambda: RunDirectory.create(out, dump_config(parts.config)))
+    session = Session(parts, run, State(), quiet=quiet, recorded=groups)
     if other:
         session.display.note(f"tokens may differ from those of {recorded}: it had another {', '.join(other)}")
     return session

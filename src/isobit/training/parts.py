@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isobit.config import Config
+from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
@@ -42,6 +43,7 @@ class Parts:
     """What a run consists of. `engine` rolls out, that of `held_out` answers its prompts; both share the weights."""
 
     config: Config
+    ranks: Ranks
     model: Model
     reference: Model | None
     task: Task

@@ -15,9 +15,10 @@ from isobit.kernels import Operand, Ops, Watching
 from isobit.model import Model
 from isobit.model.names import layer_and_role
 from isobit.precision import QTensor, QuantSpec, QuantTotals
-from isobit.training.statistics import listed_by_tensor
+from isobit.training.statistics import gathered, listed_by_tensor
 
 _GRADIENT = "output gradient of "
+_KINDS = {"gradient": "gradient", "activation": "input"}  # as a metric calls it, and a table of tensors
 
 
 class LearnerTotals:
@@ -26,7 +27,6 @@ class LearnerTotals:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._masters = {parameter.data_ptr() for parameter in model.parameters()}
-        self._whole: dict[str, QuantTotals] = {}
         self._parts: dict[tuple[int, str], QuantTotals] = {}
 
     @contextmanager
@@ -37,6 +37,7 @@ class LearnerTotals:
             return
         with self._model.transformer.watched(lambda ops, layer: _Quantizing(ops, self)):
             yield
+        self._parts = gathered(self._parts, self._model.transformer.masters.shards.ranks)
 
     @torch.no_grad()
     def see(self, name: str, x: Tensor, quantized: QTensor, products: str = "") -> None:
@@ -45,16 +46,17 @@ class LearnerTotals:
         name = name.removeprefix(_GRADIENT)
         if not name.startswith("layers.") or not x.numel() or x.data_ptr() in self._masters:
             return  # queries; weights, whose sync comes between optimizer steps
-        own = QuantTotals()
-        own.add(x, quantized)
         layer, role = layer_and_role(name)
-        key = (layer, f"{role} {'gradient' if kind == 'gradient' else 'input'}{products}")
-        self._parts.setdefault(key, QuantTotals()).merge(own)
-        self._whole.setdefault(kind, QuantTotals()).merge(own)
+        key = (layer, f"{role} {_KINDS[kind]}{products}")
+        self._parts.setdefault(key, QuantTotals()).add(x, quantized)
 
     def metrics(self) -> dict[str, float]:
         """Of all activations together, and of all output gradients."""
-        found = {kind: totals.stats() for kind, totals in self._whole.items()}
+        whole: dict[str, QuantTotals] = {}
+        for (_, role), totals in self._parts.items():
+            kind = "gradient" if _KINDS["gradient"] in role.removesuffix(" (WGrad)").split() else "activation"
+            whole.setdefault(kind, QuantTotals()).merge(totals)
+        found = {kind: totals.stats() for kind, totals in whole.items()}
         return {
             f"quant/{kind}_{name}": value
             for kind, stats in found.items()

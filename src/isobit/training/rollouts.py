@@ -7,11 +7,14 @@ steps is in the run's `State`, which a checkpoint holds. Left out: how completio
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
+from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.rl.replay import ReplayBuffer
+from isobit.training.claims import gather_groups, gather_stats, sample_claimed
 from isobit.training.context import Context
 from isobit.training.loop import Rollouts, roll_out
 from isobit.training.scoring import RolloutScoring
@@ -25,6 +28,8 @@ class Sampled:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._scoring: RolloutScoring
+        self._indices: list[int] = []  # of the groups that this rank sampled last
+        self._name, self._calls = context.parts.ranks.fresh_name(), 0
 
     def next(self) -> StepBatch:
         config, objective, state = self._context.parts.config, self._context.parts.objective, self._context.state
@@ -36,45 +41,55 @@ class Sampled:
         return batch
 
     def sample(self, count: int) -> list[Group]:
-        """A group of completions for each of the next `count` prompts; reward functions begin on those that are
-        finished while others are still sampled."""
+        """A group of completions for each of the next `count` prompts that this rank claims; reward functions begin on
+        those that are finished while others are still sampled."""
         parts, meter, state = self._context.parts, self._context.meter, self._context.state
-        first = state.cursor
-        ids = list(range(first, first + count))
+        ids = list(range(state.cursor, state.cursor + count))
         examples = [parts.task.train.at(cursor) for cursor in ids]
         self._scoring = parts.scorer.begin(examples, parts.sampling.n)
+        self._calls += 1
+
+        def sample() -> tuple[dict[int, list[Completion]], Stats]:
+            prompts, name = [example.prompt for example in examples], f"{self._name} {self._calls}"
+            add = self._scoring.add
+            return sample_claimed(parts.engine, prompts, parts.sampling, ids, parts.ranks, name, add)
+
         with meter.timed("rollout", peak=True), self._context.saver.broken_weights_end_the_run():
-            prompts = [example.prompt for example in examples]
-            groups = parts.engine.generate(prompts, parts.sampling, ids, on_group=self._scoring.add)
-        stats = parts.engine.stats
+            found, stats = parts.ranks.together(sample)
+        stats = gather_stats(parts.ranks, stats)
         meter.count("rollout/preemptions", stats.preemptions)
         meter.count("rollout/prompt_tokens", stats.prompt_tokens)
         meter.count("rollout/cached_tokens", stats.cached_tokens)
         meter.metrics |= parts.engine.cache_metrics()
-        meter.count("rollout/tokens", sum(len(c.token_ids) for group in groups for c in group))
         state.cursor += count
-        return [[sample_of(completion, state.step) for completion in group] for group in groups]
+        self._indices = sorted(found)
+        return [[sample_of(completion, state.step) for completion in found[index]] for index in self._indices]
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups that were sampled last, with rewards, and where the reward pays for it their distance to the
+        """The groups that the ranks sampled last, with rewards, and where the reward pays for it their distance to the
         reference."""
-        samples = [sample for group in groups for sample in group]
-        parts, meter = self._context.parts, self._context.meter
+        parts, meter, ranks = self._context.parts, self._context.meter, self._context.parts.ranks
         with meter.timed("score"):
-            rewards = self._scoring.collect()
+            rewards = ranks.together(self._scoring.collect)
         meter.count("time/score_overlapped", self._scoring.overlapped_s)
-        for reward in rewards:
-            if reward.error is not None:
-                self._context.display.note(f"unscored: {reward.error}")
-        distances: Sequence[tuple[float, ...] | None] = [None] * len(samples)
-        if parts.objective.kl_in_reward:
-            with meter.timed("score"), self._context.saver.broken_weights_end_the_run():
-                distances = parts.learner.reference_kl(samples)
-        scored = iter(
-            replace(s, reward=r.total, rewards=r.by_function, reference_kl=kl)
-            for s, r, kl in zip(samples, rewards, distances)
-        )
-        return [[next(scored) for _ in group] for group in groups]
+        rewarded = iter(rewards)
+        mine = {
+            index: [
+                replace(s, reward=r.total, rewards=r.by_function) for s, r in zip(group, islice(rewarded, len(group)))
+            ]
+            for index, group in zip(self._indices, groups)
+        }
+        for errors in ranks.gather([reward.error for reward in rewards if reward.error is not None]):
+            for error in errors:
+                self._context.display.note(f"unscored: {error}")
+        scored = gather_groups(ranks, mine)
+        samples = [sample for group in scored for sample in group]
+        meter.count("rollout/tokens", sum(len(s.completion_ids) for s in samples))
+        if not parts.objective.kl_in_reward:
+            return scored
+        with meter.timed("score"), self._context.saver.broken_weights_end_the_run():
+            distances = iter(parts.learner.reference_kl(samples))
+        return [[replace(sample, reference_kl=next(distances)) for sample in group] for group in scored]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from isobit.errors import Corruption, IsobitError, NonFiniteError, RunFailed
+from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost, RunFailed
 from isobit.evaluation.best import Best
 from isobit.run import checkpoints
 from isobit.run.directory import RunDirectory
@@ -57,9 +57,12 @@ class Saver:
 
     def after(self, error: BaseException | None) -> None:
         """What ends the run is known: where that is an error, save the newest whole step, and raise RunFailed that
-        says how to go on. After Corruption nothing in memory is worth saving."""
+        says how to go on. After Corruption nothing in memory is worth saving, and after RankLost nobody is left to
+        save with."""
         if isinstance(error, Corruption):
             self.fail(error)
+        if isinstance(error, RankLost):
+            raise RankLost(f"{error}; go on with: isobit train --resume {self.run.directory}") from None
         if self._whole is None or not isinstance(error, IsobitError) or isinstance(error, NonFiniteError):
             return
         if self._whole.state.step != self.saved_step:

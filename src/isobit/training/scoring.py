@@ -104,11 +104,11 @@ class RolloutScoring:
         self._batch.add(index * n, [example.prompt] * n, texts, [example.columns] * n, ids)
 
     def collect(self) -> list[Reward]:
-        """The rewards of all completions, group by group. Raises RunFailed as `Scorer.score` does."""
+        """The rewards of all completions that were added, group by group. Raises RunFailed as `Scorer.score` does."""
         rewards = self._batch.collect()
-        prompts = [example.prompt for example in self._examples for _ in range(self._per_prompt)]
-        texts = [text for index in range(len(self._examples)) for text in self._texts[index]]
-        return self._scorer.judged(rewards, prompts, texts)
+        added = sorted(self._texts.items())
+        prompts = [self._examples[index].prompt for index, texts in added for _ in texts]
+        return self._scorer.judged(rewards, prompts, [text for _, texts in added for text in texts])
 
     @property
     def overlapped_s(self) -> float:

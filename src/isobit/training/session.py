@@ -11,6 +11,7 @@ from isobit.report import write_report
 from isobit.rl import Group
 from isobit.run import directory as runs
 from isobit.run.directory import Interruption, RunDirectory
+from isobit.run.heartbeat import Heartbeat, log_path
 from isobit.trackers.process import Trackers
 from isobit.training.context import Context
 from isobit.training.learning import Learning
@@ -43,29 +44,34 @@ class Session:
     ) -> None:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
         self.model, self.objective = parts.model, parts.objective
-        self._changed = run.record_machine(parts.machine())
+        self.ranks = parts.ranks
+        self._changed = self.ranks.together(lambda: run.record_machine(parts.machine()))
         self.interruption = Interruption()
+        quiet = quiet or not self.ranks.first
         details = f"{self.model.precision.name}, {self.config.consistency}"
         self.display = Display(self.config.steps, quiet, state.step, run.directory.name, details)
         self.trackers = Trackers(
-            plain(self.config.tracking),
+            plain(self.config.tracking) | ({} if self.ranks.first else {"trackers": ()}),
             plain(self.config),
             run.directory,
             exit_code=lambda: self.interruption.exit_code,
             say=self.display.note,
         )
-        meter = Meter(self.display.phase, self.model.ops.device)
+        self._heartbeat = Heartbeat(run.directory, self.ranks.rank, self.ranks.size, lambda: state.step)
+        self.ranks.print_to(log_path(run.directory, self.ranks.rank))
+        meter = Meter(self._phase, self.model.ops.device)
         evaluation = self.config.evaluation
         best_by = evaluation.best_by if evaluation.every and evaluation.keep_best else None
         self.best = Best(run.directory, best_by, parts.save_model)
         self.saver = Saver(parts, run, state, self.best, meter)
         context = Context(parts, run, state, meter, self.display, self.saver)
         self.policy = Policy(context)
-        self.learning = Learning(context, objects.measures, from_rollouts=recorded is not None)
+        measures, callbacks = (objects.measures, objects.callbacks) if self.ranks.first else ((), ())
+        self.learning = Learning(context, measures, from_rollouts=recorded is not None)
         source: Rollouts = Recorded(recorded) if recorded is not None else Sampled(context)
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
         self.rollouts: Rollouts = Replayed(Ahead(source, state, ahead), state, parts.replay)
-        self.recorder = Recorder(context, self.policy, self.learning, self.trackers, objects.callbacks)
+        self.recorder = Recorder(context, self.policy, self.learning, self.trackers, callbacks)
         self._stack = ExitStack()
 
     def __enter__(self) -> "Session":
@@ -85,8 +91,9 @@ class Session:
                 self.display.note(warning)
         if self.config.run.check_memory:
             self.parts.keep_checksums()
-        for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done
-            self.display.history.add(row)
+        if self.ranks.first:
+            for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done
+                self.display.history.add(row)
         if self.saver.saved_step is None:
             self.display.history.add(self.recorder.evaluate_and_write())
             self.saver.save()
@@ -102,15 +109,23 @@ class Session:
         finally:
             self._stack.__exit__(*raised)
 
+    def _phase(self, name: str) -> None:
+        self.ranks.meet(name)
+        self._heartbeat.beat(name)
+        self.display.phase(name)
+
     @property
     def unfinished(self) -> bool:
-        return self.state.step < self.config.steps and self.interruption.signal is None
+        signals = [found for found in self.ranks.gather(self.interruption.signal) if found is not None]
+        if signals:  # of one rank, it ends all
+            self.interruption.signal = signals[0]
+        return self.state.step < self.config.steps and not signals
 
     def finish(self) -> None:
         """Save what is not saved, write the report, and say how to go on."""
         if self.saver.saved_step != self.state.step:
             self.saver.save()
-        if self.config.run.report:
+        if self.config.run.report and self.ranks.first:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
         if (verdict := self.display.history.standstill.verdict) is not None:

@@ -6,8 +6,10 @@ from dataclasses import asdict
 
 import torch
 
+from isobit.distributed import Ranks
 from isobit.model import Model
 from isobit.model.names import layer_and_role
+from isobit.model.working import rows_of
 from isobit.precision import QTensor, QuantTotals
 from isobit.rl.advantages import has_spread
 from isobit.rl.collect import StepBatch
@@ -57,14 +59,16 @@ class WeightTotals:
     @torch.no_grad()
     def __init__(self, model: Model) -> None:
         self._whole, self._layers = QuantTotals(), model.config.num_layers
-        self._parts: dict[tuple[int, str], QuantTotals] = {}
-        masters = model.named_parameters()
+        mine: dict[tuple[int, str], QuantTotals] = {}
+        masters, shards = model.named_parameters(), model.transformer.masters.shards
         for weight in model.transformer.rollout_weights():
-            if isinstance(weight.working, QTensor):
-                own = QuantTotals()
-                own.add(masters[weight.name], weight.working)
-                self._whole.merge(own)
-                self._parts.setdefault(layer_and_role(weight.name), QuantTotals()).merge(own)
+            if isinstance(weight.working, QTensor) and shards.owned(weight.name):
+                part = rows_of(weight.working, shards.own(weight.name))
+                assert isinstance(part, QTensor)
+                mine.setdefault(layer_and_role(weight.name), QuantTotals()).add(masters[weight.name], part)
+        self._parts = gathered(mine, shards.ranks)
+        for totals in self._parts.values():
+            self._whole.merge(totals)
 
     def metrics(self) -> dict[str, float]:
         """Of all weights together."""
@@ -91,6 +95,17 @@ def recorded(step: int, every: int) -> bool:
     """Whether quantization is recorded by tensor in a step: in the first, and in each `every`-th. (Not in the last: a
     run that is extended would then differ from one that was planned longer.)"""
     return every > 0 and (step == 1 or step % every == 0)
+
+
+def gathered(mine: Mapping[tuple[int, str], QuantTotals], ranks: Ranks) -> dict[tuple[int, str], QuantTotals]:
+    """The totals of all ranks together."""
+    if ranks.size == 1:
+        return dict(mine)
+    found: dict[tuple[int, str], QuantTotals] = {}
+    for parts in ranks.gather([[*key, totals.to_json()] for key, totals in mine.items()]):
+        for layer, role, values in parts:
+            found.setdefault((layer, role), QuantTotals()).merge(QuantTotals.from_json(values))
+    return found
 
 
 def listed_by_tensor(

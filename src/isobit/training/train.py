@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config import Config, load_config
-from isobit.run.directory import METRICS, read_jsonl
+from isobit.distributed.launch import joined, restarted
+from isobit.run.directory import CONFIG, METRICS, read_jsonl, require_run
 from isobit.training.loop import training_loop
 from isobit.training.objects import Given, Measure, OnStep, Rewards, Rows
 from isobit.training.opening import open_replay, open_resumed, open_session
@@ -44,11 +45,19 @@ def train(
     called as `measure(samples, advantages)` before a step learns from them, and returns numbers by name, which are
     logged as `custom/NAME`.
 
+    Where a launcher such as torchrun has started several processes, each calls this, and together they train one model:
+    the same bits on any number of them (tests/distributed/test_runs.py).
+
     Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run that had to stop.
     """
     loaded, objects = Given(rewards, data, held_out, callbacks, measures).into(load_config(config, overrides))
-    with open_session(loaded, objects, quiet=quiet) as session:
-        return _run(session)
+    with joined(loaded.run.rank_timeout_s) as ranks:
+        if restarted() and (Path(loaded.run.dir) / CONFIG).is_file():  # a rank died, and the launcher begins again
+            given = Given(rewards, data, held_out, callbacks, measures)
+            with open_resumed(Path(loaded.run.dir), (), given, quiet=quiet, ranks=ranks) as session:
+                return _run(session)
+        with open_session(loaded, objects, quiet=quiet, ranks=ranks) as session:
+            return _run(session)
 
 
 def resume(
@@ -65,18 +74,29 @@ def resume(
     """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
     for bit (tests/test_resume.py).
 
-    The objects that the run began with must be given again. `overrides` may change steps, on_mismatch, run.* and
+    The objects that the run began with must be given again. `overrides` may change steps, ranks, on_mismatch, run.* and
     tracking.* (except run.dir).
     """
     given = Given(rewards, data, held_out, callbacks, measures)
-    with open_resumed(Path(run_dir), overrides, given, quiet=quiet) as session:
+    with (
+        joined(_timeout_of(Path(run_dir), overrides)) as ranks,
+        open_resumed(Path(run_dir), overrides, given, quiet=quiet, ranks=ranks) as session,
+    ):
         return _run(session)
 
 
 def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
     """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit for bit."""
-    with open_replay(recorded, out, overrides, quiet=quiet) as session:
+    with (
+        joined(_timeout_of(recorded, overrides)) as ranks,
+        open_replay(recorded, out, overrides, quiet=quiet, ranks=ranks) as session,
+    ):
         return _run(session)
+
+
+def _timeout_of(run_dir: Path, overrides: Sequence[str]) -> float:
+    require_run(run_dir)
+    return load_config(run_dir / CONFIG, overrides).run.rank_timeout_s
 
 
 def _run(session: Session) -> TrainResult:

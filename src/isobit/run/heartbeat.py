@@ -1,0 +1,62 @@
+"""What each rank of a run is doing, in files that `isobit watch` reads: `logs/rank-00003.json`.
+
+One object: `rank`, `host`, `pid`, `step`, `phase`, `since` (of the phase, seconds since 1970), `memory_mib`. A run of
+one process has none. Left out: deciding from it that a rank is dead, which the ranks find out by themselves.
+"""
+
+import json
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LOGS = "logs"
+_EVERY_S = 0.5
+
+
+def log_path(run: Path, rank: int) -> Path:
+    """What a rank prints, unless it has the screen."""
+    return run / LOGS / f"rank-{rank:05d}.log"
+
+
+class Heartbeat:
+    """That of one rank of `size`; `step()` is the step it has done."""
+
+    def __init__(self, run: Path, rank: int, size: int, step: Callable[[], int]) -> None:
+        self._path, self._rank, self._step = run / LOGS / f"rank-{rank:05d}.json", rank, step
+        self._active, self._written = size > 1, float("-inf")
+        if self._active:
+            self._path.parent.mkdir(exist_ok=True)
+
+    def beat(self, phase: str) -> None:
+        """Another phase has begun. A disk that does not take it is no reason to end the run."""
+        now = time.monotonic()
+        if not self._active or now - self._written < _EVERY_S:
+            return
+        self._written = now
+        values = {
+            "rank": self._rank,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "step": self._step(),
+            "phase": phase,
+            "since": round(time.time(), 1),
+            "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        }
+        partial = self._path.with_suffix(".partial")
+        with suppress(OSError):
+            partial.write_text(json.dumps(values) + "\n")
+            os.replace(partial, self._path)
+
+
+def beats(run: Path) -> list[dict[str, Any]]:
+    """The newest of every rank, by rank; none for a run of one process."""
+    found = []
+    for path in sorted((run / LOGS).glob("rank-*.json")):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text()))
+    return found
