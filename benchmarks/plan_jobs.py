@@ -46,7 +46,7 @@ def job(
         "prompts_per_step": prompts,
         "sampling": {"group_size": group, "max_new_tokens": 4096 if lengths is None else lengths.longest},
     }
-    config, model = load_config(values, changes), MODELS[name]
+    config, model = load_config(values, [*changes, f"optimizer.sum_group={sum_group}"]), MODELS[name]
     new_tokens = config.sampling.max_new_tokens
     return Job(
         config,
@@ -55,6 +55,5 @@ def job(
         lengths or Lengths(512, new_tokens, new_tokens),
         device_named(device) if isinstance(device, str) else device,
         ranks,
-        sum_group=sum_group,
         reference=(model, precision_from(config.precision)) if config.algorithm.kl_coefficient else None,
     )

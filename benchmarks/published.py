@@ -228,7 +228,9 @@ def steps(factors: Factors) -> list[Point]:
     return [
         Point("Llama-3.1-8B, step, 16 H100, BF16", "NeMo RL 0.4", "s", 97.7, 97.7, eight.total, True),
         Point("Qwen3-30B-A3B, step, 32 H100, BF16", NEMO, "s", 192, 192, mixture.total, True),
-        Point("Qwen3-30B-A3B, one step off, 32 H100, BF16", NEMO, "s", 152, 152, ahead(halves), note=even, in_sight=True),
+        Point(
+            "Qwen3-30B-A3B, one step off, 32 H100, BF16", NEMO, "s", 152, 152, ahead(halves), note=even, in_sight=True
+        ),
         Point("Qwen3-32B, step, 32 H100, BF16", "NeMo RL 0.4, and later", "s", 376, 393, dense.total, note=note),
         Point(
             "Llama-3.1-8B, one step off, 16 H100, FP8 over BF16", "NeMo RL, April 2026", "x", 1.23, 1.23,
@@ -254,29 +256,17 @@ def rollouts(factors: Factors) -> list[Point]:
     linear, both, mixture = ([_gain(factors, which, mean) for mean in (4000, 2000, 8000)] for which in _CACHES)
     return [
         Point(name, "reported, 8.4 ms uncaptured", "ms", 5.1, 5.1, one, True, "batch 1 and 512 keys assumed"),
-        Point("Qwen3-8B, rollout, FP8 linear", VERL, "x", 1.12, 1.18, linear[0], note=_assumed(linear), in_sight=True),
-        Point(
-            "8B, rollout, FP8 linear, cache and attention",
-            FP8_RL,
-            "x",
-            1.44,
-            1.44,
-            both[0],
-            note=_assumed(both),
-            in_sight=True,
-        ),
-        Point("Qwen3-8B, the same", "NeMo RL docs", "x", 1.48, 1.48, both[0], note=_assumed(both), in_sight=True),
-        Point(
-            "Qwen3-30B-A3B, rollout, FP8 linear",
-            sources,
-            "x",
-            1.35,
-            1.5,
-            mixture[0],
-            note=_assumed(mixture),
-            in_sight=True,
-        ),
+        _seen("Qwen3-8B, rollout, FP8 linear", VERL, 1.12, 1.18, linear),
+        _seen("8B, rollout, FP8 linear, cache and attention", FP8_RL, 1.44, 1.44, both),
+        _seen("Qwen3-8B, the same", "NeMo RL docs", 1.48, 1.48, both),
+        _seen("Qwen3-30B-A3B, rollout, FP8 linear", sources, 1.35, 1.5, mixture),
     ]
+
+
+def _seen(what: str, source: str, low: float, high: float, gains: list[float]) -> Point:
+    """A gain for which the length of completions was chosen: at 4,000 tokens, and what two others give."""
+    note = f"completions of 4,000 tokens assumed; {gains[1]:.2f} at 2,000, {gains[2]:.2f} at 8,000"
+    return Point(what, source, "x", low, high, gains[0], note=note, in_sight=True)
 
 
 _CACHES = {
@@ -300,10 +290,6 @@ def _gain(factors: Factors, which: str, mean: int) -> float:
         given = job(name, *changes, ranks=8, device=device, prompts=96, group=16, lengths=lengths)
         found.append(rollout(given, memory(given), factors))
     return found[0] / found[1]
-
-
-def _assumed(gains: list[float]) -> str:
-    return f"completions of 4,000 tokens assumed; {gains[1]:.2f} at 2,000, {gains[2]:.2f} at 8,000"
 
 
 def ratios(factors: Factors) -> list[Point]:

@@ -94,7 +94,7 @@ def test_overrides_change_the_plan(plan: Plan) -> None:
         (("--gpus", "256"), "more than 128 GPUs hold the masters' shards several times"),
         (
             ("--gpus", "64", "optimizer.micro_batch_tokens=2600"),
-            "of learning: sum them in a machine first (--sum-group 8)",
+            "of learning: sum them in a machine first (optimizer.sum_group=8)",
         ),
         (("engine.kv_pages=100",), "the KV cache holds 1,600 tokens, and the longest sequence has 2,560"),
         (("engine.kv_pages=1000",), "holds 6.2 of the longest sequences, and a group has 16"),
@@ -133,7 +133,6 @@ def test_what_does_not_fit_is_refused_after_its_table(plan: Plan) -> None:
         (("--new-tokens", "-5"), "--new-tokens -5: expected a whole number, at least 1"),
         (("--new-tokens", "5000"), "--new-tokens 5000: a completion has at most sampling.max_new_tokens, 2048"),
         (("--prompt-tokens", "99999"), "leaves no room for an answer: the model's context is 40960"),
-        (("--sum-group", "3"), "--sum-group 3: expected 1, or 8: the GPUs of a machine (--per-node)"),
         (("--presets", "fp9"), "unknown precision preset 'fp9' (did you mean 'fp8'?)"),
         (("model.path=nowhere",), "model nowhere: no such directory"),
         (("model={sft: base.yaml}",), "model.sft: its model is not trained yet and has no config.json"),

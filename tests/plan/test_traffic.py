@@ -28,16 +28,18 @@ def test_an_exchange_takes_the_designs_seconds(
 
 
 def _counted(given: Job, ranks: int) -> tuple[float, float]:
-    """Bytes that rank 0 sends to its machine and to others, a message at a time."""
-    piece, machine = 4.0 * num_parameters(given.model) / ranks, range(1, min(ranks, given.per_node))
-    others = range(given.per_node, ranks)
-    if given.sum_group == 1:
-        return sum(piece for _ in machine), sum(piece for _ in others)
-    inside = sum(piece * ranks / min(ranks, given.per_node) for _ in machine)  # the rows that this one sums
-    return inside, sum(piece for rank in others if rank % given.per_node == 0)  # to their owner in each machine
+    """Bytes that rank 0 sends to its machine and to others, a message at a time: to each owner of a row that is in its
+    group's place of that owner's machine."""
+    group = given.sum_group
+    piece, size = 4.0 * num_parameters(given.model) / ranks, min(ranks, given.per_node)
+    # in its group: all rows that a member sums; to ranks of its own place in other groups: sums of their rows
+    inside = (piece * ranks / group) * (group - 1) if group > 1 else 0.0
+    others = [rank for rank in range(1, ranks) if rank // group > 0 and rank % group == 0]
+    inside += sum(piece for rank in others if rank < size)
+    return inside, sum(piece for rank in others if rank >= size)
 
 
-@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("group", [1, 2, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16, 64, 1024])
 def test_bytes_are_those_of_the_messages(ranks: int, group: int) -> None:
     given = job("Qwen3-8B", ranks=ranks, sum_group=group)

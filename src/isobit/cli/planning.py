@@ -26,16 +26,13 @@ def plan(
     new_tokens: Annotated[
         int | None, typer.Option(help="tokens of a completion on average; default: sampling.max_new_tokens")
     ] = None,
-    sum_group: Annotated[
-        int, typer.Option(help="1, or --per-node: gradients are summed in a machine before they leave it")
-    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print bytes and seconds as JSON")] = False,
 ) -> None:
     """Estimate memory and seconds a step of a run on many GPUs, without any; loads no weights.
 
     \b
     isobit plan run.yaml --gpus 8 --device h200
-    isobit plan run.yaml precision=bf16 --gpus 1,8,64 --device h100 --sum-group 8
+    isobit plan run.yaml precision=bf16 optimizer.sum_group=8 --gpus 1,8,64 --device h100
     isobit plan run.yaml sampling.max_new_tokens=8192 --prompt-tokens 1024 --new-tokens 3000
 
     Times are a model, calibrated on what others published. Exits with 2 where the run fits on none of the numbers.
@@ -51,6 +48,5 @@ def plan(
         per_node=per_node,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
-        sum_group=sum_group,
         as_json=as_json,
     )

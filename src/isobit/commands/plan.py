@@ -36,7 +36,6 @@ def plan_command(
     per_node: int,
     prompt_tokens: int | None,
     new_tokens: int | None,
-    sum_group: int,
     as_json: bool,
 ) -> None:
     """Print the plan. Raises IsobitError for what cannot be planned, and, after the tables, where nothing fits."""
@@ -45,9 +44,7 @@ def plan_command(
         if value is not None and value < 1:
             raise IsobitError(f"{name} {value}: expected a whole number, at least 1")
     counts = _counts(gpus, per_node)
-    if sum_group not in (1, per_node):
-        raise IsobitError(f"--sum-group {sum_group}: expected 1, or {per_node}: the GPUs of a machine (--per-node)")
-    job = job_of(config, device_named(device), prompt_tokens, new_tokens, per_node=per_node, sum_group=sum_group)
+    job = job_of(config, device_named(device), prompt_tokens, new_tokens, per_node=per_node)
     flows = {flow.name: flow for flow in (job.precision, *map(precision_from, presets))}
     try:
         own = [estimate(job.under(job.precision, ranks)) for ranks in counts]
@@ -76,7 +73,8 @@ def _counts(gpus: str, per_node: int) -> list[int]:
 def _text(own: Sequence[Estimate], found: Sequence[Estimate]) -> str:
     job = own[0].job
     lengths, config = job.lengths, job.config
-    nodes = f"{job.per_node} in a machine" + (", gradients summed in each first" if job.sum_group > 1 else "")
+    groups = f", gradients summed in groups of {job.sum_group} first" if job.sum_group > 1 else ""
+    nodes = f"{job.per_node} in a machine{groups}"
     heading = (
         f"{job.model.family}, {num_parameters(job.model):,} parameters, on {job.device.name} "
         f"({job.device.memory / GIB:.1f} GiB; {job.device.source}), {nodes}\n"

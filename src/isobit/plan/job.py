@@ -3,6 +3,7 @@
 Of each model only its config.json is read. Prompts are not read either: how long they are is an assumption (`Lengths`).
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Lengths:
 @dataclass(frozen=True)
 class Job:
     """A run on `ranks` GPUs, `per_node` of them in a machine. `reference` and `rewards`: the frozen models' own
-    architectures and flows. Gradients are added by their owner in groups of `sum_group` ranks, 1 or a whole machine."""
+    architectures and flows."""
 
     config: Config
     model: ModelConfig
@@ -45,7 +46,6 @@ class Job:
     device: Device
     ranks: int = 1
     per_node: int = 8
-    sum_group: int = 1
     reference: tuple[ModelConfig, Precision] | None = None
     rewards: tuple[tuple[ModelConfig, Precision], ...] = ()
 
@@ -55,6 +55,11 @@ class Job:
         if reference is not None and self.config.reference.precision is None:
             reference = (reference[0], precision)
         return replace(self, precision=precision, ranks=ranks, reference=reference)
+
+    @property
+    def sum_group(self) -> int:
+        """Ranks of a machine whose gradients are added first: those of `optimizer.sum_group` that divide it evenly."""
+        return math.gcd(self.config.optimizer.sum_group, min(self.ranks, self.per_node))
 
     @property
     def completions(self) -> int:
@@ -115,7 +120,6 @@ def job_of(
     new_tokens: int | None = None,
     *,
     per_node: int = 8,
-    sum_group: int = 1,
 ) -> Job:
     """The job of a config on one GPU of the kind. `prompt_tokens`: by default task.max_prompt_tokens, or 512 where the
     context has room for that many; `new_tokens`: of a completion on average, by default the longest.
@@ -150,7 +154,6 @@ def job_of(
         Lengths(prompt_tokens, min(mean, room), min(longest, room)),
         device,
         per_node=per_node,
-        sum_group=sum_group,
         reference=reference,
         # a reward model has no output head
         rewards=tuple((architecture(m.path, tied=True), precision_from(m.precision)) for m in config.rewards.models),

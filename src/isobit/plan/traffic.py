@@ -1,10 +1,10 @@
 """What ranks send each other, and how long that takes: bytes over the links of a device.
 
 Gradients: in a round every rank computes one micro-batch, and each owner receives its rows from all ranks, 4 P (W - 1)
-/ W bytes a rank. With `sum_group` g the ranks of a machine first add up theirs, and only the sums of machines travel
-between them: 1 / g of the bytes on the network. The sync gathers every owner's quantized rows on all ranks; there each
-piece crosses the network once a machine. Links of a machine and the network work at the same time, piece by piece, so
-the slower one counts.
+/ W bytes a rank. With `optimizer.sum_group` g, groups of g ranks of a machine first add up theirs, and only the sums go
+on: 1 / g of the bytes on the network. The sync gathers every owner's quantized rows on all ranks; there each piece
+crosses the network once a machine. Links of a machine and the network work at the same time, piece by piece, so the
+slower one counts.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,12 @@ def _sent(job: Job, inside: float, outside: float) -> Sent:
 def exchange(job: Job) -> Sent:
     """The gradients of one round."""
     size, ranks = 4.0 * num_parameters(job.model), job.ranks
-    inner = min(ranks, job.per_node)
-    if job.sum_group == 1:
+    inner, group = min(ranks, job.per_node), job.sum_group
+    if group == 1:
         return _sent(job, size * (inner - 1) / ranks, size * (ranks - inner) / ranks)
-    return _sent(job, size * (inner - 1) / inner, size * (ranks - inner) / (ranks * inner))
+    # first to the ranks of the group, then sums to those of other groups, in the machine and outside
+    between = size * (inner - group) / (ranks * group)
+    return _sent(job, size * (group - 1) / group + between, size * (ranks - inner) / (ranks * group))
 
 
 def gather(job: Job) -> Sent:

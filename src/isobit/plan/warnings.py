@@ -58,7 +58,7 @@ def warnings(found: Estimate) -> list[str]:
     if job.ranks > job.per_node and job.sum_group == 1 and left > SHOWN * learning:
         lines.append(
             f"{left:.1f} s of the gradients' exchange are not hidden behind {learning:.1f} s of learning: sum them in "
-            f"a machine first (--sum-group {job.per_node})"
+            f"a machine first (optimizer.sum_group={job.per_node})"
         )
     return lines + _cache_warnings(found)
 
