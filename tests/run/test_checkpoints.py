@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
 
 from isobit import cli
 from isobit.config import load_config
@@ -51,17 +50,10 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "step-000100" / "model.safetensors").read_text() == "again"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, error: Exception) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, content("good"), keep_last=1)
     with pytest.raises(RunFailed, match=r"step-000002: .*No space left on device.*; earlier checkpoints are intact"):
-        save(tmp_path, 2, failing(error), keep_last=1)
+        save(tmp_path, 2, failing(OSError(errno.ENOSPC, "No space left on device")), keep_last=1)
     assert names(tmp_path) == ["step-000001"]
     assert damage(tmp_path / "step-000001") is None
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
@@ -45,9 +44,8 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         lines = _write(model, partial, form, shard_bytes)
         durable.put_in_place(partial, to)
-    except (OSError, SafetensorError) as error:  # safetensors wraps the system's error
-        reason = getattr(error, "strerror", None) or str(error)
-        raise IsobitError(f"cannot write {to}: {reason}") from None
+    except OSError as error:
+        raise IsobitError(f"cannot write {to}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     size = sum(path.stat().st_size for path in to.glob("*.safetensors"))

@@ -21,9 +21,9 @@ from isobit import errors
 from isobit.errors import IsobitError
 
 T = TypeVar("T")
-_KINDS = {
+_KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (IsobitError, errors.RunFailed, errors.Corruption, errors.RankLost, errors.NonFiniteError)
+    for kind in (IsobitError, errors.RunFailed, errors.Corruption, errors.RankLost, errors.NonFiniteError, OSError)
 }
 
 
@@ -79,31 +79,31 @@ class Ranks(ABC):
         return [tensors_from(data) for data in self.gather_bytes(bytes_of(given))]
 
     def together(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns, once it has returned on every rank. If it raised IsobitError on some, every rank
-        raises that of the lowest of them."""
+        """What `compute`, which does not meet the others, returns, once it has returned on every rank. If it raised
+        IsobitError or OSError on some, every rank raises that of the lowest of them."""
         found: T | None = None
-        mine: IsobitError | None = None
+        mine: IsobitError | OSError | None = None
         try:
             found = compute()
-        except IsobitError as error:
+        except (IsobitError, OSError) as error:
             if self.size == 1:
                 raise
             mine = error
         self.agree(mine)
         return found  # type: ignore[return-value]
 
-    def agree(self, mine: IsobitError | None) -> None:
+    def agree(self, mine: IsobitError | OSError | None) -> None:
         """Raise on every rank the error of the lowest rank that has one."""
         if self.size == 1:
             if mine is not None:
                 raise mine
             return
-        said = self.gather(None if mine is None else [_kind(mine), str(mine)])
+        said = self.gather(None if mine is None else _said(mine))
         for rank, error in enumerate(said):
             if error is not None:
                 if rank == self.rank and mine is not None:
                     raise mine
-                raise _KINDS[error[0]](error[1])
+                raise _KINDS[error[0]](*error[1:])
 
 
 class Alone(Ranks):
@@ -136,5 +136,8 @@ class Alone(Ranks):
 ALONE = Alone()
 
 
-def _kind(error: IsobitError) -> str:
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+def _said(error: IsobitError | OSError) -> list[Any]:
+    """The kind of an error, and what makes it again."""
+    if isinstance(error, OSError):
+        return ["OSError", error.errno, error.strerror or str(error)]
+    return [next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), str(error)]

@@ -27,12 +27,15 @@ _PREVIOUS = ".best-previous"
 
 class Best:
     """The best values so far, of `metric` (AUTO: of two, the second decides where the first is equal), and the step
-    that they are of; `write(folder)` writes the present model. With metric None nothing is kept."""
+    that they are of; `write(folder)` writes the present model. With metric None nothing is kept. All ranks call the
+    methods, the first one has the directories."""
 
-    def __init__(self, run: Path, metric: str | None, write: Callable[[Path], None]) -> None:
+    def __init__(
+        self, run: Path, metric: str | None, write: Callable[[Path], None], ranks: checkpoints.Ranks = checkpoints.ONE
+    ) -> None:
         self.directory, self._previous = run / BEST, run / _PREVIOUS
         self._metrics: tuple[str, ...] = () if metric is None else _AUTO_METRICS if metric == AUTO else (metric,)
-        self._write = write
+        self._write, self._ranks = write, ranks
         self.step: int | None = None
         self.values = [-math.inf for _ in self._metrics]
 
@@ -46,9 +49,11 @@ class Best:
 
         def write(folder: Path) -> None:
             self._write(folder)
-            (folder / DESCRIPTION).write_text(json.dumps(description) + "\n", encoding="utf-8")
+            text = json.dumps(description) + "\n"
+            self._first(lambda: (folder / DESCRIPTION).write_text(text, encoding="utf-8"))
 
-        checkpoints.replace(self.directory, write, None if self._previous.exists() else self._previous)
+        keep = None if self._previous.exists() else self._previous
+        checkpoints.replace(self.directory, write, keep, self._ranks)
         self.step, self.values = step, values
 
     def _description(self, step: int, values: Sequence[float]) -> dict[str, Any]:
@@ -65,11 +70,18 @@ class Best:
         """Go on from a checkpoint: its best, and on disk the model of that step, if it is still there."""
         if saved is not None:
             self._know(saved)
-            if _description(self._previous) == saved:
-                shutil.rmtree(self.directory, ignore_errors=True)
-                self._previous.rename(self.directory)
-        self.settle()
+        self._first(lambda: self._bring_back(saved))
+
+    def _bring_back(self, saved: Mapping[str, Any] | None) -> None:
+        if saved is not None and _description(self._previous) == saved:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self._previous.rename(self.directory)
+        shutil.rmtree(self._previous, ignore_errors=True)
         checkpoints.remove_leftovers(self.directory.parent)
+
+    def _first(self, work: Callable[[], object]) -> None:
+        """What the first rank does while the others wait."""
+        self._ranks.together(lambda: work() if self._ranks.rank == 0 else None)
 
     def stay(self) -> None:
         """A run that is at its end: `best/` is what it is, and what stands by stays, for a longer run."""
@@ -82,7 +94,7 @@ class Best:
 
     def settle(self) -> None:
         """A checkpoint knows the present best: what stood by is no longer needed."""
-        shutil.rmtree(self._previous, ignore_errors=True)
+        self._first(lambda: shutil.rmtree(self._previous, ignore_errors=True))
 
     def line(self, newest_step: int) -> str | None:
         """What the end of a run says if the best model is of an earlier step than its newest checkpoint."""

@@ -7,16 +7,17 @@ atomic (`isobit.run.checkpoints`).
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from isobit.data.foreign import BadJson, check_readable, exists, parse_json, read_bytes, reason_of
+from isobit.distributed import ALONE, Ranks
+from isobit.distributed.files import FileTensor, Part, file_tensors, write_file
 from isobit.errors import IsobitError, brief, download_hint
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
@@ -66,47 +67,89 @@ def read_text(path: Path) -> str:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
-def _tensor_shapes(directory: Path) -> Shapes:
-    """The shapes of all tensors of a directory, from the headers of its files. Raises IsobitError for a file that is
-    missing or corrupt, for a tensor that is in two files, and for one that the index names and its file lacks."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    places: dict[str, str] = {}
-    for name, wanted in _weight_files(directory).items():
-        with _opened(directory / name) as file:
-            for key in file.keys():  # noqa: SIM118 (a file handle, not a dict)
-                if key in places:
-                    raise IsobitError(
-                        f"{directory}: tensor {brief(key)} is in both {places[key]} and {name}; it must be in one of "
-                        "them"
-                    )
-                places[key], shapes[key] = name, tuple(file.get_slice(key).get_shape())
-        for key in wanted:
-            if places.get(key) != name:
+class Weights:
+    """The tensors of a directory whose files are open: their `shapes`, and their rows as float32, of which no more is
+    read than is asked for. Scales of FP8 blocks belong to their tensors."""
+
+    def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, FileTensor]]) -> None:
+        self._directory, self._tensors = directory, tensors
+        scales = [key for key in tensors if key.endswith(_SCALES) and key.removesuffix(_SCALES) in tensors]
+        self.shapes: Shapes = {key: each.shape for key, (_, each) in tensors.items() if key not in scales}
+
+    def check(self) -> None:
+        """Raise IsobitError unless every tensor is of numbers that are read, and FP8 blocks have their scales."""
+        for name, (path, tensor) in self._tensors.items():
+            blocks = tensor.dtype == E4M3.dtype and len(tensor.shape) == 2
+            if tensor.dtype not in _FLOATS and not blocks:
                 raise IsobitError(
-                    f"{directory / INDEX}: tensor {brief(key)} is not in {name}, where weight_map says it is"
+                    f"{path}: tensor {brief(name)} has dtype {tensor.dtype}; expected float32, bfloat16 or float16"
                 )
-    scales = [key for key in shapes if key.endswith(_SCALES) and key.removesuffix(_SCALES) in shapes]
-    return {key: shape for key, shape in shapes.items() if key not in scales}
+            if not blocks:
+                continue
+            scale = self._tensors.get(f"{name}{_SCALES}")
+            grid = tuple(-(-size // BLOCK) for size in tensor.shape)
+            if scale is None or scale[1].shape != grid:
+                found = "no scales" if scale is None else f"scales of shape {scale[1].shape}"
+                raise IsobitError(
+                    f"{self._directory}: FP8 tensor {brief(name)} has {found}; expected {brief(name)}{_SCALES} {grid}"
+                )
 
+    def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
+        """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is not finite. Where
+        scales are powers of two, the values of FP8 blocks are exact."""
+        hi = self.shapes[name][0] if hi is None else hi
+        values = self._read(name, lo, hi)
+        if self._tensors[name][1].dtype != E4M3.dtype:
+            return values
+        first = lo // BLOCK  # a rank's rows of a query, key or value may begin inside a block
+        scale = self._read(f"{name}{_SCALES}", first, -(-hi // BLOCK))
+        scales = expand_scale(scale, (BLOCK, BLOCK), (scale.shape[0] * BLOCK, values.shape[1]))
+        return values * scales[lo - first * BLOCK : hi - first * BLOCK]
 
-def read_weights(directory: Path, check: Callable[[Shapes], None] | None = None) -> dict[str, Tensor]:
-    """All tensors of a directory, float32, by their Hugging Face names. `check` gets their shapes before anything is
-    allocated, and raises for what the model cannot take. Raises IsobitError for a file that is missing or corrupt,
-    for headers and an index that contradict each other, and for a tensor that is not of numbers or not finite."""
-    shapes = _tensor_shapes(directory)
-    if check is not None:
-        check(shapes)
-    tensors: dict[str, Tensor] = {}
-    for name in _weight_files(directory):
-        with _opened(directory / name) as file:
-            for key in file.keys():  # noqa: SIM118 (a file handle, not a dict)
-                tensors[key] = _as_float(file.get_tensor(key), key, directory / name)
-    _dequantize_blocks(tensors, directory)
-    return tensors
+    def _read(self, name: str, lo: int, hi: int) -> Tensor:
+        path, tensor = self._tensors[name]
+        with _reading(path):
+            values = tensor[lo:hi].float()
+        if not bool(torch.isfinite(values).all()):
+            raise IsobitError(f"{path}: tensor {brief(name)} holds NaN or infinity")
+        return values
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_weights(directory: Path, check: Callable[[Shapes], None] | None = None) -> Iterator[Weights]:
+    """The weights of a directory. `check` gets their shapes before any is read, and raises for what the model cannot
+    take. Raises IsobitError for a file that is missing or corrupt, and for headers and an index that contradict each
+    other."""
+    tensors: dict[str, tuple[Path, FileTensor]] = {}
+    with ExitStack() as stack:
+        for name, wanted in _weight_files(directory).items():
+            path = directory / name
+            for key, tensor in file_tensors(stack.enter_context(_opened(path))).items():
+                if key in tensors:
+                    raise IsobitError(
+                        f"{directory}: tensor {brief(key)} is in both {tensors[key][0].name} and {name}; it must be in "
+                        "one of them"
+                    )
+                tensors[key] = path, tensor
+            for key in wanted:
+                if key not in tensors or tensors[key][0] != path:
+                    raise IsobitError(
+                        f"{directory / INDEX}: tensor {brief(key)} is not in {name}, where weight_map says it is"
+                    )
+        weights = Weights(directory, tensors)
+        if check is not None:
+            check(weights.shapes)
+        weights.check()
+        yield weights
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, float32, by their Hugging Face names; raises as `open_weights` and `Weights.rows`."""
+    with open_weights(directory) as weights:
+        return {name: weights.rows(name) for name in weights.shapes}
+
+
+def _opened(path: Path) -> Any:
     """A safetensors file. Raises IsobitError for one that is missing, cannot be read, or is damaged."""
     if not exists(path):
         raise IsobitError(f"{path.parent}: weight file {path.name} is missing")
@@ -114,26 +157,18 @@ def _opened(path: Path) -> Iterator[Any]:
         check_readable(path)
     except OSError as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    with _reading(path):
+        return safe_open(path, framework="pt")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield
     except (SafetensorError, OSError) as error:
         raise IsobitError(
             f"{path}: truncated or corrupt safetensors file ({' '.join(str(error).split())[:300]})"
         ) from None
-
-
-def _dequantize_blocks(tensors: dict[str, Tensor], directory: Path) -> None:
-    """Replace FP8 codes and their scales by their values, in place; exact where scales are powers of two."""
-    for name in [name for name, tensor in tensors.items() if tensor.dtype == E4M3.dtype]:
-        codes, scale = tensors[name], tensors.pop(f"{name}{_SCALES}", None)
-        grid = [-(-size // BLOCK) for size in codes.shape]
-        if scale is None or list(scale.shape) != grid:
-            found = "no scales" if scale is None else f"scales of shape {tuple(scale.shape)}"
-            raise IsobitError(
-                f"{directory}: FP8 tensor {brief(name)} has {found}; expected {brief(name)}{_SCALES} {tuple(grid)}"
-            )
-        tensors[name] = codes.float() * expand_scale(scale, (BLOCK, BLOCK), (codes.shape[0], codes.shape[1]))
 
 
 def _weight_files(directory: Path) -> dict[str, list[str]]:
@@ -153,59 +188,47 @@ def _weight_files(directory: Path) -> dict[str, list[str]]:
     raise IsobitError(f"{directory}: no {WEIGHTS} and no {INDEX}; only safetensors checkpoints are read")
 
 
-def _as_float(tensor: Tensor, name: str, path: Path) -> Tensor:
-    blocks = tensor.dtype == E4M3.dtype and tensor.ndim == 2
-    if tensor.dtype not in _FLOATS and not blocks:
-        raise IsobitError(
-            f"{path}: tensor {brief(name)} has dtype {tensor.dtype}; expected float32, bfloat16 or float16"
-        )
-    values = tensor.float()
-    if not bool(torch.isfinite(values).all()):
-        raise IsobitError(f"{path}: tensor {brief(name)} holds NaN or infinity")
-    return tensor if blocks else values
-
-
-def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `tensors`, of any device, as one safetensors file, or as shards of at most `shard_bytes` with an index.
+def write_weights(
+    directory: Path, tensors: Mapping[str, Tensor | Part], shard_bytes: int = SHARD_BYTES, ranks: Ranks = ALONE
+) -> None:
+    """Write `tensors`, of any device, as one safetensors file, or as shards of at most `shard_bytes` with an index. Of
+    a `Part` each rank writes what it has.
 
     Weights that the directory already holds are replaced, whichever of the two forms they have.
     """
-    written = _write_files(directory, tensors, shard_bytes)
-    for pattern in (WEIGHTS, INDEX, "model-?????-of-?????.safetensors"):
-        for path in directory.glob(pattern):
-            if path.name not in written:
-                path.unlink()
+    parts = {name: t if isinstance(t, Part) else Part.whole(t) for name, t in tensors.items()}
+    shards = _shards(parts, shard_bytes)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [WEIGHTS]
+    for name, shard in zip(names, shards):
+        write_file(directory / name, shard, ranks)
+
+    def finish() -> None:
+        written = {*names}
+        if len(shards) > 1:
+            total = sum(part.nbytes for part in parts.values())
+            weight_map = {key: name for name, shard in zip(names, shards) for key in shard}
+            write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            written.add(INDEX)
+        for pattern in (WEIGHTS, INDEX, "model-?????-of-?????.safetensors"):
+            for path in directory.glob(pattern):
+                if path.name not in written:
+                    path.unlink()
+
+    ranks.together(lambda: finish() if ranks.first else None)
 
 
-def _write_files(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> set[str]:
-    shards: list[dict[str, Tensor]] = [{}]
+def _shards(parts: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:
+    """The parts in their order, in as few files as hold at most `shard_bytes`, or a single part."""
+    shards: list[dict[str, Part]] = [{}]
     size = 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + nbytes > shard_bytes:
+    for name, part in parts.items():
+        if shards[-1] and size + part.nbytes > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor
-        size += nbytes
-    if len(shards) == 1:
-        save_tensors(shards[0], directory / WEIGHTS)
-        return {WEIGHTS}
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards):
-        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_tensors(shard, directory / name)
-        weight_map |= dict.fromkeys(shard, name)
-    total = sum(t.numel() * t.element_size() for t in tensors.values())
-    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return {INDEX, *weight_map.values()}
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file, with the mode that the umask says: the library's own is 0600 (safetensors 0.8)."""
-    path.touch()
-    mode = path.stat().st_mode & 0o777
-    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
-    path.chmod(mode)
+        shards[-1][name] = part
+        size += part.nbytes
+    return shards
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

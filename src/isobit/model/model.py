@@ -6,6 +6,7 @@ tokens.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from torch import Tensor
 
 from isobit.data.foreign import exists
 from isobit.distributed import ALONE, Ranks
+from isobit.distributed.files import Part
 from isobit.errors import IsobitError
-from isobit.kernels import Layout, get_ops
+from isobit.kernels import Layout, Ops, get_ops
 from isobit.model import names
 from isobit.model.checkpoint import (
     SHARD_BYTES,
     model_folder,
+    open_weights,
     read_json,
-    read_weights,
     write_json,
     write_weights,
 )
@@ -78,16 +80,14 @@ class Model:
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
-        directory = model_folder(path)
-        flow, ops = precision_from(precision), get_ops(backend, consistency)
-        config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
-        tokenizer = Tokenizer.load(directory)
-        where = str(directory)
-        tensors = read_weights(directory, lambda shapes: names.check_shapes(shapes, config, where))
-        masters = names.fuse(tensors, config, where)
-        model = Model(Transformer(config, flow, ops, own_rows(masters, ranks), ranks), tokenizer)
-        if exists(directory / "generation_config.json"):
-            model.generation = read_json(directory / "generation_config.json")
+
+        def read() -> tuple[Precision, Ops, _Read]:
+            directory = model_folder(path)
+            return precision_from(precision), get_ops(backend, consistency), _read(directory, ranks)
+
+        flow, ops, given = ranks.together(read)
+        model = Model(Transformer(given.config, flow, ops, given.masters, ranks), given.tokenizer)
+        model.generation = given.generation
         return model
 
     @staticmethod
@@ -116,10 +116,15 @@ class Model:
     def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
         """The same masters, in the same storage, under another precision flow; its working weights are its own."""
         masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
-        flow, ranks = precision_from(precision), self.transformer.masters.shards.ranks
-        model = Model(Transformer(self.config, flow, self.ops, masters, ranks), self.tokenizer)
+        transformer = Transformer(self.config, precision_from(precision), self.ops, masters, self.ranks)
+        model = Model(transformer, self.tokenizer)
         model.generation = self.generation
         return model
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share the masters."""
+        return self.transformer.masters.shards.ranks
 
     @property
     def weights_version(self) -> int:
@@ -164,15 +169,22 @@ class Model:
             raise IsobitError(f"save: expected the path of a directory, got {str(directory)!r}")
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise IsobitError(f"save: dtype: expected a floating-point dtype, such as torch.bfloat16, got {dtype!r}")
-        tensors = names.split(self.named_parameters(), self.config)
-        self.write(
-            Path(directory), {name: t.to(dtype) for name, t in tensors.items()}, {"dtype": _name(dtype)}, shard_bytes
-        )
+        tensors = names.split(self.named_parameters(), self.config, dtype, self.ranks)
+        self.write(Path(directory), tensors, {"dtype": _name(dtype)}, shard_bytes)
 
     def write(
-        self, directory: Path, tensors: Mapping[str, Tensor], keys: Mapping[str, Any], shard_bytes: int = SHARD_BYTES
+        self,
+        directory: Path,
+        tensors: Mapping[str, Tensor | Part],
+        keys: Mapping[str, Any],
+        shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Write a directory with these tensors, and these keys in config.json beside those of the architecture."""
+        """Write a directory with these tensors, and these keys in config.json beside those of the architecture. All
+        ranks call this; the first one writes what is not weights."""
+        self.ranks.together(lambda: self._write_rest(directory, keys) if self.ranks.first else None)
+        write_weights(directory, tensors, shard_bytes, self.ranks)
+
+    def _write_rest(self, directory: Path, keys: Mapping[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         write_json(directory / "config.json", {**self.config.to_hf(), **keys})
         eos = list(self.tokenizer.eos_ids)
@@ -183,7 +195,6 @@ class Model:
         }
         given = {key: value for key, value in generation.items() if value is not None}
         write_json(directory / "generation_config.json", self.generation | given)
-        write_weights(directory, tensors, shard_bytes)
         self.tokenizer.save(directory)
 
     def memory(self) -> dict[str, int]:
@@ -206,6 +217,26 @@ class Model:
         logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()
         ops.raise_faults()
         return list(logprobs.split([len(row) for row in inputs]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """What a directory holds: of the masters, the rows that a rank keeps."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    masters: Mapping[str, Tensor]
+    generation: dict[str, object]
+
+
+def _read(directory: Path, ranks: Ranks) -> _Read:
+    config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
+    tokenizer, where = Tokenizer.load(directory), str(directory)
+    with open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where)) as weights:
+        names.check_tied(weights.rows, weights.shapes, config, where, ranks)
+        masters = names.fuse(weights.rows, config, ranks)
+    more = directory / "generation_config.json"
+    return _Read(config, tokenizer, masters, read_json(more) if exists(more) else {})
 
 
 def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -4,12 +4,17 @@
 `gate_up`. Every expert has its own tensors.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from isobit.distributed import ALONE, Ranks, Shards
+from isobit.distributed.files import Part
+from isobit.distributed.shards import Rows
 from isobit.errors import IsobitError, brief
+from isobit.model.checkpoint import Shapes
 from isobit.model.config import ModelConfig
 from isobit.model.families import FAMILIES
 from isobit.model.transformer import parameter_shapes
@@ -38,21 +43,56 @@ _MIXTURE = {
     },
 }
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+Read = Callable[[str, int, int], Tensor]
+"""Rows of a Hugging Face tensor, float32, by its name, the first of them and the one after the last."""
 
 
-def fuse(tensors: dict[str, Tensor], config: ModelConfig, where: str) -> dict[str, Tensor]:
-    """Masters by name, from Hugging Face tensors that `check_shapes` takes. Raises IsobitError where a tied head is not
-    the embedding.
+def fuse(read: Read, config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that `check_shapes`
+    takes. No others are read."""
+    shards = Shards.of(parameter_shapes(config), ranks)
+    return {
+        master: torch.cat([read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))])
+        for master, tensors in parts(config)
+        if shards.owned(master)
+    }
 
-    Takes the tensors out of `tensors` as it goes, so that weights are not held twice.
-    """
-    if config.tie_embeddings and _OUTSIDE["head"] in tensors:
-        _check_tied(tensors, where)
-    masters = dict(parts(config))
-    return {master: torch.cat([tensors.pop(name) for name, _ in names]) for master, names in masters.items()}
+
+def split(
+    masters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE
+) -> dict[str, Part]:
+    """Hugging Face tensors, of which each rank writes the rows that it keeps of the masters; the inverse of `fuse`."""
+    shards = Shards.of(parameter_shapes(config), ranks)
+    found: dict[str, Part] = {}
+    for master, tensors in parts(config):
+        found |= {name: Part(dtype, shape) for name, shape in tensors}
+        for piece in _pieces(tensors, shards.own(master)):
+            mine = masters[master][piece.at : piece.at + piece.hi - piece.lo]
+            found[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
+    return found
 
 
-def check_shapes(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str) -> None:
+class _Piece(NamedTuple):
+    """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of what a rank keeps."""
+
+    name: str
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+    at: int
+
+
+def _pieces(tensors: Sequence[tuple[str, tuple[int, ...]]], rows: Rows) -> Iterator[_Piece]:
+    """Where these rows of a master are, in the tensors that it is made of."""
+    first = 0
+    for name, shape in tensors:
+        lo, hi = max(rows[0] - first, 0), min(rows[1] - first, shape[0])
+        if lo < hi:
+            yield _Piece(name, shape, lo, hi, first + lo - rows[0])
+        first += shape[0]
+
+
+def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than they are many, however
     large the sizes in config.json."""
     count = 0 if config.experts is None else config.experts.count
@@ -77,23 +117,18 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, whe
             raise IsobitError(f"{where}: tensor {name} has shape {shapes[name]}, but config.json asks for {shape}")
 
 
-def _check_tied(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a head that differs from the embedding where config.json ties them: `transformers` would take the head."""
-    embed = tensors.get(_OUTSIDE["embed"])
-    if embed is None or torch.equal(tensors[_OUTSIDE["head"]], embed):
+def check_tied(read: Read, shapes: Shapes, config: ModelConfig, where: str, ranks: Ranks = ALONE) -> None:
+    """Refuse a head that differs from the embedding where config.json ties them: `transformers` would take the head.
+    Each rank compares the rows that it keeps."""
+    embed, head = _OUTSIDE["embed"], _OUTSIDE["head"]
+    if not config.tie_embeddings or head not in shapes:
         return
-    raise IsobitError(
-        f"{where}: tensor lm_head.weight differs from the embedding; config.json must have tie_word_embeddings false"
-    )
-
-
-def split(masters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Hugging Face tensors, copied to the CPU, from masters; the inverse of `fuse`."""
-    tensors: dict[str, Tensor] = {}
-    for master, names in parts(config):
-        pieces = masters[master].detach().split([shape[0] for _, shape in names])
-        tensors |= {name: piece.to("cpu", copy=True) for (name, _), piece in zip(names, pieces)}
-    return tensors
+    lo, hi = Shards.of(parameter_shapes(config), ranks).own("embed")
+    if shapes[head] != shapes[embed] or not torch.equal(read(head, lo, hi), read(embed, lo, hi)):
+        raise IsobitError(
+            f"{where}: tensor lm_head.weight differs from the embedding; config.json must have tie_word_embeddings "
+            "false"
+        )
 
 
 def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import names
-from isobit.model.checkpoint import Shapes, model_folder, read_json, read_weights
+from isobit.model.checkpoint import Shapes, model_folder, open_weights, read_json
 from isobit.model.config import ModelConfig, architectures
 from isobit.model.model import passes
 from isobit.model.tokenizer import Tokenizer
@@ -64,10 +64,9 @@ class RewardModel:
                 )
             names.check_shapes(body, config, str(directory))
 
-        tensors = read_weights(directory, check)
-        score = tensors.pop("score.weight")
-        tensors.pop("lm_head.weight", None)
-        masters = names.fuse(tensors, config, str(directory))
+        with open_weights(directory, check) as weights:
+            score = weights.rows("score.weight")
+            masters = names.fuse(weights.rows, config)
         transformer = Transformer(config, flow, get_ops(backend, consistency), masters)
         return RewardModel(transformer, score, Tokenizer.load(directory))
 

@@ -8,13 +8,16 @@ large parameters are kept in 8 bits (`optim_8bit.py`).
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from isobit.distributed import Shards
-from isobit.distributed.shards import BLOCK_ROWS
+from isobit.distributed.files import FileTensor, Part
+from isobit.distributed.shards import BLOCK_ROWS, MOMENT_BLOCK
 from isobit.errors import IsobitError
 from isobit.model.checksums import Checksums
 from isobit.rl.optim_8bit import EightBitState, quantizable
@@ -40,7 +43,7 @@ class Optimizer:
         self.settings = settings
         self.shards = shards or Shards.of({name: tuple(p.shape) for name, p in self.parameters.items()})
         self._state: dict[str, dict[str, Tensor]] = {}
-        large = [n for n in self.parameters if quantizable(self.shards.shapes[n])] if settings.state == "8bit" else []
+        large = [name for name in self.parameters if self._is_eight_bit(name)]
         self._eight_bit = EightBitState({name: self.parameters[name] for name in large}, settings) if large else None
         self.checksums = Checksums(self._written_by_step)
 
@@ -99,6 +102,14 @@ class Optimizer:
             maximize=False,
         )
 
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank keeps of the state, by parameter and key."""
+        eight_bit = self._eight_bit
+        if eight_bit is None:
+            return self._state
+        steps = {name: {"step": torch.tensor(float(step))} for name, step in eight_bit.steps.items()}
+        return self._state | {name: steps[name] | tensors for name, tensors in eight_bit.tensors().items()}
+
     def _written_by_step(self) -> dict[str, Tensor]:
         """The masters, their moments and step counts."""
         found: dict[str, Tensor] = {f"master {name}": parameter for name, parameter in self.parameters.items()}
@@ -114,28 +125,90 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step counts, copied to the CPU: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; of 8-bit moments
-        `.codes` and `.scale`. Empty before the first update."""
-        tensors: dict[str, Tensor] = {} if self._eight_bit is None else self._eight_bit.state()
-        for name, state in self._state.items():
-            for key, value in state.items():
-                tensors[f"{name}.{key}"] = value.to("cpu", copy=True)
-        return tensors
+        `.codes` and `.scale`. Empty before the first update. Of the rows that this rank keeps."""
+        found = self._tensors()
+        return {f"{name}.{key}": t.to("cpu", copy=True) for name, state in found.items() for key, t in state.items()}
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`, bit for bit. Raises IsobitError if the tensors are not of these parameters."""
-        if self._eight_bit is not None:
-            tensors = self._eight_bit.load_state(tensors)
-        for name, parameter in self.parameters.items():
-            given = {k: tensors[f"{name}.{k}"] for k in ("step", *_MOMENTS) if f"{name}.{k}" in tensors}
-            if not given:
-                self._state.pop(name, None)
-                continue
-            if len(given) != 3 or any(given[key].shape != parameter.shape for key in _MOMENTS):
-                raise IsobitError(f"optimizer state of {name} does not fit the model")
-            self._state[name] = {key: value.to(parameter.device, copy=True) for key, value in given.items()}
-        unknown = {key.rpartition(".")[0] for key in tensors} - set(self.parameters)
-        if unknown:
-            raise IsobitError(f"optimizer state has {min(unknown)!r}, which the model does not have")
+    def parts(self) -> dict[str, Part]:
+        """The state of all ranks for a file, of which each rank writes what it keeps; `.step` is the first rows'."""
+        mine = self._tensors()
+        known = {name for names in self.shards.ranks.gather(list(mine)) for name in names}
+        found: dict[str, Part] = {}
+        for name in known:
+            lo, _ = self.shards.own(name)
+            for key, form in self._forms(name).items():
+                tensor = mine[name][key] if name in mine and (form.shape or lo == 0) else None
+                start = lo * self.shards.width(name) // form.block if form.shape else 0
+                found[f"{name}.{key}"] = Part(form.dtype, form.shape, tensor, start)
+        return found
+
+    def load_state(self, tensors: Mapping[str, Tensor | FileTensor]) -> None:
+        """The inverse of `state`, bit for bit; of the state of all ranks this one reads its rows. Raises IsobitError if
+        the tensors are not of these parameters."""
+        self._check(tensors)
+        given = {
+            name: {k: tensors[f"{name}.{k}"][form.rows(self.shards, name)] for k, form in self._forms(name).items()}
+            for name in self.parameters
+            if f"{name}.step" in tensors
+        }
+        eight_bit = self._eight_bit
+        if eight_bit is not None:
+            eight_bit.load_state({name: given.pop(name) for name in list(given) if name in eight_bit})
+        self._state = {
+            name: {key: value.to(self.parameters[name].device, copy=True) for key, value in state.items()}
+            for name, state in given.items()
+        }
+
+    def _check(self, tensors: Mapping[str, Tensor | FileTensor]) -> None:
+        """Raise IsobitError unless these are the whole state of some of all ranks' parameters."""
+        seen: dict[str, int] = {}
+        for key, tensor in tensors.items():
+            name = key.partition(".exp_avg")[0].removesuffix(".step")
+            if name not in self.shards.shapes:
+                raise IsobitError(f"optimizer state has {name!r}, which the model does not have")
+            form = self._forms(name).get(key.removeprefix(f"{name}."))
+            if form is None or tuple(tensor.shape) != form.shape:
+                raise self._misfit(name)
+            seen[name] = seen.get(name, 0) + 1
+        for name, count in seen.items():
+            if count != len(self._forms(name)):
+                raise self._misfit(name)
+
+    def _misfit(self, name: str) -> IsobitError:
+        what = ": it was not kept in 8 bits" if self._is_eight_bit(name) else " the model"
+        return IsobitError(f"optimizer state of {name} does not fit{what}")
+
+    def _is_eight_bit(self, name: str) -> bool:
+        return self.settings.state == "8bit" and quantizable(self.shards.shapes[name])
+
+    def _forms(self, name: str) -> dict[str, "_Form"]:
+        """The tensors of a parameter's state, by key."""
+        shape = self.shards.shapes[name]
+        found = {"step": _Form(torch.float32, ())}
+        for key in _MOMENTS:
+            if self._is_eight_bit(name):
+                scales = _Form(torch.float32, (math.prod(shape) // MOMENT_BLOCK,), MOMENT_BLOCK)
+                found |= {f"{key}.codes": _Form(torch.uint8, shape), f"{key}.scale": scales}
+            else:
+                found[key] = _Form(torch.float32, shape)
+        return found
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor of the state; `block` elements of the parameter have one of its elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    block: int = 1
+
+    def rows(self, shards: Shards, name: str) -> slice | EllipsisType:
+        """Those of the parameter's rows that this rank keeps."""
+        if not self.shape:
+            return ...
+        ratio = self.block * math.prod(self.shape[1:])
+        lo, hi = (row * shards.width(name) // ratio for row in shards.own(name))
+        return slice(lo, hi)
 
 
 def _sums_of_squares(gradient: Tensor) -> list[float]:

@@ -35,7 +35,7 @@ class EightBitState:
         self.parameters, self.settings = dict(parameters), settings
         self._zeros = _zeros_of_torchao()
         self._moments: dict[str, dict[str, Any]] = {}
-        self._steps: dict[str, int] = {}
+        self.steps: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.parameters
@@ -52,7 +52,7 @@ class EightBitState:
             parameter = self.parameters[name]
             assert parameter.grad is not None
             moments = self._moments.setdefault(name, self._fresh(parameter))
-            step = self._steps[name] = self._steps.get(name, 0) + 1
+            step = self.steps[name] = self.steps.get(name, 0) + 1
             first = moments["exp_avg"].dequantize().lerp_(parameter.grad, 1 - beta1)
             second = moments["exp_avg_sq"].dequantize().lerp_(parameter.grad.square(), 1 - beta2)
             moments["exp_avg"].copy_(first)
@@ -68,30 +68,15 @@ class EightBitState:
             for name, moments in self._moments.items()
         }
 
-    def state(self) -> dict[str, Tensor]:
-        """`NAME.exp_avg.codes` and the like of `tensors`, and `NAME.step`; copied to the CPU."""
-        tensors = {f"{name}.step": torch.tensor(float(step)) for name, step in self._steps.items()}
-        for name, parts in self.tensors().items():
-            tensors |= {f"{name}.{key}": part.to("cpu", copy=True) for key, part in parts.items()}
-        return tensors
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Load the tensors of these parameters; returns the others. Raises IsobitError for tensors that do not fit."""
-        rest = dict(tensors)
-        self._moments, self._steps = {}, {}
-        for name, parameter in self.parameters.items():
-            if f"{name}.step" not in rest:
-                continue
-            moments = self._fresh(parameter)
-            self._steps[name] = int(rest.pop(f"{name}.step"))
-            for key, moment in moments.items():
-                for part in ("codes", "scale"):
-                    given, own = rest.pop(f"{name}.{key}.{part}", None), getattr(moment, part)
-                    if given is None or given.shape != own.shape:
-                        raise IsobitError(f"optimizer state of {name} does not fit: it was not kept in 8 bits")
-                    own.copy_(given)
-            self._moments[name] = moments
-        return rest
+    def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Load `tensors`, and `step` with them; other parameters begin again."""
+        self._moments, self.steps = {}, {}
+        for name, given in state.items():
+            self._moments[name] = self._fresh(self.parameters[name])
+            self.steps[name] = int(given["step"])
+            for key, moment in self._moments[name].items():
+                moment.codes.copy_(given[f"{key}.codes"])
+                moment.scale.copy_(given[f"{key}.scale"])
 
     def _fresh(self, parameter: Tensor) -> dict[str, Any]:
         return {key: self._zeros(parameter.shape, signed, _BLOCK, parameter.device) for key, signed in _MOMENTS.items()}

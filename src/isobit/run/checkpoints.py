@@ -2,17 +2,18 @@
 
 A checkpoint is a directory with a manifest of its files' SHA-256. Loading takes the newest one whose files match; a
 damaged one is reported and skipped, and set aside by a run that goes on. A power cut between any two writes leaves the
-checkpoint or its predecessor (tests/faults/test_faults.py). Left out: what is in a checkpoint (the caller writes it).
+checkpoint or its predecessor (tests/faults/test_faults.py). Several processes write one checkpoint together: the first
+of them makes and renames the directory, and all share the hashing; what fails in one fails in all. Left out: what is in
+a checkpoint (the caller writes it).
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-
-from safetensors import SafetensorError
+from typing import Any, Protocol, TypeVar
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import durable
@@ -21,20 +22,45 @@ _MANIFEST = "manifest.json"
 _PREFIX, _WRITING, _REPLACED, _DAMAGED = "step-", ".writing-", ".replaced-", ".damaged-"
 Problem = Callable[[Path], str | None]
 """What is wrong with a checkpoint, or None."""
+T = TypeVar("T")
 
 
-def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: int) -> Path:
+class Ranks(Protocol):
+    """The processes that write and read a checkpoint together; `isobit.distributed.Ranks` are such."""
+
+    rank: int
+    size: int
+
+    def together(self, compute: Callable[[], T]) -> T: ...
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+class _One:
+    rank, size = 0, 1
+
+    def together(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+ONE = _One()
+
+
+def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: int, ranks: Ranks = ONE) -> Path:
     """Write the checkpoint of a step through `write(folder)`, atomically, and drop all but it and the newest
     `keep_last` - 1 others.
 
     Raises RunFailed if the disk is full or the files cannot be written; earlier checkpoints stay as they are.
     """
     final = path_of(directory, step)
-    replace(final, write)
-    others = [path for path in all_checkpoints(directory) if path != final]
-    for old in others[: len(others) - keep_last + 1]:
-        with suppress(OSError):  # that it stays harms nobody, and the next one tries again
-            shutil.rmtree(old.rename(directory / f"{_WRITING}{old.name}"))
+    replace(final, write, ranks=ranks)
+    if ranks.rank == 0:
+        others = [path for path in all_checkpoints(directory) if path != final]
+        for old in others[: len(others) - keep_last + 1]:
+            with suppress(OSError):  # that it stays harms nobody, and the next one tries again
+                shutil.rmtree(old.rename(directory / f"{_WRITING}{old.name}"))
     return final
 
 
@@ -43,34 +69,65 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"{_PREFIX}{step:06d}"
 
 
-def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None) -> None:
+def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None, ranks: Ranks = ONE) -> None:
     """Write a directory through `write(folder)`, with a manifest, and put it in the place of `final`, whole or not at
-    all; what was there is removed, or renamed to `keep`. Raises RunFailed as `save`."""
+    all; what was there is removed, or renamed to `keep`. All ranks call this and `write`, which raises on all what it
+    raises on one. Raises RunFailed as `save`."""
     temporary = final.parent / f"{_WRITING}{final.name}"
     replaced = keep or final.parent / f"{_REPLACED}{final.name}"
     try:
-        durable.make_directory(final.parent)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        _first(ranks, lambda: _make_empty(temporary))
         write(temporary)
-        files = sorted(p for p in temporary.rglob("*") if p.is_file())
-        manifest = {str(p.relative_to(temporary)): _digest(p) for p in files}
-        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        durable.flush_tree(temporary)
-        if final.exists():
-            final.rename(replaced)  # `remove_leftovers` brings it back if this is all that is done
-        temporary.rename(final)
-        durable.flush(final.parent)
+        sizes = ranks.gather(ranks.together(lambda: _sizes(temporary) if ranks.rank == 0 else None))[0]
+        mine = ranks.together(lambda: {name: _digest(temporary / name) for name in _share(sizes, ranks)})
+        digests = {name: digest for each in ranks.gather(mine) for name, digest in each.items()}
+        _first(ranks, lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced))
     except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if replaced.exists() and not final.exists():
-            replaced.rename(final)
-        if isinstance(error, (OSError, SafetensorError)):  # safetensors wraps the system's error
-            reason = getattr(error, "strerror", None) or str(error)
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if replaced.exists() and not final.exists():
+                replaced.rename(final)
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
             raise RunFailed(f"cannot save checkpoint {final}: {reason}; earlier checkpoints are intact") from None
         raise
-    if keep is None:
+    if keep is None and ranks.rank == 0:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _first(ranks: Ranks, work: Callable[[], None]) -> None:
+    """What the first rank does while the others wait."""
+    ranks.together(lambda: work() if ranks.rank == 0 else None)
+
+
+def _make_empty(temporary: Path) -> None:
+    durable.make_directory(temporary.parent)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+
+
+def _put(temporary: Path, manifest: Mapping[str, str], final: Path, replaced: Path) -> None:
+    (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    durable.flush_tree(temporary)
+    if final.exists():
+        final.rename(replaced)  # `remove_leftovers` brings it back if this is all that is done
+    temporary.rename(final)
+    durable.flush(final.parent)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """The sizes of the files in a folder, by their paths in it."""
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _share(sizes: Mapping[str, int], ranks: Ranks) -> list[str]:
+    """The files that this rank reads, so that all read about as much."""
+    loads, mine = [0] * ranks.size, []
+    for name, size in sorted(sizes.items(), key=lambda file: -file[1]):
+        rank = loads.index(min(loads))
+        loads[rank] += size + 1
+        mine += [name] if rank == ranks.rank else []
+    return mine
 
 
 def all_checkpoints(directory: Path) -> list[Path]:
@@ -79,14 +136,15 @@ def all_checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
-def newest(directory: Path, problem: Problem | None = None) -> tuple[Path, list[str]]:
+def newest(directory: Path, problem: Problem | None = None, ranks: Ranks = ONE) -> tuple[Path, list[str]]:
     """The newest checkpoint that is whole, and of which `problem` has none to tell, and a line for every newer one.
+    All ranks look, `problem` says on all what it says on one.
 
     Changes nothing: the directory may be that of a run at work. Raises IsobitError if there is no such checkpoint.
     """
     warnings: list[str] = []
-    for path in reversed(all_checkpoints(directory)):
-        found = damage(path) or (problem(path) if problem is not None else None)
+    for path in reversed([directory / name for name in ranks.gather([p.name for p in all_checkpoints(directory)])[0]]):
+        found = damage(path, ranks) or (problem(path) if problem is not None else None)
         if found is None:
             return path, warnings
         warnings.append(f"checkpoint {path} is damaged ({found}); taking the one before it")
@@ -117,18 +175,33 @@ def remove_leftovers(directory: Path) -> None:
             leftover.rename(final)
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def damage(path: Path, ranks: Ranks = ONE) -> str | None:
+    """What is wrong with a checkpoint, or None; the ranks share its files."""
+    manifest, sizes, found = ranks.gather(_manifest(path) if ranks.rank == 0 else None)[0]
+    mine = {name: _mismatch(path / name, manifest[name]) for name in _share(sizes, ranks)}
+    problems = {name: problem for each in ranks.gather(mine) for name, problem in each.items()}
+    return found or next((problems[name] for name in manifest if problems[name] is not None), None)
+
+
+def _manifest(path: Path) -> tuple[dict[str, str], dict[str, int], str | None]:
+    """The manifest of a checkpoint, the sizes of its files, 0 where there is none, and what is wrong with it."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
-        for name, digest in manifest.items():
-            if _digest(path / name) != digest:
-                return f"{name} does not match its checksum"
-    except FileNotFoundError as error:
-        return f"{Path(str(error.filename)).name} is missing"
+        sizes = {name: (path / name).stat().st_size if (path / name).is_file() else 0 for name, _ in manifest.items()}
+    except FileNotFoundError:
+        return {}, {}, f"{_MANIFEST} is missing"
     except (OSError, ValueError, AttributeError) as error:
-        return f"{_MANIFEST} cannot be read: {error}"
-    return None if manifest else f"{_MANIFEST} names no files"
+        return {}, {}, f"{_MANIFEST} cannot be read: {error}"
+    return manifest, sizes, None if manifest else f"{_MANIFEST} names no files"
+
+
+def _mismatch(path: Path, digest: str) -> str | None:
+    try:
+        return None if _digest(path) == digest else f"{path.name} does not match its checksum"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error}"
 
 
 def _digest(path: Path) -> str:

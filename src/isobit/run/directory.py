@@ -279,11 +279,13 @@ def require_run(directory: Path) -> None:
         raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
 
 
-def newest_checkpoint(directory: Path, problem: checkpoints.Problem | None = None) -> Path:
+def newest_checkpoint(
+    directory: Path, problem: checkpoints.Problem | None = None, ranks: checkpoints.Ranks = checkpoints.ONE
+) -> Path:
     """The newest checkpoint of a run that is whole, and of which `problem` has none to tell; newer ones are named on
-    stderr."""
-    path, warnings = checkpoints.newest(directory / CHECKPOINTS, problem)
-    for warning in warnings:
+    stderr, by the first rank."""
+    path, warnings = checkpoints.newest(directory / CHECKPOINTS, problem, ranks)
+    for warning in warnings if ranks.rank == 0 else []:
         print(f"isobit: {warning}", file=sys.stderr)
     return path
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from isobit.config import Config
-from isobit.distributed import Ranks
+from isobit.distributed import ALONE, Ranks
+from isobit.distributed.files import Part, file_tensors, write_file
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
@@ -20,7 +21,6 @@ from isobit.errors import IsobitError
 from isobit.evaluation.periodic import HeldOut
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model
-from isobit.model.checkpoint import save_tensors
 from isobit.model.checksums import Checksums
 from isobit.rewards.pool import RewardPool
 from isobit.rl import Objective
@@ -35,7 +35,7 @@ from isobit.training.scoring import Scorer
 
 _MIB = 1024 * 1024
 _TRAINER = "trainer"
-_KV = "kv_scales.safetensors"
+_OPTIMIZER, _KV = "optimizer.safetensors", "kv_scales.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +82,15 @@ class Parts:
             kept.begin()
 
     def check_saved(self) -> None:
-        """Raise Corruption if what a checkpoint holds has changed in memory, or a frozen model that it was learned
-        with. Not the policy's working weights, which the learner compares before it learns (`Learner.check_memory`)."""
-        for kept in self._saved_with():
-            kept.compare()
+        """Raise Corruption, on every rank, if on one what a checkpoint holds has changed in memory, or a frozen model
+        that it was learned with. Not the policy's working weights, which the learner compares before it learns
+        (`Learner.check_memory`)."""
+
+        def compare() -> None:
+            for kept in self._saved_with():
+                kept.compare()
+
+        self.model.ranks.together(compare)
 
     def _saved_with(self) -> list[Checksums]:
         frozen = [m.model.transformer for m in self.scorer.models]
@@ -123,32 +128,47 @@ class Parts:
 def save_checkpoint(
     directory: Path, parts: Parts, state: dict[str, Any], scales: Mapping[str, torch.Tensor], keep_last: int
 ) -> Path:
-    """A Hugging Face directory of the masters, with optimizer, state and a calibrated cache's scales beside it."""
+    """A Hugging Face directory of the masters, with optimizer, state and a calibrated cache's scales beside it. Every
+    rank writes what it keeps, the first one what all have."""
+    ranks = parts.model.ranks
+
+    def write_rest(trainer: Path) -> None:
+        trainer.mkdir()
+        if parts.calibrator.active:
+            write_file(trainer / _KV, {name: Part.whole(tensor) for name, tensor in scales.items()})
+        (trainer / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def write(folder: Path) -> None:
         trainer = folder / _TRAINER
-        trainer.mkdir()
-        save_tensors(parts.optimizer.state(), trainer / "optimizer.safetensors")
-        if parts.calibrator.active:
-            save_tensors(scales, trainer / _KV)
-        (trainer / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+        ranks.together(lambda: write_rest(trainer) if ranks.first else None)
+        write_file(trainer / _OPTIMIZER, parts.optimizer.parts(), ranks)
         parts.save_model(folder)
 
-    return checkpoints.save(directory, state["step"], write, keep_last)
+    return checkpoints.save(directory, state["step"], write, keep_last, ranks)
 
 
-def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """The first tensor that holds NaN or infinity, or None."""
-    return next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None)
+def not_finite(model: Model) -> str | None:
+    """The first master that holds NaN or infinity, on any rank, or None."""
+    mine = [name for name, rows in model.named_parameters().items() if not bool(rows.isfinite().all())]
+    found = {name for names in model.ranks.gather(mine) for name in names}
+    return next((name for name in model.transformer.masters.shards.shapes if name in found), None)
 
 
-def problem_of(checkpoint: Path, run: Path) -> str | None:
+def problem_of(checkpoint: Path, run: Path, ranks: Ranks = ALONE) -> str | None:
     """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or the run's files have
-    lost what had been written by then."""
+    lost what had been written by then. The ranks share the weights, and all return the same."""
+    found = ranks.gather(ranks.together(lambda: _broken_weight(checkpoint, ranks)))
+    short = ranks.together(lambda: too_short(run, _state(checkpoint)["offsets"]) if ranks.first else None)
+    return next((problem for problem in [*found, *ranks.gather(short)] if problem is not None), None)
+
+
+def _broken_weight(checkpoint: Path, ranks: Ranks) -> str | None:
     for path in sorted(checkpoint.glob("*.safetensors")):
-        if (name := not_finite(load_file(path))) is not None:
-            return f"{name} in {path.name} is not finite"
-    return too_short(run, _state(checkpoint)["offsets"])
+        with safe_open(path, framework="pt") as file:
+            for name, tensor in list(file_tensors(file).items())[ranks.rank :: ranks.size]:
+                if not bool(tensor[...].isfinite().all()):
+                    return f"{name} in {path.name} is not finite"
+    return None
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
@@ -161,16 +181,18 @@ def _state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
-    """Bring the optimizer and the version of the weights back; returns the state."""
-    trainer = checkpoint / _TRAINER
+    """Bring the optimizer and the version of the weights back; returns the state. Each rank reads what it keeps."""
+    return parts.model.ranks.together(lambda: _load_state(checkpoint, parts))
+
+
+def _load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
+    trainer, state = checkpoint / _TRAINER, _state(checkpoint)
     try:
-        tensors = load_file(trainer / "optimizer.safetensors")
-        scales = load_file(trainer / _KV) if parts.calibrator.active else {}
+        with safe_open(trainer / _OPTIMIZER, framework="pt") as file:
+            parts.optimizer.load_state(file_tensors(file))
+        parts.calibrator.load_state(load_file(trainer / _KV) if parts.calibrator.active else {})
     except (OSError, SafetensorError) as error:
         raise IsobitError(f"{trainer}: cannot be read: {error}") from None
-    state = _state(checkpoint)
-    parts.optimizer.load_state(tensors)
-    parts.calibrator.load_state(scales)
     parts.learner.state = LearnerState(tuple(state["clip_bounds"]), state["bad_steps_in_a_row"])
     parts.model.transformer.count_from(state["weights_version"])
     return state

@@ -43,7 +43,7 @@ class Saver:
     def save(self, whole: Snapshot | None = None) -> None:
         """Write a checkpoint, of now unless a snapshot is given."""
         self._meter.phase("save")
-        if (name := not_finite(self.parts.model.named_parameters())) is not None:
+        if (name := not_finite(self.parts.model)) is not None:
             self.fail(f"{name} is not finite")
         whole = whole or self._now()
         self.run.flush()

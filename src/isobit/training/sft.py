@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from isobit import __version__
 from isobit.config import ArchitectureConfig, SftConfig, dump_config, load_sft_config
 from isobit.data.dataset import Example
@@ -75,8 +73,8 @@ def _save(model: Model, out: Path) -> None:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".sft-") as temporary:
             model.save(Path(temporary) / "model")
             durable.put_in_place(Path(temporary) / "model", out)
-    except (OSError, SafetensorError) as error:
-        raise RunFailed(f"cannot save model {out}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise RunFailed(f"cannot save model {out}: {error.strerror or error}") from None
 
 
 def cached_model(path: str, *, quiet: bool = False) -> Path:
