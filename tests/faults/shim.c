@@ -6,8 +6,7 @@
  * With $FAULT_AT the call of that number, from 1, fails as $FAULT_KIND says: "io" and "interrupted" once, "full" it and
  * all that write after it, "short" writes half, "kill" ends the process, in the middle of a write.
  *
- * safetensors writes by system calls of its own, which are not seen here: a file and its bytes are recorded when isobit
- * sets its mode, right after, and that call is the one that fails. Left out: mmap, sendfile, writev.
+ * Left out: mmap, sendfile, writev, and files that safetensors itself writes, by system calls of its own.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -116,6 +115,16 @@ int open64(const char *path, int flags, ...) { MODE(flags) return opened(AT_FDCW
 int openat(int d, const char *path, int flags, ...) { MODE(flags) return opened(d, path, flags, mode); }
 int openat64(int d, const char *path, int flags, ...) { MODE(flags) return opened(d, path, flags | O_LARGEFILE, mode); }
 
+/* `how` comes from `fault`; `done` bytes were written from `place` on. */
+static ssize_t wrote(const char *path, int how, ssize_t done, off_t place, const void *data) {
+    if (done > 0) {
+        say("W\t%s\t%lld\t%lld\n", path, (long long)place, (long long)done);
+        if (log_file >= 0 && syscall(SYS_write, log_file, data, (size_t)done) != done) abort();
+    }
+    if (how && !strcmp(getenv("FAULT_KIND"), "kill")) raise(SIGKILL);
+    return done;
+}
+
 ssize_t write(int file, const void *data, size_t length) {
     REAL(write);
     char path[PATH_MAX];
@@ -124,13 +133,16 @@ ssize_t write(int file, const void *data, size_t length) {
     int how = fault(BYTES);
     if (how < 0) return -1;
     ssize_t done = real(file, data, how ? (length + 1) / 2 : length);
-    if (done > 0) {
-        say("W\t%s\t%lld\t%lld\n", path, (long long)(lseek(file, 0, SEEK_CUR) - done), (long long)done);
-        if (log_file >= 0 && syscall(SYS_write, log_file, data, (size_t)done) != done) abort();
-    }
-    if (how && !strcmp(getenv("FAULT_KIND"), "kill")) raise(SIGKILL);
-    return done;
+    return wrote(path, how, done, done > 0 ? lseek(file, 0, SEEK_CUR) - done : 0, data);
 }
+
+#define WRITE_AT(name, type) ssize_t name(int file, const void *data, size_t length, type place) { REAL(name); \
+    char path[PATH_MAX]; of_file(file, path); \
+    if (!length || !ours(path)) return real(file, data, length, place); \
+    int how = fault(BYTES); if (how < 0) return -1; \
+    return wrote(path, how, real(file, data, how ? (length + 1) / 2 : length, place), (off_t)place, data); }
+WRITE_AT(pwrite, off_t)
+WRITE_AT(pwrite64, off64_t)
 
 #define CUT(name, type) int name(int file, type size) { REAL(name); char path[PATH_MAX]; of_file(file, path); \
     if (!ours(path)) return real(file, size); \
@@ -145,26 +157,6 @@ CUT(ftruncate64, off64_t)
     int result = real(file); if (!result) say("S\t%s\n", path); return result; }
 FLUSH(fsync)
 FLUSH(fdatasync)
-
-static int with_mode(int directory, const char *path, mode_t mode) {
-    char whole[PATH_MAX], block[1 << 16];
-    struct stat found;
-    ssize_t length;
-    absolute(directory, path, whole);
-    int watched = ours(whole);
-    if (watched && fault(ROOM) < 0) return -1;
-    int result = (int)syscall(SYS_fchmodat, directory, path, mode);
-    int file = (int)syscall(SYS_openat, AT_FDCWD, whole, O_RDONLY);
-    if (!result && watched && log_file >= 0 && file >= 0 && fstat(file, &found) == 0) {
-        say("C\t%s\nW\t%s\t0\t%lld\n", whole, whole, (long long)found.st_size);
-        while ((length = read(file, block, sizeof block)) > 0)
-            if (syscall(SYS_write, log_file, block, (size_t)length) != length) abort();
-    }
-    if (file >= 0) close(file);
-    return result;
-}
-int chmod(const char *path, mode_t mode) { return with_mode(AT_FDCWD, path, mode); }
-int fchmodat(int d, const char *path, mode_t mode, int flags) { (void)flags; return with_mode(d, path, mode); }
 
 static int renamed(int from, const char *old, int to, const char *new) {
     char before[PATH_MAX], after[PATH_MAX];

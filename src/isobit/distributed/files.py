@@ -149,5 +149,5 @@ class FileTensor:
 
 
 def file_tensors(file: Any) -> dict[str, FileTensor]:
-    """The tensors of a file that `safetensors.safe_open` has opened, by name."""
+    """The tensors of a file that `safetensors.safe_open` opened, by name."""
     return {name: FileTensor(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (a file handle, not a dict)
