@@ -75,6 +75,7 @@ class Run:
 
     def save(self, directory: Path, step: int = 1) -> Path:
         parts: Any = SimpleNamespace(
+            ranks=self.model.ranks,
             model=self.model,
             optimizer=self.optimizer,
             calibrator=SimpleNamespace(active=True),

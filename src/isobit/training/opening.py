@@ -67,7 +67,7 @@ def _resumed(
         parts = open_parts(config, quiet=quiet, objects=objects, ranks=ranks)
         run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock))
         return Session(parts, run, State(), quiet=quiet, objects=objects)
-    path = Path(ranks.gather(ranks.together(lambda: _newest(run_dir) if ranks.first else ""))[0])
+    path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir, ranks), ranks)
     parts = open_parts(config, quiet=quiet, checkpoint=path, objects=objects, ranks=ranks)
     counted = load_state(path, parts)
     pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
@@ -76,7 +76,7 @@ def _resumed(
     state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"))
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
-    checkpoints.go_on_from(path)
+    ranks.together(lambda: checkpoints.go_on_from(path) if ranks.first else None)
     offsets = runs.NOTHING_WRITTEN | counted["offsets"]
     end = _end_of_the_last_row(run_dir, config, state, offsets[runs.METRICS])
     if end is not None:
@@ -101,10 +101,6 @@ def _end_of_the_last_row(run_dir: Path, config: Config, state: State, offset: in
         return None
     row, end = found
     return end if row.get("step") == state.step and row.keys() > {"step", *state.unrecorded} else None
-
-
-def _newest(run_dir: Path) -> str:
-    return str(runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir)))
 
 
 def _of_ranks(config: Config, ranks: Ranks) -> Config:

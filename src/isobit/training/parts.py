@@ -90,7 +90,7 @@ class Parts:
             for kept in self._saved_with():
                 kept.compare()
 
-        self.model.ranks.together(compare)
+        self.ranks.together(compare)
 
     def _saved_with(self) -> list[Checksums]:
         frozen = [m.model.transformer for m in self.scorer.models]
@@ -130,7 +130,7 @@ def save_checkpoint(
 ) -> Path:
     """A Hugging Face directory of the masters, with optimizer, state and a calibrated cache's scales beside it. Every
     rank writes what it keeps, the first one what all have."""
-    ranks = parts.model.ranks
+    ranks = parts.ranks
 
     def write_rest(trainer: Path) -> None:
         trainer.mkdir()
@@ -182,7 +182,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
 
 def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
     """Bring the optimizer and the version of the weights back; returns the state. Each rank reads what it keeps."""
-    return parts.model.ranks.together(lambda: _load_state(checkpoint, parts))
+    return parts.ranks.together(lambda: _load_state(checkpoint, parts))
 
 
 def _load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Session:
         meter = Meter(self._phase, self.model.ops.device)
         evaluation = self.config.evaluation
         best_by = evaluation.best_by if evaluation.every and evaluation.keep_best else None
-        self.best = Best(run.directory, best_by, parts.save_model, parts.model.ranks)
+        self.best = Best(run.directory, best_by, parts.save_model, parts.ranks)
         self.saver = Saver(parts, run, state, self.best, meter)
         context = Context(parts, run, state, meter, self.display, self.saver)
         self.policy = Policy(context)
