@@ -78,10 +78,10 @@ def _resumed(
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     ranks.together(lambda: checkpoints.go_on_from(path) if ranks.first else None)
     offsets = runs.NOTHING_WRITTEN | counted["offsets"]
-    end = _end_of_the_last_row(run_dir, config, state, offsets[runs.METRICS])
+    end = ranks.gather(_end_of_the_last_row(run_dir, config, state, offsets[runs.METRICS]) if ranks.first else None)[0]
     if end is not None:
         state.unrecorded, offsets[runs.METRICS] = None, end
-    run = RunDirectory(run_dir, offsets, dump_config(config), lock)
+    run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, offsets, dump_config(config), lock))
     session = Session(parts, run, state, quiet=quiet, objects=objects)
     session.saver.saved_step = state.step
     if end is None:
