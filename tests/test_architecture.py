@@ -20,6 +20,7 @@ LAYERS = [
     {"training"},
     {"plan"},
     {"config"},
+    {"fleet"},
     {"evaluation", "inspection"},
     {"rl", "engine"},
     {"model"},

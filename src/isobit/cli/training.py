@@ -26,7 +26,7 @@ def train(
         typer.Option(
             metavar="RUN",
             help="resume an interrupted run, or extend a finished one; overrides may change "
-            "steps, ranks, on_mismatch, run.* and tracking.* (except run.dir)",
+            "steps, ranks, on_mismatch, run.*, tracking.* and fleet.* (except run.dir)",
         ),
     ] = None,
     from_rollouts: Annotated[

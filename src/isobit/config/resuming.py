@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from isobit.errors import IsobitError
 
 _KEYS = ("steps", "ranks", "on_mismatch")
-_SECTIONS = ("run", "tracking")
+_SECTIONS = ("run", "tracking", "fleet")
 _FIXED = ("run.dir",)
 
-RESUMABLE = f"{', '.join(_KEYS)}, {' and '.join(f'{section}.*' for section in _SECTIONS)} (except {_FIXED[0]})"
+_NAMES = (*_KEYS, *(f"{section}.*" for section in _SECTIONS))
+RESUMABLE = f"{', '.join(_NAMES[:-1])} and {_NAMES[-1]} (except {_FIXED[0]})"
 """In words, which docs, `--help` and docstrings repeat (tests/test_resume.py)."""
 
 

@@ -25,6 +25,7 @@ from isobit.config.sections import (
 )
 from isobit.config.tracking import TrackingConfig, without_credentials
 from isobit.errors import IsobitError
+from isobit.fleet.settings import FleetSettings
 from isobit.options.declare import Before, above, at_least, at_most, below, text_as
 from isobit.options.reading import OptionError
 from isobit.rl.correction_rule import CorrectionRule
@@ -51,6 +52,7 @@ class Config:
     on_mismatch: Annotated[Literal["stop", "warn", "correct"], ON_MISMATCH] = "stop"
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+    fleet: FleetSettings = FleetSettings()
     algorithm: Annotated[Objective, Before(with_preset)] = Objective()
     optimizer: OptimizerSettings = OptimizerSettings()
     reference: ReferenceConfig = ReferenceConfig()
@@ -102,6 +104,11 @@ class Config:
             raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
         if algorithm.shadow_calibrates_clip and not algorithm.shadow_every:
             raise IsobitError("algorithm.shadow_calibrates_clip needs shadow passes: set shadow_every, such as 20")
+        if self.fleet.engines and self.ranks > 1:
+            raise IsobitError(
+                f"fleet.engines serves one learner process, and ranks is {self.ranks}: ranks sample for themselves; "
+                "set fleet.engines: 0 or ranks: 1"
+            )
         if self.run.check_gradients_every and self.consistency != "bitwise":
             raise IsobitError("run.check_gradients_every needs consistency: bitwise; fast does not promise to repeat")
         if self.rollouts_ahead > self.replay.max_staleness:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from isobit.distributed import Ranks, Shards
+from isobit.distributed import ALONE, Ranks, Shards
 
 
 class Masters:
@@ -26,6 +26,13 @@ class Masters:
         self.leaves: Mapping[str, Tensor] = self.parameters
         if ranks.size > 1:
             self.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
+
+    @staticmethod
+    def elsewhere(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "Masters":
+        """Masters of which this process has nothing: it receives the working weights that another one makes."""
+        found = Masters({}, {}, device, ALONE)
+        found.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
+        return found
 
     @property
     def count(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.kernels import KVStore, Layout, Ops, Prepared, separate_ops
+from isobit.kernels import KVStore, Layout, Operand, Ops, Prepared, separate_ops
 from isobit.model.autograd import Vector, Weight
 from isobit.model.checksums import Checksums
 from isobit.model.config import ModelConfig
@@ -39,7 +39,8 @@ class Transformer:
     """Masters, working weights and the forward.
 
     `masters` are those of `parameter_shapes`, which defines their names and order: all their rows, or those that this
-    one of several `ranks` keeps. After changing them call `sync`, with their names if not all of them changed.
+    one of several `ranks` keeps. After changing them call `sync`, with their names if not all of them changed. None:
+    another process has them, and sends the rollout's working weights (`weight_bytes.py`); there are no others.
     """
 
     def __init__(
@@ -47,10 +48,14 @@ class Transformer:
         config: ModelConfig,
         precision: Precision,
         ops: Ops,
-        masters: Mapping[str, Tensor],
+        masters: Mapping[str, Tensor] | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.masters = Masters(masters, parameter_shapes(config), ops.device, ranks)
+        shapes = parameter_shapes(config)
+        if masters is None:
+            self.masters = Masters.elsewhere(shapes, ops.device)
+        else:
+            self.masters = Masters(masters, shapes, ops.device, ranks)
         self.config, self.precision = config, precision
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
         ops.check_precision(precision)
@@ -58,8 +63,8 @@ class Transformer:
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
         self._tables = _on(config.rope.tables(0, config.head_dim), ops.device)
-        self._receiver = None if precision.shared else Receiver()
-        self._working = self._make()
+        self._receiver = None if precision.shared or masters is None else Receiver()
+        self._working = self._make(USES if masters is not None else ("rollout",))
         self.checksums = Checksums(self._written_by_sync)
         if ranks.size > 1:
             remake(self._synced, ops, self.masters, self.masters.leaves)
@@ -104,10 +109,12 @@ class Transformer:
         return list(self._working.values()) if self._receiver is None else [self._working["learner"]]
 
     @torch.no_grad()
-    def _make(self) -> dict[str, Working]:
+    def _make(self, uses: Sequence[str]) -> dict[str, Working]:
         made: Made = {}  # so that what has one flow and one engine has one storage
         given = self.config, self.precision, self.ops["learner"], self.masters.leaves
-        return {use: make_working(*given, use, made if self.precision.shared else {}, self.ops[use]) for use in USES}
+        shared = self.precision.shared
+        found = {use: make_working(*given, use, made if shared else {}, self.ops[use]) for use in uses}
+        return {use: found.get(use, found["rollout"]) for use in USES}
 
     @torch.no_grad()
     def _send(self, names: Collection[str]) -> None:
@@ -187,6 +194,18 @@ class Transformer:
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""
         return self._working[use].outside.head.prepared
+
+    def rollout_tensors(self) -> list[tuple[str, Operand]]:
+        """(name, working tensor) of each that the rollout stores, in an order that depends on the model alone."""
+        return [(name, operand) for name, operand, _ in self._working["rollout"].tensors()]
+
+    @torch.no_grad()
+    def received(self, version: int) -> None:
+        """The rollout's working weights were overwritten by those of a version: pack them again."""
+        for packed in self._working["rollout"].packs().values():
+            self.ops["rollout"].prepare(packed.weight, packed)
+        self._version = version
+        self.checksums.renew()
 
     def rollout_storage(self) -> tuple[int, ...]:
         """The addresses of the rollout's working weights, from which a captured graph reads."""

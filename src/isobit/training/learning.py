@@ -1,7 +1,7 @@
 """Verb 5, learn: the learner's optimizer steps on one batch, and what a run does about a batch that disagrees."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from isobit.rl import Sample
 from isobit.rl.advantages import Advantage
@@ -16,10 +16,13 @@ from isobit.training.statistics import recorded
 
 
 class Learning:
-    """`from_rollouts`: the run learns from what another one recorded."""
+    """`from_rollouts`: the run learns from what another one recorded. `settle` waits for what is sampled meanwhile."""
 
-    def __init__(self, context: Context, measures: Sequence[Measure], from_rollouts: bool) -> None:
+    def __init__(
+        self, context: Context, measures: Sequence[Measure], from_rollouts: bool, settle: Callable[[], None]
+    ) -> None:
         self._context, self._measures, self._from_rollouts = context, measures, from_rollouts
+        self._settle = settle
         self._warned = False
         self.totals: LearnerTotals
         """How activations and gradients of the present step are quantized."""
@@ -45,6 +48,7 @@ class Learning:
         parts.calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
         self._count(samples, advantages)
         self._warn(learned.metrics, step)
+        self._settle()
         return learned
 
     def _count(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> None:

@@ -23,8 +23,9 @@ from isobit.run import directory as runs
 from isobit.run.directory import FollowedDirectory, RunDirectory
 from isobit.training.agreement import unlike
 from isobit.training.assembly import open_parts
+from isobit.training.beside import open_fleet
 from isobit.training.objects import Given, Objects
-from isobit.training.parts import load_state, problem_of
+from isobit.training.parts import Parts, load_state, problem_of
 from isobit.training.recorder import evaluated_only_as_the_last
 from isobit.training.recording import recorded_groups
 from isobit.training.session import Session
@@ -36,9 +37,19 @@ def open_session(config: Config, objects: Objects, *, quiet: bool, ranks: Ranks 
     directory = Path(config.run.dir)
     ranks.together(lambda: runs.refuse_existing(directory) if ranks.first else None)
     config = _of_ranks(config, ranks)
-    parts = open_parts(config, quiet=quiet, objects=objects, ranks=ranks)
+    parts = _open_all(config, quiet, objects, ranks)
     run = _directory(directory, ranks, lambda: RunDirectory.create(directory, dump_config(parts.config)))
     return Session(parts, run, State(), quiet=quiet, objects=objects)
+
+
+def _open_all(config: Config, quiet: bool, objects: Objects, ranks: Ranks, checkpoint: Path | None = None) -> Parts:
+    """All parts, and the engines of a fleet where there is one."""
+    parts = open_parts(config, quiet=quiet, checkpoint=checkpoint, objects=objects, ranks=ranks)
+    try:
+        return replace(parts, fleet=open_fleet(parts))
+    except BaseException:
+        parts.rewards.close()
+        raise
 
 
 def open_resumed(
@@ -64,11 +75,11 @@ def _resumed(
     config = load_config(run_dir / runs.CONFIG, [f"run.dir={run_dir}", *overrides])
     objects, config = given.again(config), _of_ranks(config, ranks)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-        parts = open_parts(config, quiet=quiet, objects=objects, ranks=ranks)
+        parts = _open_all(config, quiet, objects, ranks)
         run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock))
         return Session(parts, run, State(), quiet=quiet, objects=objects)
     path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir, ranks), ranks)
-    parts = open_parts(config, quiet=quiet, checkpoint=path, objects=objects, ranks=ranks)
+    parts = _open_all(config, quiet, objects, ranks, path)
     counted = load_state(path, parts)
     pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]

@@ -19,6 +19,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.periodic import HeldOut
+from isobit.fleet.fleet import Fleet
 from isobit.kernels import find_gpu, versions
 from isobit.model import Model
 from isobit.model.checksums import Checksums
@@ -40,7 +41,8 @@ _OPTIMIZER, _KV = "optimizer.safetensors", "kv_scales.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What a run consists of. `engine` rolls out, that of `held_out` answers its prompts; both share the weights."""
+    """What a run consists of. `engine` rolls out, or the engines of a `fleet` instead; that of `held_out` answers its
+    prompts. `engine` and that one share the weights."""
 
     config: Config
     ranks: Ranks
@@ -57,6 +59,7 @@ class Parts:
     objective: Objective
     optimizer: Optimizer
     learner: Learner
+    fleet: Fleet | None = None
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from isobit.engine.engine import OnGroup
+from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion
 from isobit.rl import Group, Sample
@@ -48,14 +50,9 @@ class Sampled:
         examples = [parts.task.train.at(cursor) for cursor in ids]
         self._scoring = parts.scorer.begin(examples, parts.sampling.n)
         self._calls += 1
-
-        def sample() -> tuple[dict[int, list[Completion]], Stats]:
-            prompts, name = [example.prompt for example in examples], f"{self._name} {self._calls}"
-            add = self._scoring.add
-            return sample_claimed(parts.engine, prompts, parts.sampling, ids, parts.ranks, name, add)
-
         with meter.timed("rollout", peak=True), self._context.saver.broken_weights_end_the_run():
-            found, stats = parts.ranks.together(sample)
+            prompts = [example.prompt for example in examples]
+            found, stats = parts.ranks.together(lambda: self._groups(prompts, ids, self._scoring.add))
         stats = gather_stats(parts.ranks, stats)
         meter.count("rollout/preemptions", stats.preemptions)
         meter.count("rollout/prompt_tokens", stats.prompt_tokens)
@@ -64,6 +61,13 @@ class Sampled:
         state.cursor += count
         self._indices = sorted(found)
         return [[sample_of(completion, state.step) for completion in found[index]] for index in self._indices]
+
+    def _groups(
+        self, prompts: Sequence[Prompt], ids: Sequence[int], add: OnGroup
+    ) -> tuple[dict[int, list[Completion]], Stats]:
+        """The groups that this rank claims, by index."""
+        parts, name = self._context.parts, f"{self._name} {self._calls}"
+        return sample_claimed(parts.engine, prompts, parts.sampling, ids, parts.ranks, name, add)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The groups that the ranks sampled last, with rewards, and where the reward pays for it their distance to the
@@ -119,6 +123,9 @@ class Ahead:
         while len(self.state.queue) <= self.steps:
             self.state.queue.append(self.source.next())
         return self.state.queue.pop(0)
+
+    def settle(self) -> None:
+        """Nothing is sampled beside the learner."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from isobit.run import directory as runs
 from isobit.run.directory import Interruption, RunDirectory
 from isobit.run.heartbeat import Heartbeat, log_path
 from isobit.trackers.process import Trackers
+from isobit.training.beside import Beside
 from isobit.training.context import Context
 from isobit.training.learning import Learning
 from isobit.training.lengths import endless
@@ -67,10 +68,12 @@ class Session:
         context = Context(parts, run, state, meter, self.display, self.saver)
         self.policy = Policy(context)
         measures, callbacks = (objects.measures, objects.callbacks) if self.ranks.first else ((), ())
-        self.learning = Learning(context, measures, from_rollouts=recorded is not None)
         source: Rollouts = Recorded(recorded) if recorded is not None else Sampled(context)
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
-        self.rollouts: Rollouts = Replayed(Ahead(source, state, ahead), state, parts.replay)
+        self._beside = None if parts.fleet is None else Beside(context, parts.fleet, ahead)
+        batches = self._beside or Ahead(source, state, ahead)
+        self.rollouts: Rollouts = Replayed(batches, state, parts.replay)
+        self.learning = Learning(context, measures, recorded is not None, batches.settle)
         self.recorder = Recorder(context, self.policy, self.learning, self.trackers, callbacks)
         self._stack = ExitStack()
 
@@ -78,6 +81,8 @@ class Session:
         with ExitStack() as stack:
             for resource_ in (self.run, self.parts.rewards, self.interruption, self.display, self.trackers):
                 stack.enter_context(resource_)
+            if self._beside is not None:
+                stack.enter_context(self._beside)
             self._begin()
             self._stack = stack.pop_all()
         return self

@@ -1,0 +1,151 @@
+"""Ray: started here or joined, checked for room before anything waits for it, and left as it was found.
+
+What is started here has no dashboard and sends no statistics, and ends with this process, however that ends: the kernel
+ends Ray's processes with their parent. Signal handlers stay the run's. Left out: what runs on it (`fleet.py`).
+"""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from isobit.errors import IsobitError
+from isobit.fleet.settings import FleetSettings
+
+_ANSWERS_S = 10.0
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+def import_ray() -> Any:
+    """Ray. Raises IsobitError where it is not installed."""
+    os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
+    try:
+        import ray
+    except ImportError:
+        raise IsobitError("fleet.engines needs Ray, which is not installed: pip install 'isobit[ray]'") from None
+    return ray
+
+
+class Cluster:
+    """A connection to Ray. `ray` is the module; `close` ends what was begun here, and nothing else."""
+
+    def __init__(self, settings: FleetSettings, device: torch.device) -> None:
+        self.ray = import_ray()
+        self._ours = not self.ray.is_initialized()  # a program that embeds isobit may have joined a cluster already
+        if settings.gpus_per_engine is not None:
+            self.gpus = settings.gpus_per_engine
+        else:
+            self.gpus = 1.0 if device.type == "cuda" else 0.0
+        self.cpus = settings.cpus_per_engine
+        if self._ours:
+            _connect(self.ray, settings, device if self.gpus else torch.device("cpu"))
+        try:
+            self._check_room(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._ours and self.ray.is_initialized():
+            with _own_signals():
+                self.ray.shutdown()
+
+    def _check_room(self, settings: FleetSettings) -> None:
+        """Raise IsobitError if the whole cluster, were it idle, has no room for the engines."""
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        room = sum(self._fit(node) for node in nodes)
+        if room >= settings.engines:
+            return
+        have = ", ".join(f"{sum(node.get(kind, 0) for node in nodes):g} {kind}s" for kind in ("CPU", "GPU"))
+        raise IsobitError(
+            f"fleet.engines: {settings.engines} engines need {self._wanted(settings.engines)}, each its own on one "
+            f"machine, and the cluster has {have} on {len(nodes)} machines: room for {room}; lower fleet.engines, "
+            "fleet.cpus_per_engine or fleet.gpus_per_engine"
+        )
+
+    def _fit(self, node: Mapping[str, float]) -> int:
+        """How many engines a machine has room for."""
+        wanted = {"CPU": self.cpus, "GPU": self.gpus}
+        return min(int(node.get(kind, 0.0) / each + 1e-9) for kind, each in wanted.items() if each)
+
+    def _wanted(self, engines: int) -> str:
+        cpus = f"{engines * self.cpus:g} CPUs"
+        return f"{cpus} and {engines * self.gpus:g} GPUs" if self.gpus else cpus
+
+
+def _connect(ray: Any, settings: FleetSettings, device: torch.device) -> None:
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if settings.cluster is None:
+        with _own_signals(), _other_gpus(device):
+            ray.init(address="local", include_dashboard=False, **common)
+        return
+    _require_listener(settings.cluster)
+    try:
+        with _own_signals():
+            ray.init(address=settings.cluster, **common)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _absent(settings.cluster, " ".join(str(error).split())[:200]) from None
+
+
+def _absent(cluster: str, why: str) -> IsobitError:
+    return IsobitError(
+        f"fleet.cluster: no Ray cluster at {cluster!r}: {why}; start one with `ray start --head`, or leave "
+        "fleet.cluster out to start Ray on this machine"
+    )
+
+
+def _require_listener(cluster: str) -> None:
+    """Raise IsobitError if nothing answers at an address: Ray itself would try for minutes."""
+    found = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)", cluster)
+    if found is None:
+        if cluster != "auto":
+            raise IsobitError(f"fleet.cluster: expected auto, HOST:PORT or ray://HOST:PORT, got {cluster!r}")
+        return
+
+    async def reach() -> None:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(found[1], int(found[2])), _ANSWERS_S)
+        writer.close()
+
+    try:
+        asyncio.run(reach())
+    except (OSError, OverflowError, asyncio.TimeoutError) as error:
+        raise _absent(cluster, str(error) or f"no answer in {_ANSWERS_S:g} s") from None
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray sets a handler of SIGTERM; the run's own stay."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(ValueError):  # not in the main thread, where Ray sets none either
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _other_gpus(device: torch.device) -> Iterator[None]:
+    """Where engines have GPUs of their own, Ray that is started here shares out all but the learner's."""
+    name = "CUDA_VISIBLE_DEVICES"
+    if device.type != "cuda":
+        yield
+        return
+    before = os.environ.get(name)
+    seen = before.split(",") if before is not None else [str(i) for i in range(torch.cuda.device_count())]
+    learner = torch.cuda.current_device()
+    os.environ[name] = ",".join(each for index, each in enumerate(seen) if index != learner)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,272 @@
+"""`Fleet`: samples groups on engines in processes of their own; the completions are those of one engine, bit for bit.
+
+A completion is a function of weights, prompt, settings and ids (`engine/engine.py`), so which engine samples a group,
+when, beside what, or twice, changes nothing (tests/fleet/test_fleet.py). Engines pull: each holds some groups, and gets
+another when one is finished. One that has nothing left samples a group that another has not finished, and the first
+result counts. A dead engine's groups go back to the others. Left out: when batches are sampled (`training/beside.py`).
+"""
+
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from isobit.engine.engine import Engine, OnGroup
+from isobit.engine.prompts import Prompt, check_ids, encode
+from isobit.engine.sequences import Stats
+from isobit.engine.types import Completion, EngineSize, Sampling
+from isobit.errors import RunFailed
+from isobit.fleet import wire
+from isobit.fleet.cluster import Cluster
+from isobit.fleet.engines import EngineActor
+from isobit.fleet.settings import FleetSettings
+from isobit.model.weight_bytes import weight_bytes
+
+_WAIT_S = 0.2  # for a reply, before looking for engines that came or went
+
+
+@dataclass(eq=False)
+class Batch:
+    """Groups on their way, by index: what is asked and what is `done`. An engine holds at most `room` at a time.
+    `cache`: what engines last said of their caches."""
+
+    number: int
+    requests: list[dict[str, Any]]
+    room: int
+    done: dict[int, list[Completion]] = field(default_factory=dict)
+    cache: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    stats: Stats = field(default_factory=Stats)
+
+
+class Fleet:
+    """Engines like `like`, which is the learner's own. `generate` has its arguments; `stats` and `cache_metrics` are of
+    the last call. `send` before it, whenever the weights have changed. Only `add` and `remove` may be called while
+    another thread generates."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        like: Engine,
+        sequences: int,
+        max_new_tokens: int,
+        size: EngineSize,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.settings, self.model, self.note = settings, like.model, note
+        self._description = wire.describe(like, sequences, max_new_tokens, size)
+        self._facts = wire.facts(like.model)
+        self._most_sequences = size.max_sequences
+        self._cluster = Cluster(settings, like.model.ops.device)
+        self._ray = self._cluster.ray
+        self._finalize = weakref.finalize(self, self._cluster.close)  # where a run fails before it begins
+        self._lock = Lock()
+        self._engines: list[EngineActor] = []
+        self._started = 0
+        self._weights: wire.Weights | None = None
+        self._reason = "none was started"
+        self._stopped = False
+        self._last = Batch(-1, [], 1)
+        for _ in range(settings.engines):
+            self.add()
+
+    def add(self) -> int:
+        """One more engine, which takes part as soon as it is there; its number."""
+        with self._lock:
+            number, self._started = self._started, self._started + 1
+            one = EngineActor.start(self._ray, number, self._description, self._cluster.cpus, self._cluster.gpus)
+            self._engines.append(one)
+        return number
+
+    def remove(self, number: int) -> None:
+        """End an engine; its groups go to others."""
+        with self._lock:
+            for one in [one for one in self._engines if one.number == number]:
+                self._engines.remove(one)
+                one.kill()
+                self._reason = f"engine {number} was removed"
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the engines that take part, or will."""
+        return [one.number for one in self._engines]
+
+    def send(self) -> None:
+        """Put the present weights into Ray's object store, where engines fetch them when they have to."""
+        transformer = self.model.transformer
+        version = self.model.weights_version
+        transformer.check_scales()
+        if self._weights is not None and self._weights.version == version:
+            return
+        arrays = {name: buffer.numpy() for name, buffer in weight_bytes(transformer).items()}
+        digests = {name: wire.digest(array) for name, array in arrays.items()}
+        references = {name: self._ray.put(array) for name, array in arrays.items()}
+        self._weights = wire.Weights(version, digests, wire.scales_to_plain(transformer.kv_scales), references)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        prompt_ids: Sequence[int] | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        """As `Engine.generate`, with the weights that were sent last. Raises RunFailed when no engine is left, or none
+        has been there for `fleet.deadline_s`."""
+        assert self._weights is not None, "weights are sent before"
+        config = self.model.config
+        token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
+        named = zip(token_ids, check_ids(prompt_ids, len(token_ids)))
+        requests = [wire.request(index, ids, prompt_id, sampling) for index, (ids, prompt_id) in enumerate(named)]
+        batch = self._last = Batch(self._last.number + 1, requests, self._room(len(requests), sampling.n))
+        batch.stats.prompt_tokens = sum(map(len, token_ids))
+        seen = time.monotonic()
+        while len(batch.done) < len(requests):
+            with self._lock:
+                engines = list(self._engines)
+            self._ask(engines, batch)
+            for index in self._replies(engines, batch):
+                if on_group is not None:
+                    on_group(index, batch.done[index])
+            seen = time.monotonic() if any(one.opened for one in engines) else seen
+            self._require_engines(seen)
+        for one in engines:
+            one.open = []  # what is still sampled for the second time goes with the next batch
+        return [batch.done[index] for index in range(len(requests))]
+
+    @property
+    def stats(self) -> Stats:
+        """Preemptions, prompt tokens and cached tokens of the last call, of all engines."""
+        return self._last.stats
+
+    def cache_metrics(self) -> dict[str, float]:
+        """As `Engine.cache_metrics`: of the last call, the mean over engines."""
+        found = list(self._last.cache.values())
+        return {name: sum(one[name] for one in found) / len(found) for name in (found[0] if found else {})}
+
+    def stop(self) -> None:
+        """Let a call of `generate` in another thread end with an error."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """End all engines, and Ray if it was started here."""
+        self.stop()
+        with self._lock:
+            for one in self._engines:
+                one.kill()
+            self._engines.clear()
+        self._finalize()
+
+    def _room(self, groups: int, completions: int) -> int:
+        """How many groups an engine holds at a time: half of its share, so that those who are fast get more of the
+        rest, within its `engine.max_sequences`."""
+        share = -(-groups // (2 * max(len(self._engines), 1)))
+        return max(1, min(share, self._most_sequences // completions))
+
+    def _ask(self, engines: Sequence[EngineActor], batch: Batch) -> None:
+        """Give everyone who has nothing to do the next thing to do."""
+        assert self._weights is not None
+        held = Counter(index for one in engines for index in one.open)
+        free = deque(index for index in range(len(batch.requests)) if index not in batch.done and not held[index])
+        for one in engines:
+            one.go_on(self._weights)
+            if not one.ready(self._weights):
+                continue
+            drop = [index for index in one.open if index in batch.done]  # another engine was faster
+            kept = [index for index in one.open if index not in batch.done]
+            new = [free.popleft() for _ in range(min(len(free), batch.room - len(kept)))]
+            if not kept and not new:  # nothing is left: help with a group that one other engine has
+                new = [index for index, count in held.items() if count == 1 and index not in batch.done][:1]
+            held.update(new)
+            one.open = kept + new
+            if one.open or drop:
+                one.advance(batch.number, self._weights.version, drop, [batch.requests[index] for index in new])
+
+    def _replies(self, engines: Sequence[EngineActor], batch: Batch) -> list[int]:
+        """The groups that are finished, once there is any reply; takes note of engines that come and go."""
+        asked = {reference: one for one in engines for reference in one.calls}
+        if not asked:
+            time.sleep(_WAIT_S)
+            return []
+        self._ray.wait(list(asked), timeout=_WAIT_S)
+        ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        finished = list[int]()
+        for reference in ready:
+            one, errors = asked[reference], self._ray.exceptions
+            kind = one.calls.pop(reference, None)
+            try:
+                reply = wire.from_bytes(self._ray.get(reference))
+            except (errors.ActorUnavailableError, errors.OutOfMemoryError):
+                if one.opened:
+                    self.note(f"{one} died; its groups go to others until it is back")
+                one.restarting()
+            except errors.RayError as error:
+                self._lost(one, _last_line(error))
+            else:
+                if kind is not None:
+                    finished += self._take(one, kind, reply, batch)
+        return finished
+
+    def _take(self, one: EngineActor, kind: str, reply: dict[str, Any], batch: Batch) -> list[int]:
+        """A reply: the groups that it finishes."""
+        if "refused" in reply:
+            raise RunFailed(f"{one}: {reply['refused']}")
+        if "error" in reply:
+            self._lost(one, reply["error"])
+        elif kind == "open":
+            one.host = f"{reply['host']} (process {reply['pid']})"
+            found = reply["facts"]
+            other = [f"{name} {found.get(name)}, not {v}" for name, v in self._facts.items() if found.get(name) != v]
+            if other:
+                self._lost(one, f"it might compute other bits than the learner: it has {', '.join(other)}")
+            else:
+                one.opened = True
+        elif kind == "receive":
+            one.version = reply["version"]
+        elif reply["batch"] == batch.number:
+            return self._finished(one, reply, batch)
+        return []
+
+    def _finished(self, one: EngineActor, reply: dict[str, Any], batch: Batch) -> list[int]:
+        batch.stats.preemptions += reply["counts"]["preemptions"]
+        batch.stats.cached_tokens += reply["counts"]["cached_tokens"]
+        if reply["cache"]:
+            batch.cache[one.number] = reply["cache"]
+        found = {int(index): group for index, group in reply["done"].items()}
+        one.open = [index for index in one.open if index not in found]
+        new = [index for index in found if index not in batch.done]
+        for index in new:
+            batch.done[index] = [wire.completion_of(values) for values in found[index]]
+        return new
+
+    def _lost(self, one: EngineActor, reason: str) -> None:
+        """An engine is gone for good."""
+        with self._lock:
+            if one in self._engines:
+                self._engines.remove(one)
+                one.kill()
+                self._reason = f"{one}: {reason}"
+        one.restarting()
+        self.note(f"{one} is lost: {reason}")
+
+    def _require_engines(self, seen: float) -> None:
+        """Raise RunFailed if the fleet is closed, has no engine, or none was there for too long."""
+        if self._stopped:
+            raise RunFailed("the fleet is closed")
+        if not self._engines:
+            raise RunFailed(f"fleet: no engine is left; the last one was {self._reason}")
+        if time.monotonic() - seen > self.settings.deadline_s:
+            free = self._ray.available_resources()
+            room = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+            raise RunFailed(
+                f"fleet: none of {len(self._engines)} engines was there for {self.settings.deadline_s:g} s "
+                f"(fleet.deadline_s); the cluster has {room} free"
+            )
+
+
+def _last_line(error: BaseException) -> str:
+    """What is wrong, without the trace of another process."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,29 @@
+"""The options of a fleet. Left out: how far it is ahead of the learner (`rollouts_ahead`)."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from isobit.errors import IsobitError
+from isobit.options.declare import above, at_least, at_most
+
+
+@dataclass(frozen=True)
+class FleetSettings:
+    """Rollouts by engines in processes of their own, by Ray: no bit depends on them, so a resumed run may change them.
+    With `rollouts_ahead` at least 1 they sample while the learner learns."""
+
+    engines: Annotated[int, at_least(0), at_most(4096), "engines; 0: none, the learner's process samples"] = 0
+    cluster: Annotated[
+        str | None, "auto, or the address of a Ray cluster, such as ray://head:10001; default: start Ray here"
+    ] = None
+    cpus_per_engine: Annotated[float, above(0), "CPU cores that Ray keeps for an engine, and its threads"] = 1.0
+    gpus_per_engine: Annotated[
+        float | None, at_least(0), "GPUs that Ray keeps for an engine; default: 1 where the learner has one, else 0"
+    ] = None
+    deadline_s: Annotated[
+        float, above(0), "seconds in which an engine must be there: at the start, and after all have died"
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        if self.cluster == "":
+            raise IsobitError("fleet.cluster: give auto or an address; leave it out to start Ray here")

@@ -1,0 +1,137 @@
+"""What travels between a run and its engines: bytes only. Requests, results and facts are JSON, weights are buffers.
+
+Log-probabilities are float32 widened to Python floats, whose JSON reads back as the same float. Weights have a SHA-256
+of each buffer, which the receiver computes again. Left out: who sends what to whom (`fleet.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+
+from isobit.engine.engine import Engine
+from isobit.engine.types import Completion, EngineSize, Sampling
+from isobit.errors import RunFailed
+from isobit.kernels import find_gpu, get_ops, versions
+from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model.kv_scales import KVScales
+from isobit.model.transformer import Transformer
+from isobit.precision import precision_from
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A version of the rollout's weights on its way: where each buffer is, its digest, and the scales of a calibrated
+    KV cache [layers, 2 or 3]. `references` are Ray's, by buffer."""
+
+    version: int
+    digests: Mapping[str, str]
+    scales: list[list[float]] | None
+    references: Mapping[str, Any]
+
+    def manifest(self) -> bytes:
+        """All but the references."""
+        return to_bytes({"version": self.version, "digests": self.digests, "scales": self.scales})
+
+
+def to_bytes(value: Any) -> bytes:
+    """Plain values as JSON."""
+    return json.dumps(value).encode()
+
+
+def from_bytes(data: bytes) -> Any:
+    """The inverse of `to_bytes`."""
+    return json.loads(data)
+
+
+def digest(buffer: Any) -> str:
+    """SHA-256 of an array's bytes."""
+    return hashlib.sha256(buffer).hexdigest()
+
+
+def check_digest(name: str, buffer: Any, expected: str, version: int) -> None:
+    """Raise RunFailed if a buffer is not what was sent."""
+    if (found := digest(buffer)) != expected:
+        raise RunFailed(
+            f"{name} of version {version} of the weights arrived with other bytes: SHA-256 {found[:12]}..., sent was "
+            f"{expected[:12]}..."
+        )
+
+
+def facts(model: Model) -> dict[str, str]:
+    """What can change a bit, of the process that asks: an engine must have the learner's."""
+    ops, gpu = model.ops, find_gpu()
+    found = {"backend": ops.backend, "consistency": ops.consistency, "device": ops.device.type}
+    return found | versions() | ({"gpu": str(gpu)} if gpu is not None else {})
+
+
+def describe(engine: Engine, sequences: int, max_new_tokens: int, size: EngineSize) -> bytes:
+    """All that makes an engine like this one in another process, but for its weights. `sequences` at a time, of at most
+    `max_new_tokens` new tokens."""
+    model = engine.model
+    tokenizer = model.tokenizer
+    assert precision_from(model.precision.name) == model.precision
+    return to_bytes(
+        {
+            "config": model.config.to_hf(),
+            "tokenizer": tokenizer.fast.to_str(),
+            "eos_ids": tokenizer.eos_ids,
+            "settings": tokenizer.settings,
+            "precision": model.precision.name,
+            "backend": model.ops.backend,
+            "consistency": model.ops.consistency,
+            "longest_prompt": engine.longest_prompt,
+            "record_routes": engine.record_routes,
+            "sequences": sequences,
+            "max_new_tokens": max_new_tokens,
+            "size": _fields(EngineSize, size),
+        }
+    )
+
+
+def described_engine(description: bytes) -> Engine:
+    """The engine of a description, whose weights are NaN until they arrive."""
+    given = from_bytes(description)
+    config = ModelConfig.from_hf(given["config"], "the model's config")
+    tokenizer = Tokenizer(FastTokenizer.from_str(given["tokenizer"]), given["settings"], given["eos_ids"], None)
+    ops = get_ops(given["backend"], given["consistency"])
+    model = Model(Transformer(config, precision_from(given["precision"]), ops, None), tokenizer)
+    longest = [[0] * max(given["longest_prompt"], 1)]
+    size = EngineSize(**given["size"])
+    engine = Engine.sized_for(model, longest, given["sequences"], given["max_new_tokens"], size)
+    engine.record_routes = given["record_routes"]
+    return engine
+
+
+def scales_to_plain(scales: KVScales | None) -> list[list[float]] | None:
+    """Calibrated scales as numbers, float32 widened."""
+    return None if scales is None else scales.values.tolist()
+
+
+def scales_from_plain(values: list[list[float]] | None, version: int) -> KVScales | None:
+    """The inverse of `scales_to_plain`."""
+    return None if values is None else KVScales(torch.tensor(values, dtype=torch.float32), version)
+
+
+def request(index: int, prompt: Sequence[int], prompt_id: int, sampling: Sampling) -> dict[str, Any]:
+    """A group that is to be sampled: `index` names it within its batch."""
+    return {"index": index, "prompt": list(prompt), "prompt_id": prompt_id, "sampling": _fields(Sampling, sampling)}
+
+
+def sampling_of(values: Mapping[str, Any]) -> Sampling:
+    """The settings of a request."""
+    return Sampling(**{**values, "stop": tuple(values["stop"])})
+
+
+def completion_of(values: Mapping[str, Any]) -> Completion:
+    """A completion from its fields."""
+    return Completion(**values)
+
+
+def _fields(kind: type, value: Any) -> dict[str, Any]:
+    """The fields that `kind` declares; a config's section may have more."""
+    return {each.name: getattr(value, each.name) for each in fields(kind)}

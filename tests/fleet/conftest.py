@@ -1,0 +1,24 @@
+"""One Ray for the tests of the fleet: what `isobit` starts itself is tested by commands, in test_commands.py."""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from isobit.fleet.cluster import import_ray
+from tests.documents import ROOT
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Any]:
+    """Ray on this machine, with room for four engines, whatever its cores."""
+    pytest.importorskip("ray", reason="the fleet's tests need Ray: pip install 'isobit[ray]'")
+    module = import_ray()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")  # for Ray's processes: of this checkout
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        module.init(address="local", num_cpus=4, **quiet)
+    yield module
+    module.shutdown()
