@@ -22,7 +22,8 @@ from torch import Tensor
 from isobit.distributed import ALONE, Ranks, files
 from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, RunFailed
-from isobit.model import Model, checkpoint, names
+from isobit.evaluation.best import Best
+from isobit.model import Model, RewardModel, checkpoint, names
 from isobit.model.checkpoint import open_weights, write_weights
 from isobit.model.fp8_blocks import block_checkpoint
 from isobit.rl import OptimizerSettings
@@ -277,10 +278,42 @@ def test_a_rank_that_writes_nothing_is_noticed(tmp_path: Path, monkeypatch: pyte
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_a_rank_that_dies_leaves_no_checkpoint(tmp_path: Path, strike: Any) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_dies_leaves_no_checkpoint(tmp_path: Path, strike: Any, rank: int) -> None:
+    """The first rank, where it is another that died, still clears away what was begun."""
     with pytest.raises(_Died):
-        strike(0, _raising(_Died()))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".writing-step-000002", "step-000001"]
+        strike(rank, _raising(_Died()))
+    begun = [".writing-step-000002"] if rank == 0 else []
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*begun, "step-000001"]
+
+
+def test_the_best_model_is_kept_by_all_ranks(tmp_path: Path) -> None:
+    """A better one replaces it, a worse one does not, and a run that goes on from before has the one of its time."""
+
+    def work(ranks: Ranks) -> tuple[Any, Any]:
+        folder = tmp_path / str(ranks.size)
+        ranks.together(lambda: folder.mkdir() if ranks.first else None)
+        one = Run(model_of(ranks=ranks), SETTINGS)
+        best = Best(folder, "m", one.model.save, ranks)
+        best.consider(1, {"m": 0.5})
+        best.settle()
+        saved = best.to_json()
+        one.learn(range(1))
+        best.consider(2, {"m": 0.25})
+        first = hashes(folder / "best")
+        best.consider(3, {"m": 0.75})
+        ranks.gather(None)
+        better = hashes(folder / "best")
+        ranks.gather(None)
+        again = Best(folder, "m", one.model.save, ranks)
+        again.restore(saved)
+        assert hashes(folder / "best") == first != better
+        assert (again.step, again.values) == (1, [0.5])
+        return first, better
+
+    wanted = work(ALONE)
+    for size in (2, 3):
+        assert run(size, work) == [wanted] * size
 
 
 def _poisoned(path: Path, parts: dict[str, Part]) -> None:
@@ -346,6 +379,18 @@ def test_rows_that_begin_inside_a_block_have_its_scale(tmp_path: Path) -> None:
     with open_weights(tmp_path) as weights:
         for lo, hi in ((0, 300), (0, 128), (100, 200), (127, 129), (128, 256), (255, 300), (299, 300), (7, 7)):
             assert torch.equal(weights.rows("a", lo, hi), wanted[lo:hi])
+
+
+def test_a_reward_model_is_read_by_all_ranks_and_scores_the_same(tmp_path: Path) -> None:
+    tiny_model("bf16", seed=3, **SIZES).save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.linspace(-1, 1, 256)[None]}, tmp_path / "model.safetensors")
+    sequences = [[3, 4, 5, 6], [7, 8]]
+    wanted = RewardModel.load(tmp_path, "fp8").score(sequences)
+    assert wanted[0] != wanted[1]
+    for size in (2, 3):
+        found = run(size, lambda ranks: RewardModel.load(tmp_path, "fp8", ranks=ranks).score(sequences))
+        assert found == [wanted] * size
 
 
 DEFECTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {

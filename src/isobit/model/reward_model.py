@@ -7,12 +7,14 @@ weights are kept. Left out: training one, process rewards, several labels.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.kernels import Layout, get_ops
+from isobit.kernels import Layout, Ops, get_ops
 from isobit.model import names
 from isobit.model.checkpoint import Shapes, model_folder, open_weights, read_json
 from isobit.model.config import ModelConfig, architectures
@@ -39,36 +41,27 @@ class RewardModel:
         precision: str | Mapping[str, object] | Precision = "fp8",
         backend: str = "auto",
         consistency: str = "bitwise",
+        ranks: Ranks = ALONE,
     ) -> "RewardModel":
-        """Load a Hugging Face directory. Raises IsobitError unless it is a reward model with a single label."""
-        directory = model_folder(path, "reward model")
-        values = read_json(directory / "config.json")
-        # a reward model has no output head, and a tied head needs no tensor
-        config = ModelConfig.from_hf(values | {"tie_word_embeddings": True}, str(directory / "config.json"))
-        flow = precision_from(precision)
-        if flow.learner.calibrated or flow.learner.calibrated_queries:
-            raise IsobitError(f"reward model {directory}: precision {flow.name} has a calibrated KV cache; use e4m3")
+        """Load a Hugging Face directory; several `ranks`, which all must load, read it together. Raises IsobitError
+        unless it is a reward model with a single label."""
 
-        def check(shapes: Shapes) -> None:
-            body = {name: shape for name, shape in shapes.items() if name not in _HEADS}
-            score = shapes.get("score.weight")
-            if score is None:
+        def read() -> tuple[ModelConfig, Precision, Ops, Mapping[str, Tensor], Tensor, Tokenizer]:
+            directory, flow = model_folder(path, "reward model"), precision_from(precision)
+            values = read_json(directory / "config.json")
+            # a reward model has no output head, and a tied head needs no tensor
+            config = ModelConfig.from_hf(values | {"tie_word_embeddings": True}, str(directory / "config.json"))
+            if flow.learner.calibrated or flow.learner.calibrated_queries:
                 raise IsobitError(
-                    f"{directory}: no tensor score.weight: {architectures(values):.80} is no sequence classification "
-                    "with a linear score"
+                    f"reward model {directory}: precision {flow.name} has a calibrated KV cache; use e4m3"
                 )
-            if score != (1, config.hidden_size):
-                raise IsobitError(
-                    f"{directory}: score.weight has shape {score}, expected (1, {config.hidden_size}): the reward is "
-                    "the logit of a single label"
-                )
-            names.check_shapes(body, config, str(directory))
+            with open_weights(directory, lambda shapes: _check(shapes, config, values, directory)) as weights:
+                score = weights.rows("score.weight")
+                masters = names.fuse(weights.rows, config, ranks)
+            return config, flow, get_ops(backend, consistency), masters, score, Tokenizer.load(directory)
 
-        with open_weights(directory, check) as weights:
-            score = weights.rows("score.weight")
-            masters = names.fuse(weights.rows, config)
-        transformer = Transformer(config, flow, get_ops(backend, consistency), masters)
-        return RewardModel(transformer, score, Tokenizer.load(directory))
+        config, flow, ops, masters, score, tokenizer = ranks.together(read)
+        return RewardModel(Transformer(config, flow, ops, masters, ranks), score, tokenizer)
 
     def encode(self, prompt: Prompt, completion: str) -> list[int]:
         """Token ids of prompt and completion: a chat through the chat template, or the two texts joined."""
@@ -104,3 +97,20 @@ class RewardModel:
     def nbytes(self) -> int:
         """Bytes of all weights that are kept."""
         return sum(self.transformer.working_bytes()) + self.score_weight.numel() * 4
+
+
+def _check(shapes: Shapes, config: ModelConfig, values: Mapping[str, Any], directory: Path) -> None:
+    """Raise IsobitError unless these tensors are a model of this config with a score for a single label."""
+    body = {name: shape for name, shape in shapes.items() if name not in _HEADS}
+    score = shapes.get("score.weight")
+    if score is None:
+        raise IsobitError(
+            f"{directory}: no tensor score.weight: {architectures(values):.80} is no sequence classification with a "
+            "linear score"
+        )
+    if score != (1, config.hidden_size):
+        raise IsobitError(
+            f"{directory}: score.weight has shape {score}, expected (1, {config.hidden_size}): the reward is the logit "
+            "of a single label"
+        )
+    names.check_shapes(body, config, str(directory))

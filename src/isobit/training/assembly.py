@@ -44,7 +44,7 @@ def open_parts(
     ranks: Ranks = ALONE,
 ) -> Parts:
     """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit.
-    Several `ranks` share the policy's masters; a reference and reward models are whole on each."""
+    Several `ranks` share the policy's masters; a reference and reward models are whole on each, once they are read."""
     objects.require(config)
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
@@ -80,7 +80,7 @@ def _open_models(
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
     task = fitted.task
-    scorer = Scorer(rewards, reward_models(config), config.rewards.on_error == "stop")
+    scorer = Scorer(rewards, reward_models(config, ranks), config.rewards.on_error == "stop")
     objective = replace(objective_of(config, model), reward_weights=scorer.weights)
     if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
@@ -126,8 +126,9 @@ def _open_models(
 
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
-    """The frozen model of the KL penalty, whole on every rank."""
-    reference = Model.load(base, config.reference.precision or config.precision, config.backend, config.consistency)
+    """The frozen model of the KL penalty: working weights, whole on every rank, made of masters that none had whole."""
+    precision = config.reference.precision or config.precision
+    reference = Model.load(base, precision, config.backend, config.consistency, model.ranks)
     reference.tokenizer = model.tokenizer  # with its chat template
     Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
     reference.transformer.freeze()
@@ -171,10 +172,12 @@ def held_out_judge(scorer: Scorer) -> Judge:
     return scorer.pool if scorer.pool.specs else scorer
 
 
-def reward_models(config: Config) -> list[WeightedModel]:
-    """The reward models of a config, loaded."""
+def reward_models(config: Config, ranks: Ranks = ALONE) -> list[WeightedModel]:
+    """The reward models of a config, loaded, whole on every rank."""
     return [
-        WeightedModel(RewardModel.load(m.path, m.precision, config.backend, config.consistency), m.weight, m.name)
+        WeightedModel(
+            RewardModel.load(m.path, m.precision, config.backend, config.consistency, ranks), m.weight, m.name
+        )
         for m in config.rewards.models
     ]
 
