@@ -1,14 +1,20 @@
 """A run whose batches a fleet samples beside the learner is the run of one process with `rollouts_ahead: k`."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isobit.config import load_config
-from isobit.training.train import TrainResult, train
+from isobit.errors import RunFailed
+from isobit.fleet.fleet import Fleet
+from isobit.training.train import TrainResult, resume, train
+from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
+from tests.test_resume import FAILING
 
 BY_ENGINE = (
     "rollout/cached_tokens",
@@ -56,3 +62,53 @@ def test_a_fleet_is_one_process(tmp_path: Path, base_model: Path, ray: object, a
     assert bits(fleet.run_dir) == bits(one.run_dir)
     other = go(tmp_path / "other", base_model, f"rollouts_ahead={ahead + 1}", **changes)  # the control
     assert bits(other.run_dir)["model.safetensors"] != bits(one.run_dir)["model.safetensors"]
+
+
+@pytest.mark.slow
+def test_a_mixture_with_replayed_routes(tmp_path: Path, ray: object) -> None:
+    model = tmp_path / "mixture"
+    tiny_model(family="qwen3_moe").save(model)
+    settings = {"algorithm": {"router_replay": True}, "steps": 3}
+    one = go(tmp_path / "one", model, "rollouts_ahead=1", **settings)
+    fleet = go(tmp_path / "fleet", model, "rollouts_ahead=1", "fleet.engines=1", **settings)
+    assert bits(fleet.run_dir) == bits(one.run_dir)
+
+
+@pytest.mark.slow
+def test_killed_engines_and_a_resume(
+    tmp_path: Path, base_model: Path, ray: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is killed in every step, the run stops, and goes on with another number of engines, then with none."""
+    one = go(tmp_path / "one", base_model, "rollouts_ahead=2", "steps=5", **HARD)
+    send, killed = Fleet.send, list[int]()
+
+    def kill(self: Fleet) -> None:
+        send(self)
+        for engine in [engine for engine in self._engines if engine.opened][:1]:
+            killed.append(int(engine.host.rpartition("process ")[2].rstrip(")")))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    monkeypatch.setattr(Fleet, "send", kill)
+    run = go(tmp_path / "fleet", base_model, "rollouts_ahead=2", "steps=2", "fleet.engines=2", **HARD).run_dir
+    assert killed
+    monkeypatch.undo()
+    resume(run, ["steps=4", "fleet.engines=1"])
+    resume(run, ["steps=5", "fleet.engines=0"])
+    assert bits(run) == bits(one.run_dir)
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_beside_the_learner(tmp_path: Path, base_model: Path, ray: object) -> None:
+    """The step that was learned beside it is not saved; the run that goes on is the one that never failed."""
+    (tmp_path / "one").mkdir()
+    one = train(load_config(write_config(tmp_path / "one", base_model, rollouts_ahead=1)))
+    flag = tmp_path / "away"
+    flag.touch()
+    (tmp_path / "failing.py").write_text(FAILING.format(step=3, flag=str(flag)))
+    rewards = {"functions": [{"function": f"{tmp_path}/failing.py:digits"}]}
+    config = write_config(tmp_path, base_model, rollouts_ahead=1, fleet={"engines": 1}, rewards=rewards)
+    with pytest.raises(RunFailed, match="the judge is away"):
+        train(load_config(config))
+    flag.unlink()
+    resume(tmp_path / "run")
+    assert bits(tmp_path / "run") == bits(one.run_dir)

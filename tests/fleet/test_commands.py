@@ -1,0 +1,113 @@
+"""Ray that `isobit train` starts ends with it, and what cannot work is refused in one line, before the run begins."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.config import load_config
+from isobit.errors import IsobitError
+from isobit.fleet import cluster
+from isobit.fleet.cluster import Cluster
+from isobit.fleet.settings import FleetSettings
+from isobit.run.directory import read_jsonl
+from isobit.training.train import train
+from tests.documents import ROOT
+from tests.runs import write_config
+from tests.test_resume import wait_for_lines
+
+MARK = "ISOBIT_TEST_FLEET"
+CPU = torch.device("cpu")
+
+
+def marked(value: str) -> list[str]:
+    """The processes, zombies aside, that inherited a mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={value}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().decode().replace("\0", " "))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_process_is_left(tmp_path: Path, base_model: Path, number: signal.Signals, code: int) -> None:
+    """After SIGKILL two idle agents of Ray's take a minute to notice, which nothing here waits for."""
+    pytest.importorskip("ray", reason="the fleet's tests need Ray: pip install 'isobit[ray]'")
+    config = write_config(tmp_path, base_model, steps=10000, rollouts_ahead=1, fleet={"engines": 1})
+    value = f"{os.getpid()}-{code}"
+    environment = os.environ | {MARK: value, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "isobit", "train", str(config), "--quiet"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        wait_for_lines(tmp_path / "run" / "metrics.jsonl", 2)
+        assert any("raylet" in line for line in marked(value))  # the control: they would be found
+        process.send_signal(number)
+        errors = process.communicate(timeout=120)[1]
+    assert process.returncode == code
+    end = time.monotonic() + 60
+    late = ("Agent",) if number == signal.SIGKILL else ()
+    while (left := [line for line in marked(value) if not any(name in line for name in late)]) != []:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    if number == signal.SIGTERM:
+        assert errors == "isobit: finishing this step, then saving; once more to end at once\n"
+        *_, last = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        assert (tmp_path / "run" / "checkpoints" / f"step-{int(last['step']):06d}").is_dir()
+
+
+def test_without_ray(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    config = load_config(write_config(tmp_path, base_model), ["fleet.engines=1"])
+    with pytest.raises(IsobitError, match=r"fleet.engines needs Ray, .*: pip install 'isobit\[ray\]'"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "no Ray cluster at '127.0.0.1:1': .*failed.*; start one with `ray start --head`, or leave"),
+        ("ray://127.0.0.1:1", "no Ray cluster at 'ray://127.0.0.1:1'"),
+        ("127.0.0.1:99999999", "no Ray cluster at"),
+        ("somewhere", "expected auto, HOST:PORT or ray://HOST:PORT, got 'somewhere'"),
+        ("auto", "no Ray cluster at 'auto': no address"),
+    ],
+)
+def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch, address: str, message: str) -> None:
+    def init(**given: Any) -> None:
+        raise ConnectionError("no address")
+
+    stand_in = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(cluster, "import_ray", lambda: stand_in)
+    with pytest.raises(IsobitError, match=message):
+        Cluster(FleetSettings(engines=1, cluster=address), CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (FleetSettings(engines=5), "5 engines need 5 CPUs, .* has 4 CPUs, 0 GPUs on 1 machines: room for 4; lower"),
+        (FleetSettings(engines=2, cpus_per_engine=2.5), "2 engines need 5 CPUs, .*: room for 1"),
+        (FleetSettings(engines=1, gpus_per_engine=1), "1 engines need 1 CPUs and 1 GPUs, .* 0 GPUs .*: room for 0"),
+    ],
+)
+def test_no_room(ray: Any, settings: FleetSettings, message: str) -> None:
+    with pytest.raises(IsobitError, match=message):
+        Cluster(settings, CPU)
+    Cluster(FleetSettings(engines=4), CPU).close()
+    assert ray.is_initialized()  # what was there before stays
+
+
+def test_ranks_have_no_fleet(tmp_path: Path, base_model: Path) -> None:
+    with pytest.raises(IsobitError, match=r"fleet.engines serves one learner process, and ranks is 2"):
+        load_config(write_config(tmp_path, base_model), ["fleet.engines=1", "ranks=2"])

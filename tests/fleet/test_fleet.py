@@ -1,0 +1,205 @@
+"""Completions of a fleet are those of one engine, in every bit, whatever its engines do meanwhile."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isobit.engine.engine import Engine
+from isobit.engine.types import Completion, EngineSize, Sampling
+from isobit.errors import RunFailed
+from isobit.fleet import wire
+from isobit.fleet.fleet import Fleet
+from isobit.fleet.settings import FleetSettings
+from tests.models import tiny_model
+
+SAMPLING = Sampling(n=3, max_new_tokens=24, seed=5, stop=("99",))
+PROMPTS = [f"{a}+{b}=" for a in range(3) for b in (7, 40, 123)]
+IDS = list(range(100, 100 + len(PROMPTS)))
+MOST = 60.0  # seconds; nothing here waits so long unless something is broken
+
+
+def an_engine(family: str = "qwen3", precision: str = "fp8") -> Engine:
+    engine = Engine(tiny_model(precision, family, scale=4.0))
+    engine.longest_prompt = 8
+    engine.record_routes = family == "qwen3_moe"
+    return engine
+
+
+def fleet_of(engine: Engine, engines: int = 2, notes: list[str] | None = None) -> Fleet:
+    note = (lambda line: None) if notes is None else notes.append
+    settings = FleetSettings(engines=engines, deadline_s=MOST)
+    return Fleet(settings, engine, 12, SAMPLING.max_new_tokens, EngineSize(max_sequences=6), note)
+
+
+def change(engine: Engine, factor: float) -> None:
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(factor)
+    engine.model.sync()
+
+
+def expected(engine: Engine) -> list[list[Completion]]:
+    return engine.generate(PROMPTS, SAMPLING, IDS)
+
+
+def found(fleet: Fleet, on_group: Callable[[int, list[Completion]], None] | None = None) -> list[list[Completion]]:
+    fleet.send()
+    return fleet.generate(PROMPTS, SAMPLING, IDS, on_group)
+
+
+def process(fleet: Fleet, place: int) -> int:
+    """The id of an engine's process."""
+    return int(fleet._engines[place].host.rpartition("process ")[2].rstrip(")"))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return an_engine()
+
+
+@pytest.fixture(scope="module")
+def fleet(ray: Any, engine: Engine) -> Iterator[Fleet]:
+    fleet = fleet_of(engine)
+    yield fleet
+    fleet.close()
+
+
+def test_completions_of_each_version(fleet: Fleet, engine: Engine) -> None:
+    for factor in (1.0, 1.05, 0.9):
+        change(engine, factor)
+        groups = dict[int, list[Completion]]()
+        result = found(fleet, groups.__setitem__)
+        assert result == expected(engine)
+        assert groups == dict(enumerate(result))  # each once
+        assert {c.weights_version for group in result for c in group} == {engine.model.weights_version}
+        assert fleet.stats.prompt_tokens == engine.stats.prompt_tokens
+
+
+def test_control_weights_one_version_off_give_other_tokens(fleet: Fleet, engine: Engine) -> None:
+    fleet.send()
+    change(engine, 1.05)
+    tokens = [[c.token_ids for c in group] for group in expected(engine)]
+    stale = fleet.generate(PROMPTS, SAMPLING, IDS)
+    assert [[c.token_ids for c in group] for group in stale] != tokens
+    assert [[c.token_ids for c in group] for group in found(fleet)] == tokens
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "ray.kill"])
+def test_an_engine_dies_in_the_middle(ray: Any, fleet: Fleet, engine: Engine, how: str) -> None:
+    """Its groups go to the other. Ray starts a process that was killed again; `ray.kill` is for good."""
+    change(engine, 0.95)
+    notes, killed = list[str](), list[int]()
+    fleet.note = notes.append
+    numbers = fleet.numbers
+
+    def kill(index: int, group: list[Completion]) -> None:
+        if not killed:
+            killed.append(process(fleet, -1))
+            if how == "SIGKILL":
+                os.kill(killed[0], signal.SIGKILL)
+            else:
+                ray.kill(fleet._engines[-1].actor)
+
+    assert found(fleet, kill) == expected(engine)
+    for _ in range(100):  # until what died was noticed, and where it comes back until it takes part again
+        change(engine, 1.01)
+        assert found(fleet) == expected(engine)
+        if notes and (how == "ray.kill" or all(one.opened for one in fleet._engines)):
+            break
+    if how == "SIGKILL":
+        assert "died; its groups go to others" in notes[0]
+        assert fleet.numbers == numbers
+        assert process(fleet, -1) != killed[0]
+    else:
+        assert "is lost" in notes[0]
+        assert fleet.numbers == numbers[:-1]
+
+
+def test_engines_come_and_go_in_the_middle(fleet: Fleet, engine: Engine) -> None:
+    change(engine, 1.05)
+    gone = fleet.numbers[0]
+    added = fleet.add()
+
+    def leave(index: int, group: list[Completion]) -> None:
+        if gone in fleet.numbers:
+            fleet.remove(gone)
+
+    assert found(fleet, leave) == expected(engine)
+    assert fleet.numbers[-1] == added
+    assert gone not in fleet.numbers
+    change(engine, 0.95)
+    assert found(fleet) == expected(engine)
+
+
+def test_groups_of_an_engine_that_stands_still_are_sampled_by_another(fleet: Fleet, engine: Engine) -> None:
+    """The first result counts; the other comes late, to a batch that is done."""
+    fleet.add()
+    for _ in range(100):
+        found(fleet)
+        if all(one.opened for one in fleet._engines):
+            break
+    change(engine, 1.05)
+    stopped = process(fleet, 0)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert found(fleet) == expected(engine)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    change(engine, 0.95)
+    assert found(fleet) == expected(engine)
+
+
+class Flipping:
+    """Ray whose object store flips a bit in each buffer on the way."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ray, name)
+
+    def put(self, array: Any) -> Any:
+        return self._ray.put(flipped(array))
+
+
+def flipped(array: Any) -> Any:
+    """One bit: of an E4M3 code, or of the lower byte of a BF16 number."""
+    broken = np.array(array)
+    broken[len(broken) // 3 & ~1] ^= 0x10
+    return broken
+
+
+def test_a_flipped_byte_is_found(fleet: Fleet, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control first: with digests of what was flipped, that is without the check, tokens are others."""
+    change(engine, 1.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet, "_ray", Flipping(fleet._ray))
+        digest = wire.digest
+        patch.setattr(wire, "digest", lambda array: digest(flipped(array)))
+        assert found(fleet) != expected(engine)
+    change(engine, 0.95)
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet, "_ray", Flipping(fleet._ray))
+        with pytest.raises(RunFailed, match=r"no engine is left; .* of version \d+ of the weights arrived with other"):
+            found(fleet)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp8"), ("llama", "nvfp4"), ("qwen2", "fp8-rollout")])
+def test_other_models_and_flows(ray: Any, family: str, precision: str) -> None:
+    """Routes of experts are part of a completion."""
+    engine = an_engine(family, precision)
+    fleet = fleet_of(engine, engines=1)
+    try:
+        for factor in (1.0, 1.05):
+            change(engine, factor)
+            result = found(fleet)
+            assert result == expected(engine)
+            assert (result[0][0].routes is not None) == (family == "qwen3_moe")
+    finally:
+        fleet.close()
