@@ -33,7 +33,7 @@ def an_engine(family: str = "qwen3", precision: str = "fp8") -> Engine:
 def fleet_of(engine: Engine, engines: int = 2, notes: list[str] | None = None) -> Fleet:
     note = (lambda line: None) if notes is None else notes.append
     settings = FleetSettings(engines=engines, deadline_s=MOST)
-    return Fleet(settings, engine, 12, SAMPLING.max_new_tokens, EngineSize(max_sequences=6), note)
+    return Fleet(settings, engine, 12, SAMPLING.max_new_tokens, EngineSize(max_sequences=6), note=note)
 
 
 def change(engine: Engine, factor: float) -> None:
@@ -190,7 +190,7 @@ def test_a_flipped_byte_is_found(fleet: Fleet, engine: Engine, monkeypatch: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp8"), ("llama", "nvfp4"), ("qwen2", "fp8-rollout")])
+@pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp8"), ("llama", "nvfp4")])
 def test_other_models_and_flows(ray: Any, family: str, precision: str) -> None:
     """Routes of experts are part of a completion."""
     engine = an_engine(family, precision)
@@ -202,4 +202,38 @@ def test_other_models_and_flows(ray: Any, family: str, precision: str) -> None:
             assert result == expected(engine)
             assert (result[0][0].routes is not None) == (family == "qwen3_moe")
     finally:
+        fleet.close()
+
+
+def test_an_engine_that_might_compute_other_bits_is_refused(ray: Any, engine: Engine) -> None:
+    fleet = fleet_of(engine, engines=1)
+    fleet._facts = fleet._facts | {"torch": "1.0"}
+    try:
+        with pytest.raises(
+            RunFailed, match=r"no engine is left; .* other bits than the learner: it has torch \S+, not 1"
+        ):
+            found(fleet)
+    finally:
+        fleet.close()
+
+
+class Occupied:
+    """Takes all cores of a cluster."""
+
+    def there(self) -> bool:
+        return True
+
+
+def test_engines_that_do_not_come(ray: Any, engine: Engine) -> None:
+    others = ray.remote(num_cpus=ray.available_resources()["CPU"])(Occupied).remote()
+    assert ray.get(others.there.remote())
+    fleet = fleet_of(engine, engines=1)
+    fleet.settings = FleetSettings(engines=1, deadline_s=0.5)
+    try:
+        with pytest.raises(
+            RunFailed, match=r"none of 1 engines was there for 0.5 s .*; the cluster has 0 CPUs, 0 GPUs"
+        ):
+            found(fleet)
+    finally:
+        ray.kill(others)
         fleet.close()

@@ -54,10 +54,11 @@ class Fleet:
         sequences: int,
         max_new_tokens: int,
         size: EngineSize,
+        check_memory: bool = True,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.settings, self.model, self.note = settings, like.model, note
-        self._description = wire.describe(like, sequences, max_new_tokens, size)
+        self._description = wire.describe(like, sequences, max_new_tokens, size, check_memory)
         self._facts = wire.facts(like.model)
         self._most_sequences = size.max_sequences
         self._cluster = Cluster(settings, like.model.ops.device)

@@ -69,9 +69,9 @@ def facts(model: Model) -> dict[str, str]:
     return found | versions() | ({"gpu": str(gpu)} if gpu is not None else {})
 
 
-def describe(engine: Engine, sequences: int, max_new_tokens: int, size: EngineSize) -> bytes:
+def describe(engine: Engine, sequences: int, max_new_tokens: int, size: EngineSize, check_memory: bool) -> bytes:
     """All that makes an engine like this one in another process, but for its weights. `sequences` at a time, of at most
-    `max_new_tokens` new tokens."""
+    `max_new_tokens` new tokens. `check_memory`: it compares its weights with what arrived before it gives groups."""
     model = engine.model
     tokenizer = model.tokenizer
     assert precision_from(model.precision.name) == model.precision
@@ -89,6 +89,7 @@ def describe(engine: Engine, sequences: int, max_new_tokens: int, size: EngineSi
             "sequences": sequences,
             "max_new_tokens": max_new_tokens,
             "size": _fields(EngineSize, size),
+            "check_memory": check_memory,
         }
     )
 
@@ -104,6 +105,8 @@ def described_engine(description: bytes) -> Engine:
     size = EngineSize(**given["size"])
     engine = Engine.sized_for(model, longest, given["sequences"], given["max_new_tokens"], size)
     engine.record_routes = given["record_routes"]
+    if given["check_memory"]:
+        model.transformer.checksums.begin()
     return engine
 
 

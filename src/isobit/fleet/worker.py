@@ -39,7 +39,6 @@ class Worker:
     def open(self) -> bytes:
         """Make the engine; what it is computed by, and where it runs."""
         self._engine = wire.described_engine(self._description)
-        self._engine.model.transformer.checksums.begin()
         return wire.to_bytes({"facts": wire.facts(self._engine.model), "host": platform.node(), "pid": os.getpid()})
 
     def receive(self, manifest: bytes, references: Mapping[str, Any]) -> bytes:
@@ -73,6 +72,8 @@ class Worker:
                 self._groups[new["index"]] = []
             before = self._counts()
             done = self._run()
+            if done:
+                self._engine.model.transformer.checksums.compare()
         except IsobitError as error:
             return wire.to_bytes({"error" if isinstance(error, RunFailed) else "refused": str(error)})
         counts = {name: count - before[name] for name, count in self._counts().items()}
@@ -87,7 +88,6 @@ class Worker:
         self._drop(set(self._groups))
         self._batch = batch
         transformer = self._engine.model.transformer
-        transformer.checksums.compare()
         if version in self._arrived:
             buffers, scales = self._arrived.pop(version)
             take_weights(transformer, buffers, version)

@@ -35,8 +35,8 @@ def open_fleet(parts: Parts) -> Fleet | None:
     config = parts.config
     if not config.fleet.engines:
         return None
-    sequences = config.prompts_per_step * parts.sampling.n
-    return Fleet(config.fleet, parts.engine, sequences, config.sampling.max_new_tokens, config.engine)
+    sequences, most = config.prompts_per_step * parts.sampling.n, config.sampling.max_new_tokens
+    return Fleet(config.fleet, parts.engine, sequences, most, config.engine, config.run.check_memory)
 
 
 class Beside:
