@@ -38,6 +38,8 @@ class IsobitError(Exception):
     `_LONGEST` characters and the note that says how many were left out. `brief` and `listed` keep a message whole."""
 
     exit_code = 2
+    shared = False
+    """Whether every rank of the run raises it, so that they can still act together."""
 
     def __str__(self) -> str:
         text = _ENDLESS.sub(lambda found: f"{found[0][:100]}...{found[0][-20:]}", super().__str__())

@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import platform
+import secrets
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,6 +90,7 @@ def start(ranks: int, arguments: Sequence[str], again: str) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
+        run_id=secrets.token_hex(8),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

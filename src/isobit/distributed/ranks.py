@@ -101,9 +101,10 @@ class Ranks(ABC):
         said = self.gather(None if mine is None else _said(mine))
         for rank, error in enumerate(said):
             if error is not None:
-                if rank == self.rank and mine is not None:
-                    raise mine
-                raise _KINDS[error[0]](*error[1:])
+                raised = mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])
+                if isinstance(raised, IsobitError):
+                    raised.shared = True
+                raise raised
 
 
 class Alone(Ranks):

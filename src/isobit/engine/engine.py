@@ -286,11 +286,17 @@ class Engine:
     def cache_metrics(self) -> dict[str, float]:
         """Which part of the keys and values of the last call a calibrated scale clamped; empty without one, and while
         it sleeps."""
+        return clamped_fraction(*self.clamped)
+
+    @property
+    def clamped(self) -> tuple[int, int]:
+        """How many keys and values of the last call a calibrated scale clamped, and of how many; zeros without one, and
+        while it sleeps."""
         counts = [store.counts for store in self.stores if store.counts is not None]
         if not counts:
-            return {}
+            return 0, 0
         saturated, written = torch.stack(counts).sum(0).tolist()
-        return {"quant/kv_saturated_fraction": saturated / max(written, 1)}
+        return saturated, written
 
     def integrity(self) -> None:
         """Prove that every page is either free or held by whom it should be, at any moment. Raises AssertionError."""
@@ -357,6 +363,11 @@ class Engine:
 def _most_cache_bytes(device: torch.device) -> int:
     """Bytes of keys and values that an engine takes without being told to."""
     return torch.cuda.mem_get_info(device)[0] // _GPU_FRACTION if device.type == "cuda" else _CACHE_BYTES
+
+
+def clamped_fraction(clamped: int, written: int) -> dict[str, float]:
+    """The metric of these counts; empty where nothing was counted."""
+    return {"quant/kv_saturated_fraction": clamped / written} if written else {}
 
 
 def _check_sampling(sampling: object) -> None:

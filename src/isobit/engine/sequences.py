@@ -12,7 +12,8 @@ from isobit.engine.types import Ticket
 @dataclass
 class Stats:
     """What was done since the engine had no open request. Tokens count what was computed: a preempted sequence's are
-    counted again, and those of prompts that were found in the cache are not."""
+    counted again, and those of prompts that were found in the cache are not. `kv_clamped` of `kv_written` keys and
+    values were clamped by calibrated scales, if somebody asked the cache (`Engine.clamped`)."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -24,6 +25,8 @@ class Stats:
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    kv_clamped: int = 0
+    kv_written: int = 0
 
 
 @dataclass(eq=False)

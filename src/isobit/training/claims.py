@@ -6,7 +6,7 @@ are token ids and log-probabilities as tensors, the rest as JSON. Left out: what
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ def sample_claimed(
                     group.sort(key=lambda completion: completion.sample_index)
                     on_group(places.pop(ticket), group)
             if not engine.num_open:  # the engine counts anew from the next request on
-                done = _sum(done, engine.stats)
+                clamped, written = engine.clamped
+                done = _sum(done, replace(engine.stats, kv_clamped=clamped, kv_written=written))
     finally:
         for ticket in places:
             engine.cancel(ticket)

@@ -43,7 +43,9 @@ class Learning:
                     learned = parts.learner.learn(samples, advantages, state.step)
             except Disagreement as found:
                 directory = self._context.run.directory
-                raise failure(found, parts.learner, step, directory, self._from_rollouts) from None
+                failed = failure(found, parts.learner, step, directory, self._from_rollouts)
+                parts.ranks.agree(failed)  # which every rank has found
+                raise failed from None
         state.synced = False
         parts.calibrator.learned_from([(*s.prompt_ids, *s.completion_ids) for s in samples])
         self._count(samples, advantages)

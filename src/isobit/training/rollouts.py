@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from isobit.engine.engine import OnGroup
+from isobit.engine.engine import OnGroup, clamped_fraction
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion
@@ -57,7 +57,7 @@ class Sampled:
         meter.count("rollout/preemptions", stats.preemptions)
         meter.count("rollout/prompt_tokens", stats.prompt_tokens)
         meter.count("rollout/cached_tokens", stats.cached_tokens)
-        meter.metrics |= parts.engine.cache_metrics()
+        meter.metrics |= clamped_fraction(stats.kv_clamped, stats.kv_written)
         state.cursor += count
         self._indices = sorted(found)
         return [[sample_of(completion, state.step) for completion in found[index]] for index in self._indices]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost, RunFailed
+from isobit.errors import Corruption, IsobitError, NonFiniteError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.run import checkpoints
 from isobit.run.directory import RunDirectory
@@ -46,7 +46,7 @@ class Saver:
         if (name := not_finite(self.parts.model)) is not None:
             self.fail(f"{name} is not finite")
         whole = whole or self._now()
-        self.run.flush()
+        self.parts.ranks.together(self.run.flush)
         keep_last = self.parts.config.run.keep_last
         save_checkpoint(self.run.checkpoints, self.parts, whole.to_json(), whole.scales, keep_last)
         self.best.settle()
@@ -57,12 +57,13 @@ class Saver:
 
     def after(self, error: BaseException | None) -> None:
         """What ends the run is known: where that is an error, save the newest whole step, and raise RunFailed that
-        says how to go on. After Corruption nothing in memory is worth saving, and after RankLost nobody is left to
-        save with."""
+        says how to go on. After Corruption nothing in memory is worth saving, and after RankLost, or an error that
+        the other ranks do not have, nobody is there to save with."""
+        again = f"; go on with: isobit train --resume {self.run.directory}"
+        if isinstance(error, IsobitError) and self.parts.ranks.size > 1 and not error.shared:
+            raise RunFailed(f"{error}{'' if '--resume' in str(error) else again}") from None
         if isinstance(error, Corruption):
             self.fail(error)
-        if isinstance(error, RankLost):
-            raise RankLost(f"{error}; go on with: isobit train --resume {self.run.directory}") from None
         if self._whole is None or not isinstance(error, IsobitError) or isinstance(error, NonFiniteError):
             return
         if self._whole.state.step != self.saved_step:
@@ -70,8 +71,7 @@ class Saver:
                 self.save(self._whole)
         if self.saved_step is None or "--resume" in str(error):
             return
-        kept = f"step {self.saved_step} is saved; go on with: isobit train --resume {self.run.directory}"
-        raise RunFailed(f"{error}; {kept}") from None
+        raise RunFailed(f"{error}; step {self.saved_step} is saved{again}") from None
 
     @contextmanager
     def broken_weights_end_the_run(self) -> Iterator[None]:

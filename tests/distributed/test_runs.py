@@ -1,0 +1,171 @@
+"""Whole runs: the same bits at every number of ranks, also after a restart on another number, and errors for all."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.errors import IsobitError, RunFailed
+from isobit.run.heartbeat import beats
+from tests.distributed.sessions import SMALL, bits, resumed, session, started, trained, written
+from tests.distributed.threads import ThreadRanks, run
+
+VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
+    "fp8": ("qwen3", []),
+    "fp8-unified": ("qwen3", ["precision=fp8-unified", "optimizer.sum_group=2"]),
+    "bf16": ("qwen3", ["precision=bf16"]),
+    "mixture of experts": ("qwen3_moe", ["algorithm.router_aux_coefficient=0.01", "algorithm.updates_per_batch=2"]),
+    "calibrated cache": ("qwen3", ["precision=fp8-rollout-kv"]),
+    "dynamic sampling": ("qwen3", ["algorithm.dynamic_sampling=true", "sampling.temperature=0.6", "steps=3"]),
+    "ahead, replay": ("qwen3", ["rollouts_ahead=2", "replay.groups_per_step=1", "replay.capacity=8", "steps=3"]),
+    "reference, evaluation": (
+        "qwen3",
+        ["algorithm.kl_coefficient=0.01", "algorithm.kl_in_reward=true", "evaluation.every=2", "steps=3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_has_the_same_bits_at_every_number_of_ranks(tmp_path: Path, variant: str) -> None:
+    """Weights, moments, metrics without times, completions, records of quantization, the best model."""
+    family, overrides = VARIANTS[variant]
+    config = written(tmp_path, family)
+    alone = trained(config, tmp_path / "alone", 0, overrides)
+    for size in (1, 2, 3, 4) if variant in ("fp8", "mixture of experts") else (2, 3):
+        assert trained(config, tmp_path / f"of {size}", size, overrides) == alone, size
+    if variant == "fp8":  # the control: another seed is another run
+        assert trained(config, tmp_path / "control", 2, [*overrides, "seed=1"]) != alone
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """4, then 3, 1 and 2: the end of a run that was never stopped."""
+    config, directory = written(tmp_path), tmp_path / "elastic"
+    alone = trained(config, tmp_path / "alone", 0)
+    run(4, lambda ranks: session(config, [f"run.dir={directory}", "steps=1"], ranks))
+    for size, steps in ((3, 2), (1, 3), (2, 4)):
+        run(size, partial(resumed, directory, [f"steps={steps}"]))
+    assert bits(directory) == alone
+
+
+def test_processes_started_here_train_the_same(tmp_path: Path) -> None:
+    """By gloo: `ranks=2`, and torchrun with three."""
+    config = written(tmp_path)
+    alone = trained(config, tmp_path / "alone", 0)
+    for size in (2, 3):
+        directory = tmp_path / f"of {size}"
+        arguments = ["train", str(config), *SMALL, f"run.dir={directory}"]
+        if size == 2:
+            process = started([*arguments, "ranks=2"])
+        else:
+            process = started(arguments, torchrun=["--standalone", "--nproc-per-node", "3"])
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, printed
+        assert bits(directory) == alone
+        assert [beat["rank"] for beat in beats(directory)] == list(range(size))
+        assert f"ranks: {size}\n" in (directory / "config.yaml").read_text()
+        assert printed.count("consistency: bitwise") == 1  # one of them has the screen
+
+
+def _waited(condition: Any, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, "launcher"])
+def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(tmp_path: Path, victim: int | str) -> None:
+    config, directory = written(tmp_path, steps=40), tmp_path / "run"
+    whole = trained(config, tmp_path / "alone", 0, ["steps=8"])
+    process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2"])
+    _waited(lambda: (directory / "checkpoints" / "step-000004").is_dir() and len(beats(directory)) == 2)
+    pids = [beat["pid"] for beat in beats(directory)]
+    os.kill(process.pid if victim == "launcher" else pids[int(victim)], signal.SIGKILL)
+    began = time.monotonic()
+    printed, _ = process.communicate(timeout=60)
+    _waited(lambda: not any(map(_alive, pids)), 30)
+    assert time.monotonic() - began < 30
+    if victim != "launcher":
+        lines = [line for line in printed.splitlines() if "SIGKILL" in line]
+        assert process.returncode == 1
+        assert lines == [line for line in lines if f"isobit train --resume {directory}" in line]
+        assert len(lines) == 1, printed
+        assert f"rank {victim} " in lines[0]
+    assert "Traceback" not in printed
+    shutil.rmtree(directory / "checkpoints" / "step-000040", ignore_errors=True)
+    newest = max(int(path.name[-6:]) for path in (directory / "checkpoints").glob("step-*"))
+    run(3, lambda ranks: resumed(directory, [f"steps={max(8, newest)}"], ranks))
+    if newest <= 8:
+        assert bits(directory) == whole
+
+
+@pytest.mark.slow
+def test_sigterm_saves_on_all_ranks(tmp_path: Path) -> None:
+    config, directory = written(tmp_path, steps=400), tmp_path / "run"
+    process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "run.checkpoint_every=0"])
+    _waited(lambda: any(beat["step"] >= 2 for beat in beats(directory)))
+    process.terminate()
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, printed
+    assert f"isobit train --resume {directory}" in printed
+    step = max(int(path.name[-6:]) for path in (directory / "checkpoints").glob("step-*"))
+    assert step >= 2
+    assert bits(directory)["step"] == f"step-{step:06d}"
+
+
+def test_an_error_of_one_rank_is_every_ranks(tmp_path: Path) -> None:
+    """A reward function that fails for one completion: the newest whole step is saved, as on one process."""
+    config, directory = written(tmp_path), tmp_path / "run"
+    reward = tmp_path / "digit_reward.py"
+    reward.write_text(
+        reward.read_text()
+        .replace("return", "assert trainer_state.global_step < 2\n    return")
+        .replace("completions, **", "completions, trainer_state, **")
+    )
+    raised: list[str] = []
+
+    def failing(ranks: ThreadRanks) -> None:
+        try:
+            session(config, [f"run.dir={directory}", "run.checkpoint_every=0"], ranks)
+        except RunFailed as error:
+            raised.append(str(error))
+
+    run(3, failing)
+    assert len(set(raised)) == 1
+    assert len(raised) == 3
+    assert "digit_reward.py:digits, sample" in raised[0]
+    assert f"step 2 is saved; go on with: isobit train --resume {directory}" in raised[0]
+
+
+def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
+    config = written(tmp_path)
+
+    def differing(ranks: ThreadRanks) -> None:
+        session(config, [f"run.dir={tmp_path / 'run'}", f"seed={ranks.rank // 2}"], ranks)
+
+    with pytest.raises(IsobitError, match=r"the ranks differ: seed is 0 on rank 0 .* and 1 on rank 2"):
+        run(3, differing)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_does_not_see_the_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, directory = written(tmp_path), tmp_path / "run"
+    seen = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda self: self.parent != directory and seen(self))
+    with pytest.raises(IsobitError, match=r"rank 1 on host \S+ does not see it; the ranks need one file system"):
+        run(2, lambda ranks: session(config, [f"run.dir={directory}"], ranks))
