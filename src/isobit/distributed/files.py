@@ -20,16 +20,21 @@ from isobit.distributed.ranks import ALONE, Ranks
 from isobit.errors import RunFailed
 
 _NAMES = {
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
+    torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.int16: "I16",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 """In the order in which their tensors stand in a file."""
 _PLACES = {dtype: place for place, dtype in enumerate(_NAMES)}
