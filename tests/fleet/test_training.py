@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from isobit.config import load_config
 from isobit.errors import RunFailed
 from isobit.fleet.fleet import Fleet
+from isobit.rl.learner import Learner
 from isobit.training.train import TrainResult, resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
@@ -23,15 +25,16 @@ BY_ENGINE = (
     "quant/kv_saturated_fraction",
 )
 """What engines did, not what they sampled: an engine that samples alone shares more pages."""
-HARD = {
-    "algorithm": {"preset": "dapo", "updates_per_batch": 2, "kl_coefficient": 0.1, "kl_in_reward": True},
+HARD: dict[str, Any] = {
+    "algorithm": {"preset": "dapo", "updates_per_batch": 2},
     "replay": {"capacity": 5, "groups_per_step": 1, "max_staleness": 4},
     "evaluation": {"every": 2, "samples": 4},
     "prompts_per_step": 3,
     "sampling": {"group_size": 3, "max_new_tokens": 3},
 }
-"""Dynamic sampling makes the prompts of a batch depend on the rewards of the one before; the learner's process computes
-the KL, and evaluates."""
+"""Dynamic sampling makes the prompts of a batch depend on the rewards of the one before."""
+WITH_KL = {**HARD, "algorithm": {**HARD["algorithm"], "kl_coefficient": 0.1, "kl_in_reward": True}}
+"""The KL in the reward is computed with weights that several updates of a batch change."""
 
 
 def bits(run: Path) -> dict[str, Any]:
@@ -50,10 +53,10 @@ def go(folder: Path, model: Path, *overrides: str, **changes: Any) -> TrainResul
     ("ahead", "changes"),
     [
         (0, {}),
-        (1, HARD),
+        (1, WITH_KL),
         (2, {"precision": "fp8-rollout-kv"}),
     ],
-    ids=["synchronous", "dynamic sampling", "a separate engine with a calibrated cache"],
+    ids=["synchronous", "dynamic sampling and KL", "a separate engine with a calibrated cache"],
 )
 @pytest.mark.slow
 def test_a_fleet_is_one_process(tmp_path: Path, base_model: Path, ray: object, ahead: int, changes: Any) -> None:
@@ -65,12 +68,30 @@ def test_a_fleet_is_one_process(tmp_path: Path, base_model: Path, ray: object, a
 
 
 @pytest.mark.slow
-def test_a_mixture_with_replayed_routes(tmp_path: Path, ray: object) -> None:
+def test_a_mixture_with_replayed_routes_beside_the_learner(
+    tmp_path: Path, ray: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No batch but the first is there before the learner has begun to learn the one before."""
     model = tmp_path / "mixture"
     tiny_model(family="qwen3_moe").save(model)
     settings = {"algorithm": {"router_replay": True}, "steps": 3}
     one = go(tmp_path / "one", model, "rollouts_ahead=1", **settings)
+    learning, calls, generate, learn = threading.Event(), list[bool](), Fleet.generate, Learner.learn
+
+    def late(self: Fleet, *given: Any, **options: Any) -> Any:
+        found = generate(self, *given, **options)
+        calls.append(not calls or learning.wait(60))
+        learning.clear()
+        return found
+
+    def begun(self: Learner, *given: Any) -> Any:
+        learning.set()
+        return learn(self, *given)
+
+    monkeypatch.setattr(Fleet, "generate", late)
+    monkeypatch.setattr(Learner, "learn", begun)
     fleet = go(tmp_path / "fleet", model, "rollouts_ahead=1", "fleet.engines=1", **settings)
+    assert calls == [True] * 4
     assert bits(fleet.run_dir) == bits(one.run_dir)
 
 

@@ -4,8 +4,9 @@
 them. Here that sampling begins before the learner learns, in a thread, and has ended when it has learned: a step ends
 when both have, so a checkpoint, the metrics and the state of a step are those of one process
 (tests/fleet/test_training.py). Reward functions run beside the learner too; what the learner's own process computes of
-rewards, reward models and the KL to the reference, waits until it has learned, and so does whatever depends on it.
-Without `rollouts_ahead` the learner waits for its batch. Left out: who samples what (`isobit.fleet`).
+rewards, by models that are frozen, waits until it has learned, and so does whatever depends on it. A KL in the reward
+that needs the policy's log-probabilities needs the weights before they are learned, so such a batch is waited for; and
+so is every batch without `rollouts_ahead`. Left out: who samples what (`isobit.fleet`).
 """
 
 import time
@@ -72,6 +73,9 @@ class Beside:
             self.settle()
         if self._steps:
             self._begin()
+        objective = self._context.parts.objective
+        if objective.kl_in_reward and objective.recompute_old:  # several updates of a batch change the policy
+            self.settle()
         return queue.pop(0)
 
     def settle(self) -> None:
