@@ -40,7 +40,10 @@ def sample_claimed(
     A rank begins with three quarters of an equal share and claims one more whenever a group is done, so that the last
     ones go to those that are ahead. `on_group(index, completions)` is called as soon as a group is done.
     """
-    hold = len(prompts) if ranks.size == 1 else max(1, 3 * len(prompts) // (4 * ranks.size))
+    if ranks.size == 1:  # who is alone has claimed them all
+        groups = engine.generate(prompts, sampling, ids, on_group=on_group)
+        return dict(enumerate(groups)), _done(engine)
+    hold = max(1, 3 * len(prompts) // (4 * ranks.size))
     places: dict[Ticket, int] = {}
     found: dict[int, list[Completion]] = {}
     done, left = Stats(), True
@@ -63,8 +66,7 @@ def sample_claimed(
                     group.sort(key=lambda completion: completion.sample_index)
                     on_group(places.pop(ticket), group)
             if not engine.num_open:  # the engine counts anew from the next request on
-                clamped, written = engine.clamped
-                done = _sum(done, replace(engine.stats, kv_clamped=clamped, kv_written=written))
+                done = _sum(done, _done(engine))
     finally:
         for ticket in places:
             engine.cancel(ticket)
@@ -94,6 +96,11 @@ def gather_stats(ranks: Ranks, mine: Stats) -> Stats:
     for values in ranks.gather(vars(mine)):
         total = _sum(total, Stats(**values))
     return total
+
+
+def _done(engine: Engine) -> Stats:
+    clamped, written = engine.clamped
+    return replace(engine.stats, kv_clamped=clamped, kv_written=written)
 
 
 def _sum(left: Stats, right: Stats) -> Stats:
