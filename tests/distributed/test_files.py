@@ -3,6 +3,7 @@ another's rows."""
 
 import errno
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -24,7 +25,7 @@ from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.best import Best
 from isobit.model import Model, RewardModel, checkpoint, names
-from isobit.model.checkpoint import open_weights, write_weights
+from isobit.model.checkpoint import open_weights, read_weights, write_weights
 from isobit.model.fp8_blocks import block_checkpoint
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim import Optimizer
@@ -83,7 +84,9 @@ class Run:
             save_model=self.model.save,
         )
         state = {"step": step, "offsets": {}}
-        return save_checkpoint(directory, parts, state, {"kv_scales": torch.arange(6.0).view(2, 3)}, keep_last=2)
+        return save_checkpoint(
+            directory, parts, state, {"scales": torch.arange(6.0).view(2, 3), "tokens": torch.arange(3)}, keep_last=2
+        )
 
     @staticmethod
     def load(path: Path, settings: OptimizerSettings, ranks: Ranks) -> "Run":
@@ -102,6 +105,22 @@ def test_bytes_are_those_of_safetensors_own_writer(tmp_path: Path) -> None:
         write_file(tmp_path / "mine", {name: Part.whole(tensor) for name, tensor in some.items()})
         assert (tmp_path / "mine").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_what_is_mapped_from_a_file_outlives_its_replacement(tmp_path: Path) -> None:
+    write_file(tmp_path / "a", {"x": Part.whole(torch.ones(5000))})
+    mapped = load_file(tmp_path / "a")["x"]
+    write_file(tmp_path / "a", {"x": Part.whole(mapped[:10] + 1)})
+    assert torch.equal(mapped, torch.ones(5000))
+    assert torch.equal(load_file(tmp_path / "a")["x"], torch.full((10,), 2.0))
+
+
+@pytest.mark.parametrize(("name", "shape", "size"), [("F4", [4], 2), ("F6_E2M3", [4], 3), ("I8", [2], 2)])
+def test_numbers_that_are_not_read_are_one_line(tmp_path: Path, name: str, shape: list[int], size: int) -> None:
+    header = json.dumps({"a": {"dtype": name, "shape": shape, "data_offsets": [0, size]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(IsobitError, match=r"a has dtype (F4|F6_E2M3|torch.int8); expected float32"):
+        read_weights(tmp_path)
 
 
 def _umask() -> int:

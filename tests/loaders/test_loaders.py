@@ -184,7 +184,7 @@ _NAMED = {
     "syntax": (_text("chat_template.jinja", "{% " + LONG + " %}"), _render, "(line 1)"),
     "column": (_row(**{"prompt": "a", LONG: 1}), _load_rows, "words '"),
     "columns": (_row(**{"prompt": "a"} | dict.fromkeys(map(str, range(5000)))), _load_rows, "and 4,8"),
-    "key": (_UNCHANGED, _load_settings(**{LONG: 1}), "prompts_per_step, seed"),
+    "key": (_UNCHANGED, _load_settings(**{LONG: 1}), "prompts_per_step, ranks, seed"),
     "inner key": (_UNCHANGED, _load_settings(sampling={LONG: 1}), "stop"),
     "value": (_UNCHANGED, _load_settings(steps=LONG), "words '"),
     "precision": (_UNCHANGED, _load_settings(precision={"preset": "fp8", "wgrad": LONG}), "got 'of many"),

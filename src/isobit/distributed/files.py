@@ -20,12 +20,16 @@ from isobit.distributed.ranks import ALONE, Ranks
 from isobit.errors import RunFailed
 
 _NAMES = {
+    torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
+    torch.complex64: "C64",
     torch.float32: "F32",
+    torch.uint32: "U32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.uint16: "U16",
     torch.int16: "I16",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
@@ -37,6 +41,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 """In the order in which their tensors stand in a file."""
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _PLACES = {dtype: place for place, dtype in enumerate(_NAMES)}
 _TOGETHER = 1 << 20  # bytes of small tensors that are written by one call
 
@@ -94,7 +99,8 @@ def _layout(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
 
 
 def _create(path: Path, header: bytes, end: int) -> None:
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # tensors that are mapped from it stay what they are
+    with path.open("xb") as file:
         file.write(header)
         file.truncate(end)
 
@@ -146,7 +152,8 @@ class FileTensor:
     def __init__(self, slices: Any) -> None:
         self._slices = slices  # safetensors' own
         self.shape: tuple[int, ...] = tuple(slices.get_shape())
-        self.dtype = (slices[0:0] if self.shape else slices[...]).dtype
+        name = slices.get_dtype()
+        self.dtype: torch.dtype | str = _DTYPES.get(name, name)  # a name where PyTorch has no such numbers
 
     def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
         read: Tensor = self._slices[rows]

@@ -97,7 +97,7 @@ class Weights:
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
         """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is not finite. Where
         scales are powers of two, the values of FP8 blocks are exact."""
-        hi = self.shapes[name][0] if hi is None else hi
+        hi = next(iter(self.shapes[name]), 1) if hi is None else hi
         values = self._read(name, lo, hi)
         if self._tensors[name][1].dtype != E4M3.dtype:
             return values
@@ -109,7 +109,7 @@ class Weights:
     def _read(self, name: str, lo: int, hi: int) -> Tensor:
         path, tensor = self._tensors[name]
         with _reading(path):
-            values = tensor[lo:hi].float()
+            values = (tensor[lo:hi] if tensor.shape else tensor[...]).float()
         if not bool(torch.isfinite(values).all()):
             raise IsobitError(f"{path}: tensor {brief(name)} holds NaN or infinity")
         return values
@@ -124,7 +124,7 @@ def open_weights(directory: Path, check: Callable[[Shapes], None] | None = None)
     with ExitStack() as stack:
         for name, wanted in _weight_files(directory).items():
             path = directory / name
-            for key, tensor in file_tensors(stack.enter_context(_opened(path))).items():
+            for key, tensor in _opened(path, stack).items():
                 if key in tensors:
                     raise IsobitError(
                         f"{directory}: tensor {brief(key)} is in both {tensors[key][0].name} and {name}; it must be in "
@@ -149,8 +149,8 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
         return {name: weights.rows(name) for name in weights.shapes}
 
 
-def _opened(path: Path) -> Any:
-    """A safetensors file. Raises IsobitError for one that is missing, cannot be read, or is damaged."""
+def _opened(path: Path, stack: ExitStack) -> dict[str, FileTensor]:
+    """The tensors of a safetensors file. Raises IsobitError for one that is missing, cannot be read, or is damaged."""
     if not exists(path):
         raise IsobitError(f"{path.parent}: weight file {path.name} is missing")
     try:
@@ -158,7 +158,7 @@ def _opened(path: Path) -> Any:
     except OSError as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
     with _reading(path):
-        return safe_open(path, framework="pt")
+        return file_tensors(stack.enter_context(safe_open(path, framework="pt")))
 
 
 @contextmanager
