@@ -76,7 +76,10 @@ def test_without_ray(tmp_path: Path, base_model: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("127.0.0.1:1", "no Ray cluster at '127.0.0.1:1': .*failed.*; start one with `ray start --head`, or leave"),
+        (
+            "127.0.0.1:1",
+            "no Ray cluster at '127.0.0.1:1': .*failed.*; start one with `ray start --head`, set RAY_AUTH_MODE",
+        ),
         ("ray://127.0.0.1:1", "no Ray cluster at 'ray://127.0.0.1:1'"),
         ("127.0.0.1:99999999", "no Ray cluster at"),
         ("somewhere", "expected auto, HOST:PORT or ray://HOST:PORT, got 'somewhere'"),

@@ -96,8 +96,8 @@ def _connect(ray: Any, settings: FleetSettings, device: torch.device) -> None:
 
 def _absent(cluster: str, why: str) -> IsobitError:
     return IsobitError(
-        f"fleet.cluster: no Ray cluster at {cluster!r}: {why}; start one with `ray start --head`, or leave "
-        "fleet.cluster out to start Ray on this machine"
+        f"fleet.cluster: no Ray cluster at {cluster!r}: {why}; start one with `ray start --head`, set "
+        "RAY_AUTH_MODE=token where it asks for Ray's token, or leave fleet.cluster out to start Ray here"
     )
 
 
