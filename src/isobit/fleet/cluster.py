@@ -103,10 +103,13 @@ def _absent(cluster: str, why: str) -> IsobitError:
 
 def _require_listener(cluster: str) -> None:
     """Raise IsobitError if nothing answers at an address: Ray itself would try for minutes."""
-    found = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)", cluster)
+    found = re.fullmatch(r"\[?([^\[\]/]+?)\]?:(\d+)", cluster)
     if found is None:
         if cluster != "auto":
-            raise IsobitError(f"fleet.cluster: expected auto, HOST:PORT or ray://HOST:PORT, got {cluster!r}")
+            raise IsobitError(
+                f"fleet.cluster: expected auto or HOST:PORT, got {cluster!r}; Ray's client (ray://) has no groups of "
+                "concurrent calls, which engines need: run on a machine of the cluster"
+            )
         return
 
     async def reach() -> None:

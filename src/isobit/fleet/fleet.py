@@ -30,21 +30,18 @@ _WAIT_S = 0.2  # for a reply, before looking for engines that came or went
 
 @dataclass(eq=False)
 class Batch:
-    """Groups on their way, by index: what is asked and what is `done`. An engine holds at most `room` at a time.
-    `cache`: what engines last said of their caches."""
+    """Groups on their way, by index: what is asked and what is `done`. An engine holds at most `room` at a time."""
 
     number: int
     requests: list[dict[str, Any]]
     room: int
     done: dict[int, list[Completion]] = field(default_factory=dict)
-    cache: dict[int, dict[str, float]] = field(default_factory=dict)
-
     stats: Stats = field(default_factory=Stats)
 
 
 class Fleet:
-    """Engines like `like`, which is the learner's own. `generate` has its arguments; `stats` and `cache_metrics` are of
-    the last call. `send` before it, whenever the weights have changed. Only `add` and `remove` may be called while
+    """Engines like `like`, which is the learner's own. `generate` has its arguments; `stats` are of the last
+    call. `send` before it, whenever the weights have changed. Only `add` and `remove` may be called while
     another thread generates."""
 
     def __init__(
@@ -139,13 +136,8 @@ class Fleet:
 
     @property
     def stats(self) -> Stats:
-        """Preemptions, prompt tokens and cached tokens of the last call, of all engines."""
+        """Of the last call, added up over engines: preemptions, tokens of prompts, cached ones, clamped values."""
         return self._last.stats
-
-    def cache_metrics(self) -> dict[str, float]:
-        """As `Engine.cache_metrics`: of the last call, the mean over engines."""
-        found = list(self._last.cache.values())
-        return {name: sum(one[name] for one in found) / len(found) for name in (found[0] if found else {})}
 
     def stop(self) -> None:
         """Let a call of `generate` in another thread end with an error."""
@@ -231,10 +223,8 @@ class Fleet:
         return []
 
     def _finished(self, one: EngineActor, reply: dict[str, Any], batch: Batch) -> list[int]:
-        batch.stats.preemptions += reply["counts"]["preemptions"]
-        batch.stats.cached_tokens += reply["counts"]["cached_tokens"]
-        if reply["cache"]:
-            batch.cache[one.number] = reply["cache"]
+        for name, count in reply["counts"].items():
+            setattr(batch.stats, name, getattr(batch.stats, name) + count)
         found = {int(index): group for index, group in reply["done"].items()}
         one.open = [index for index in one.open if index not in found]
         new = [index for index in found if index not in batch.done]

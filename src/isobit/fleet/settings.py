@@ -14,7 +14,7 @@ class FleetSettings:
 
     engines: Annotated[int, at_least(0), at_most(4096), "engines; 0: none, the learner's process samples"] = 0
     cluster: Annotated[
-        str | None, "auto, or the address of a Ray cluster, such as ray://head:10001; default: start Ray here"
+        str | None, "auto, or the address of a Ray cluster, such as head:6379; default: start Ray here"
     ] = None
     cpus_per_engine: Annotated[float, above(0), "CPU cores that Ray keeps for an engine, and its threads"] = 1.0
     gpus_per_engine: Annotated[

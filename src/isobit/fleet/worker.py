@@ -77,9 +77,7 @@ class Worker:
         except IsobitError as error:
             return wire.to_bytes({"error" if isinstance(error, RunFailed) else "refused": str(error)})
         counts = {name: count - before[name] for name, count in self._counts().items()}
-        return wire.to_bytes(
-            {"batch": self._batch, "done": done, "counts": counts, "cache": self._engine.cache_metrics()}
-        )
+        return wire.to_bytes({"batch": self._batch, "done": done, "counts": counts})
 
     def _begin(self, batch: int, version: int) -> None:
         """Groups of an older batch are of no use any more; the weights become those of `version`."""
@@ -95,8 +93,10 @@ class Worker:
         assert transformer.weights_version == version
 
     def _counts(self) -> dict[str, int]:
-        stats = self._engine.stats
-        return {"preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens}
+        """Of what `Fleet.stats` adds up."""
+        stats, (clamped, written) = self._engine.stats, self._engine.clamped
+        counted = {"preemptions": stats.preemptions, "cached_tokens": stats.cached_tokens}
+        return counted | {"kv_clamped": clamped, "kv_written": written}
 
     def _drop(self, indices: set[int]) -> None:
         for ticket, index in list(self._tickets.items()):

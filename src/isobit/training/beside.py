@@ -92,8 +92,10 @@ class Beside:
         if isinstance(self._found, BaseException):
             raise self._found
         for name, value in self._meter.metrics.items():
-            meter.count(name, value)
-        meter.metrics |= self._fleet.cache_metrics()  # of the last batch, as in one process
+            if name.startswith("quant/"):  # a fraction: of the last batch, as in one process
+                meter.metrics[name] = value
+            else:
+                meter.count(name, value)
         self._context.state.queue.append(self._found)
 
     def _begin(self) -> None:
