@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from isobit.cli import app
 from isobit.errors import IsobitError
 from isobit.run.completions import COMPLETIONS, Member, lines, pack
-from isobit.run.directory import RunDirectory
+from isobit.run.directory import LOCK, RunDirectory
 from isobit.view import watch as module
 from isobit.view.watch import Watched, watch
 
@@ -128,3 +128,29 @@ def test_what_cannot_be_watched_is_said(run: Path, tmp_path_factory: pytest.Temp
     (run / "config.yaml").write_text("steps: many\n")
     with pytest.raises(IsobitError, match="is not the config that a run writes"):
         watch(run)
+
+
+def test_ranks_have_a_line_each(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """While the run is at work; the one that the others may wait for is marked."""
+    (run / "logs").mkdir()
+    for rank, (phase, since) in enumerate((("rollout", 1e9), ("score", 1e9 - 40), ("score", 1e9))):
+        beat = {
+            "rank": rank,
+            "host": "node\x1b[1m",
+            "pid": 1,
+            "step": 7,
+            "phase": phase,
+            "since": since,
+            "memory_mib": 2048,
+        }
+        (run / "logs" / f"rank-{rank:05d}.json").write_text(json.dumps(beat))
+    (run / "logs" / "rank-00003.json").write_text("{")  # being written
+    with (run / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        watch(run, once=True)
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
+    assert [line.split()[1] for line in lines] == ["0", "1", "2"]
+    assert ["longest" in line for line in lines] == [False, True, False]
+    assert "\x1b" not in "".join(lines)
+    watch(run, once=True)
+    assert not any(line.startswith("rank ") for line in capsys.readouterr().out.splitlines())

@@ -5,9 +5,9 @@ Fed with rows of metrics.jsonl and with completions, by the run itself or from i
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isobit.run.standstill import Standstill
 
@@ -25,13 +25,15 @@ class Shown(NamedTuple):
 
 @dataclass
 class History:
-    """`total` steps are planned; `details` says in a few words what kind of run it is; `phase` is what it does now."""
+    """`total` steps are planned; `details` says in a few words what kind of run it is; `phase` is what it does now.
+    `ranks`: what each of several processes does (`isobit.run.heartbeat`)."""
 
     name: str
     total: int
     details: str = ""
     step: int = 0
     phase: str = ""
+    ranks: Sequence[Mapping[str, Any]] = ()
     best: Shown | None = None
     worst: Shown | None = None
     standstill: Standstill = field(default_factory=Standstill)

@@ -4,6 +4,7 @@ A pure function of a `History`, a width and a height: the same in the run's own 
 that a model wrote is shown without control characters.
 """
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -59,11 +60,31 @@ def screen(history: History, width: int, height: int) -> RenderableType:
     foot = [line for line in (_phases(history, width), _memory(history, width)) if line is not None]
     samples = [_sample(label, shown, width) for label, shown in _samples(history)]
     room = height - (len(parts) - 1 + rows.row_count)
-    for block in (foot, samples):
+    for block in (_ranks(history, width), foot, samples):
         if block and len(block) < room:
             parts += [Text(""), *block]
             room -= len(block) + 1
     return Group(*parts)
+
+
+def _ranks(history: History, width: int) -> list[Text]:
+    """A line for each of several ranks; the one that has been longest in its phase is marked: the others may wait for
+    it."""
+    if not history.ranks:
+        return []
+    now, oldest = time.time(), min(beat["since"] for beat in history.ranks)
+    lines = []
+    for beat in history.ranks:
+        style = _PHASE_STYLES.get(beat["phase"], "")
+        line = Text(f"rank {beat['rank']:<5} {plain(str(beat['host']))[:20]:<20} step {beat['step']:<7} ", no_wrap=True)
+        line.append(f"{plain(str(beat['phase'])):<10}", style=style)
+        seconds = max(now - beat["since"], 0)
+        line.append(f" {seconds:6.0f} s {beat['memory_mib'] / 1024:7.1f} GiB")
+        if beat["since"] == oldest and len({each["since"] for each in history.ranks}) > 1:
+            line.append("  longest", style=_SOFT)
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
+    return lines
 
 
 def summary(history: History) -> str:

@@ -19,6 +19,7 @@ from rich.live import Live
 from isobit.errors import IsobitError
 from isobit.run.completions import COMPLETIONS, Member, lines, members, parse
 from isobit.run.directory import CONFIG, LOCK, METRICS, require_run
+from isobit.run.heartbeat import beats
 from isobit.view.history import History, Shown
 from isobit.view.screen import screen, summary
 
@@ -81,6 +82,7 @@ class Watched:
             self.history.total = self._empty().total
         for row in rows:
             self.history.add(row)
+        self.history.ranks = beats(self.directory) if self.worked_on else ()
         if rows:
             self.history.show(self._last_completions())
         return len(rows)
