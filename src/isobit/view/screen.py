@@ -76,7 +76,7 @@ def _ranks(history: History, width: int) -> list[Text]:
     lines = []
     for beat in history.ranks:
         style = _PHASE_STYLES.get(beat["phase"], "")
-        line = Text(f"rank {beat['rank']:<5} {plain(str(beat['host']))[:20]:<20} step {beat['step']:<7} ", no_wrap=True)
+        line = Text(f"rank {beat['rank']:<5} {plain(str(beat['host']))[:12]:<12} step {beat['step']:<7} ", no_wrap=True)
         line.append(f"{plain(str(beat['phase'])):<10}", style=style)
         seconds = max(now - beat["since"], 0)
         line.append(f" {seconds:6.0f} s {beat['memory_mib'] / 1024:7.1f} GiB")
