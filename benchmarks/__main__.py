@@ -19,6 +19,7 @@ NAMES = (
     "memory_plan",
     "published",
     "exposed",
+    "ranks",
 )
 
 

@@ -8,6 +8,7 @@ import yaml
 
 from benchmarks import rewards
 from isobit.config import load_config
+from isobit.distributed import ALONE, Ranks
 from isobit.training.loop import training_step
 from isobit.training.objects import NO_OBJECTS
 from isobit.training.opening import open_session
@@ -32,6 +33,7 @@ def open_run(
     consistency: str = "bitwise",
     trackers: Sequence[str] = (),
     quiet: bool = True,
+    ranks: Ranks = ALONE,
 ) -> Session:
     """An open run of such steps in `folder`, which `stack` closes."""
     name = run_name(model, precision, consistency)
@@ -49,7 +51,7 @@ def open_run(
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(values))
-    return stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=quiet))
+    return stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=quiet, ranks=ranks))
 
 
 def run_name(model: Path, precision: str, consistency: str = "bitwise") -> str:
