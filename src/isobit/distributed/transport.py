@@ -110,7 +110,9 @@ class TorchRanks(Ranks):
             return
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. Its threads end with the last reference to it; one that still frees a tensor when Python
+        has ended aborts the process."""
+        del self._tensors
         dist.destroy_process_group()
 
     @contextmanager
