@@ -68,7 +68,9 @@ def test_the_ray_cluster(tmp_path: Path) -> None:
     (container,) = workers["template"]["spec"]["containers"]
     engines = workers["replicas"] * container["resources"]["limits"]["nvidia.com/gpu"]
     (command,) = re.findall(r"^isobit train run.yaml (.*fleet\.cluster.*)$", PAGE, re.MULTILINE)
-    assert f"ray://{cluster['metadata']['name']}-head-svc:10001" in command
+    (head,) = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert head["resources"]["limits"]["nvidia.com/gpu"] == 1  # the learner's, which Ray has not
+    assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
     assert load_config(write_config(tmp_path, tmp_path), shlex.split(command)).fleet.engines == engines
 
 
