@@ -12,8 +12,10 @@ from torch import Tensor
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.exchange import GradientSum
 from isobit.distributed.shards import Shards
+from isobit.errors import IsobitError, NonFiniteError
 from isobit.model import Model
 from isobit.rl import Objective, OptimizerSettings, Sample, for_precision
+from isobit.rl.gradient import Differentiation
 from isobit.rl.learner import Learner
 from isobit.rl.objective import OBJECTIVES
 from isobit.rl.optim import Optimizer
@@ -177,3 +179,48 @@ def test_variants_learn_the_same_on_two_and_three_ranks(variant: str) -> None:
         for found, measured in run(size, lambda ranks: learn(samples, ranks=ranks, **given)):
             assert same(found, state), size
             assert repr(measured) == repr(metrics), size
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first micro-batch, or the second: the metrics are those of one process too."""
+    samples = roll_out(model_of("fp8", "qwen3"))
+    one = Differentiation._backward
+
+    def broken(self: Differentiation, batch: Any, index: int, *given: Any) -> Any:
+        if index == rank:
+            raise NonFiniteError("planted")
+        return one(self, batch, index, *given)
+
+    monkeypatch.setattr(Differentiation, "_backward", broken)
+    before = {name: p.detach().clone() for name, p in model_of("fp8", "qwen3").named_parameters().items()}
+    state, metrics = learn(samples, "fp8", "qwen3", steps=1)
+    assert metrics[0]["steps/skipped"] == 2
+    assert same(state, before)
+    for size in (2, 3):
+        for found, measured in run(size, lambda ranks: learn(samples, "fp8", "qwen3", ranks, steps=1)):
+            assert same(found, before)
+            assert repr(measured) == repr(metrics)
+
+
+def test_an_error_of_the_loss_on_one_rank_is_raised_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = roll_out(model_of("fp8", "qwen3"))
+    one = Differentiation._backward
+
+    def broken(self: Differentiation, batch: Any, index: int, *given: Any) -> Any:
+        if index == 1:
+            raise IsobitError("the loss is a word")
+        return one(self, batch, index, *given)
+
+    monkeypatch.setattr(Differentiation, "_backward", broken)
+    raised = []
+
+    def failing(ranks: Ranks) -> None:
+        with pytest.raises(IsobitError, match="the loss is a word") as error:
+            learn(samples, "fp8", "qwen3", ranks)
+        raised.append(error.value.shared)
+
+    run(3, failing)
+    assert raised == [True] * 3

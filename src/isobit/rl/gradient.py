@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isobit.distributed import Ranks
 from isobit.distributed.exchange import GradientSum
-from isobit.errors import Corruption, IsobitError, NonFiniteError
+from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost
 from isobit.model.checksums import checksums, first_difference
 from isobit.rl.batch import TrainingBatch
 from isobit.rl.functions import weighted_sum
@@ -118,9 +118,9 @@ class Differentiation:
                         mine[index] = self._backward(one, index, policy, load)
                 if before is not None:
                     _compare(before, after)
-            except IsobitError as error:
-                if not isinstance(error, (NonFiniteError, Corruption)):
-                    raise  # of the exchange: the others know
+            except RankLost:
+                raise
+            except IsobitError as error:  # it waits for the others, who wait for this rank's rows
                 failed = error
                 mine.pop(index, None)
         return self._gathered(mine, failed, policy)
@@ -133,11 +133,9 @@ class Differentiation:
             policy.model.ops.raise_faults()  # of the backwards
         except NonFiniteError as error:
             failed = failed or error
-        if isinstance(failed, Corruption) and self._ranks.size == 1:
-            raise failed
         # a rank stops at its first failure; what is before the first of all was computed at any number of ranks
         broken = isinstance(failed, NonFiniteError)
-        self._ranks.agree(failed if isinstance(failed, Corruption) else None)
+        self._ranks.agree(None if broken else failed)
         found = gather_micro_batches(self._ranks, mine)
         done = self._ranks.gather([len(mine), broken])
         if any(bad for _, bad in done):
