@@ -1,5 +1,6 @@
-"""What ranks send is what a model of it says."""
+"""What ranks send is what a model of it says, and the page has the ratios that were kept."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from benchmarks import ranks
 from benchmarks.models import save_model
 from tests.distributed.threads import ThreadRanks, run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -24,3 +27,15 @@ def test_what_ranks_send_in_a_step_is_what_the_model_says(
             assert (min(found.gradients, found.weights) > 0) == (size > 1)
     monkeypatch.setattr("isobit.distributed.exchange.buckets", lambda names: [list(names)])  # the control
     assert any(found != modelled for found, modelled in run(4, both))
+
+
+def test_the_kept_ratios_are_on_the_page() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text())
+    table = ranks.table(kept["ratios"])
+    page = (ROOT / "docs" / "measured.md").read_text()
+    assert table in page
+    other = [{**each, "value": each["value"] + 0.001} for each in kept["ratios"]]  # the control
+    assert ranks.table(other) not in page
+    bytes_sent = [claim for claim in kept["claims"] if claim["what"].startswith("bytes")]
+    assert len(bytes_sent) == 2 * len(ranks.SIZES)
+    assert all(claim["value"] == 0 for claim in bytes_sent)
