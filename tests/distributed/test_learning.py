@@ -19,7 +19,7 @@ from isobit.rl.gradient import Differentiation
 from isobit.rl.learner import Learner
 from isobit.rl.objective import OBJECTIVES
 from isobit.rl.optim import Optimizer
-from tests.distributed.threads import ThreadRanks, run
+from tests.distributed.threads import Meeting, ThreadRanks, run
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, roll_out
 
@@ -126,16 +126,10 @@ def test_control_rows_in_the_order_of_ranks_are_other_weights() -> None:
     """With one range for each rank their order happens to be right; here it is not."""
     shapes = {name: tuple(p.shape) for name, p in model_of("fp8", "qwen3").named_parameters().items()}
     for size in (2, 3, 4):
-        rows = Shards.of(shapes, ThreadRanks(_meeting(size), 0)).rows
+        rows = Shards.of(shapes, ThreadRanks(Meeting(size), 0)).rows
         assert any(
             [r for r in ranges if r != (0, 0)] != sorted(r for r in ranges if r != (0, 0)) for ranges in rows.values()
         )
-
-
-def _meeting(size: int) -> Any:
-    from tests.distributed.threads import Meeting
-
-    return Meeting(size)
 
 
 @pytest.mark.parametrize("group", [2, 4])
