@@ -94,8 +94,8 @@ class _AllReduced(GradientSum):
         super().begin()
         self._mine: dict[str, Tensor] = {}
 
-    def _take(self, bucket: Any, wait: Any) -> None:
-        wait()
+    def _take(self, bucket: Any, received: Any) -> None:
+        pass
 
     def _message(self, bucket: Any, now: Any) -> Tensor:
         for name in bucket.names:

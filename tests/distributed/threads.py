@@ -1,7 +1,7 @@
 """Ranks that are threads of one process: what several ranks compute, without several processes."""
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -33,23 +33,29 @@ class Meeting:
 
 
 class ThreadRanks(Ranks):
-    """One of them. `bytes_sent` counts as `isobit.distributed.transport` does; `met` is what it was asked, in order."""
+    """One of them. `bytes_sent` counts as `isobit.distributed.transport` does; `sent_to`: those of exchanges
+    by rank; `met` is what it was asked, in order."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
-        self.bytes_sent = 0
+        self.bytes_sent, self.sent_to = 0, Counter[int]()
         self.met: list[str] = []
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         self.met.append("gather")
         return self._all("gather", data)
 
-    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Callable[[], Tensor]:
+    def exchange(
+        self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
+    ) -> Callable[[], Tensor]:
         assert sent.numel() == sum(sent_sizes)
         self.met.append(f"exchange {sum(sent_sizes)}")
-        self.bytes_sent += (sum(sent_sizes) - sent_sizes[self.rank]) * sent.element_size()
-        pieces = [piece.clone() for piece in sent.split(list(sent_sizes))]
-        received = [given[self.rank] for given in self._all("exchange", pieces)]
+        pieces = {rank: piece.clone() for rank, piece in zip(among, sent.split(list(sent_sizes)), strict=True)}
+        for rank, piece in pieces.items():
+            self.sent_to[rank] += piece.numel() * piece.element_size()
+        self.bytes_sent += sum(p.numel() * p.element_size() for rank, p in pieces.items() if rank != self.rank)
+        given = self._all("exchange", pieces)
+        received = [given[rank][self.rank] for rank in among]
         assert [piece.numel() for piece in received] == list(received_sizes)
         return lambda: torch.cat(received)
 

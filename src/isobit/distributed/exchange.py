@@ -4,15 +4,17 @@ The gradient of an optimizer batch is g0 + g1 + g2 + ... in the order of its mic
 addition. In a round, rank r computes micro-batch `round * size + r`; every rank then sends each owner its rows, and
 the owner adds what came in ascending order. So the sum has the bits of one process that computes them in turn, at any
 number of ranks (tests/distributed/test_exchange.py; with a library's all_reduce it has not). With `sum_group` g > 1,
-g micro-batches are added first and then the groups: another order, the same at any number of ranks, for which groups
-that lie in one machine need to send less between machines.
+g micro-batches are added first and then the groups: another order, the same at any number of ranks. Where g divides
+the number of ranks, g neighbours (in one machine, as launchers number ranks) first add up theirs, each for the owners
+of its place in a machine, and only sums travel on: 1 / g of the bytes between machines
+(tests/distributed/test_stages.py).
 
 Gradients leave during the backward, a layer at a time, so that no rank holds a whole gradient. A gradient
 that is absent (an expert that no token chose) is sent as such, since a sum without it is no sum with zeros: AdamW
 leaves a parameter without a gradient alone. Left out: what is done with the sum (`rl/optim.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 
 from isobit.distributed.shards import Shards
+
+_DONE = object()
 
 
 @dataclass(eq=False)
@@ -72,7 +76,7 @@ class _Round:
     active: int  # ranks that have one
     gradients: dict[str, Tensor] = field(default_factory=dict)
     sent: int = 0  # buckets
-    waiting: list[tuple[Bucket, Callable[[], Tensor]]] = field(default_factory=list)
+    waiting: list[Iterator[object]] = field(default_factory=list)
 
 
 class GradientSum:
@@ -95,7 +99,16 @@ class GradientSum:
         self._place = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         self._sums: dict[str, OrderedSum] = {}
         self._round: _Round | None = None
-        self.hooked = shards.ranks.size > 1 or sum_group > 1
+        ranks = shards.ranks
+        self.hooked = ranks.size > 1 or sum_group > 1
+        step = sum_group if sum_group < ranks.size and ranks.size % sum_group == 0 else 1
+        self._step = step  # ranks that add up theirs before they send: neighbours, or each alone
+        self._near = range(ranks.rank // step * step, ranks.rank // step * step + step)
+        self._far = range(ranks.rank % step, ranks.size, step)  # those of this rank's place among neighbours
+        self._owners = sorted(range(ranks.size), key=lambda rank: (rank % step, rank))  # in the order of messages
+        if step > 1:
+            near = [range(first, first + step) for first in range(0, ranks.size, step)]
+            ranks.prepare([*near, *(range(place, ranks.size, step) for place in range(step))])
 
     def begin(self) -> None:
         """Forget what was summed."""
@@ -119,7 +132,7 @@ class GradientSum:
                 hook.remove()
             self._send(len(self._buckets))
             while self._round.waiting:
-                self._take(*self._round.waiting.pop(0))
+                self._go_on(self._round)
             self._round = None
 
     def finish(self) -> None:
@@ -147,11 +160,51 @@ class GradientSum:
         assert now is not None
         for bucket in self._buckets[now.sent : until]:
             message = self._message(bucket, now)
-            sizes = [size if rank < now.active else 0 for rank, size in enumerate([self._own(bucket)] * self._size)]
-            while now.waiting:  # it has travelled during the backward of a layer
-                self._take(*now.waiting.pop(0))
-            now.waiting.append((bucket, self._shards.ranks.exchange(message, self._sizes_sent(bucket, now), sizes)))
+            self._go_on(now)  # what is under way has travelled during the backward of a layer
+            now.waiting.append(self._travel(bucket, message, now))
+            next(now.waiting[-1])
         now.sent = max(now.sent, until)
+
+    def _go_on(self, now: _Round) -> None:
+        """Wait for all messages that are under way; what they are for is done, or sent on."""
+        now.waiting = [travel for travel in now.waiting if next(travel, _DONE) is not _DONE]
+
+    def _travel(self, bucket: Bucket, message: Tensor, now: _Round) -> Iterator[object]:
+        """A bucket's way to its owners: it pauses while messages are under way."""
+        ranks = self._shards.ranks
+        if self._step > 1:
+            sizes = [sum(bucket.sizes[owner] for owner in self._owners_at(place)) for place in range(self._step)]
+            sent = sizes if ranks.rank < now.active else [0] * len(sizes)
+            received = [sizes[self._far.start] if rank < now.active else 0 for rank in self._near]
+            wait = ranks.exchange(message, sent, received, self._near)
+            yield None
+            message = self._summed(bucket, wait())
+        sent = [bucket.sizes[rank] if self._near.start < now.active else 0 for rank in self._far]
+        received = [self._own(bucket) if rank - rank % self._step < now.active else 0 for rank in self._far]
+        wait = ranks.exchange(message, sent, received, self._far)
+        yield None
+        self._take(bucket, wait())
+
+    def _owners_at(self, place: int) -> range:
+        return range(place, self._size, self._step)
+
+    def _summed(self, bucket: Bucket, received: Tensor) -> Tensor:
+        """Messages to the owners of this rank's place, each the sum of the neighbours', in the order of ranks."""
+        sizes, count = [bucket.sizes[owner] for owner in self._far], len(bucket.names)
+        total = received.new_zeros(sum(sizes) if received.numel() else 0)
+        if not received.numel():
+            return total
+        for given in received.split(sum(sizes)):
+            for owner, into, piece in zip(self._far, total.split(sizes), given.split(sizes)):
+                if not piece.numel():
+                    continue
+                had, has = into[:count].tolist(), piece[:count].tolist()
+                pieces = (self._pieces(bucket, each, owner) for each in (into, piece))
+                for before, there, rows, more in zip(had, has, *pieces):
+                    if there:
+                        rows.add_(more) if before else rows.copy_(more)
+                torch.maximum(into[:count], piece[:count], out=into[:count])
+        return total
 
     @property
     def _size(self) -> int:
@@ -160,17 +213,13 @@ class GradientSum:
     def _own(self, bucket: Bucket) -> int:
         return bucket.sizes[self._shards.ranks.rank]
 
-    def _sizes_sent(self, bucket: Bucket, now: _Round) -> Sequence[int]:
-        return bucket.sizes if self._shards.ranks.rank < now.active else [0] * self._size
-
     def _message(self, bucket: Bucket, now: _Round) -> Tensor:
         """The bucket's gradients on their way to their owners, taken out of the round."""
         anywhere = next(iter(self._leaves.values()))
         given = {name: now.gradients.pop(name, None) for name in bucket.names}
-        message = torch.zeros(sum(self._sizes_sent(bucket, now)), device=anywhere.device)
-        if not message.numel():
-            return message
-        for rank, piece in enumerate(message.split(list(bucket.sizes))):
+        sizes = [bucket.sizes[owner] if self._shards.ranks.rank < now.active else 0 for owner in self._owners]
+        message = torch.zeros(sum(sizes), device=anywhere.device)
+        for rank, piece in zip(self._owners, message.split(sizes)):
             if not piece.numel():
                 continue
             piece[: len(given)] = torch.tensor([float(g is not None) for g in given.values()])
@@ -184,18 +233,19 @@ class GradientSum:
         """The rows of each master in a message to a rank."""
         return message[len(bucket.names) :].split([self._shards.count(name, rank) for name in bucket.names])
 
-    def _take(self, bucket: Bucket, wait: Callable[[], Tensor]) -> None:
+    def _take(self, bucket: Bucket, received: Tensor) -> None:
         """Add what came, in the order of the micro-batches."""
         now = self._round
         assert now is not None
-        received, size, rank = wait(), self._own(bucket), self._shards.ranks.rank
+        size, rank = self._own(bucket), self._shards.ranks.rank
         if not size:
             return
         for number, message in enumerate(received.split(size)):
             present = message[: len(bucket.names)].tolist()
             for name, there, rows in zip(bucket.names, present, self._pieces(bucket, message, rank)):
                 if there and rows.numel():
-                    self._sums[name].add(now.first + number, rows.view(self._shards.own_shape(name)))
+                    index = now.first + number * self._step
+                    self._sums[name].add(index, rows.view(self._shards.own_shape(name)))
 
 
 def buckets(names: Sequence[str]) -> list[list[str]]:

@@ -44,9 +44,12 @@ class Ranks(ABC):
         """What every rank gave, by rank."""
 
     @abstractmethod
-    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Callable[[], Tensor]:
-        """Send `sent` [sum of sent_sizes], a piece to each rank. The result waits for the pieces that the ranks sent
-        here [sum of received_sizes], by rank."""
+    def exchange(
+        self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
+    ) -> Callable[[], Tensor]:
+        """Send `sent` [sum of sent_sizes], a piece to each of the ranks `among`: all, or those of a set that was
+        prepared, while the others exchange in their sets. The result waits for the pieces that they sent here [sum of
+        received_sizes], by rank."""
 
     @abstractmethod
     def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
@@ -56,6 +59,9 @@ class Ranks(ABC):
     def claim(self, name: str) -> int:
         """0 for the first rank that asks under this name, then 1, 2, ...; the ranks take a name for one purpose only,
         such as `fresh_name` with a number."""
+
+    def prepare(self, sets: Sequence[range]) -> None:  # noqa: B027 (a transport may need nothing)
+        """Make ready to exchange in these sets of ranks; every rank names the same, in the same order."""
 
     def fresh_name(self) -> str:
         """A name that no rank has used, the same on all."""
@@ -121,7 +127,9 @@ class Alone(Ranks):
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Callable[[], Tensor]:
+    def exchange(
+        self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
+    ) -> Callable[[], Tensor]:
         assert list(sent_sizes) == list(received_sizes) == [sent.numel()]
         return lambda: sent
 

@@ -34,12 +34,13 @@ class TorchRanks(Ranks):
         self.rank, self.size, self.device = rank, size, device
         self._timeout_s, self._met = timeout_s, 0
         self.bytes_sent = 0
-        limit = timedelta(seconds=timeout_s)
+        self._limit = limit = timedelta(seconds=timeout_s)
         store.set_timeout(limit)
         self._store = dist.PrefixStore("isobit", store)
         with self._failures("start"):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
             self._tensors = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
+        self._sets = {range(size): self._tensors}
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -53,12 +54,21 @@ class TorchRanks(Ranks):
             dist.all_gather(found, padded)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes)]
 
-    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Callable[[], Tensor]:
+    def prepare(self, sets: Sequence[range]) -> None:
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        with self._failures("start"):
+            for each in sets:
+                if each not in self._sets:
+                    self._sets[each] = dist.new_group(list(each), timeout=self._limit, backend=backend)
+
+    def exchange(
+        self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
+    ) -> Callable[[], Tensor]:
         received = sent.new_empty(sum(received_sizes))
-        self.bytes_sent += (sum(sent_sizes) - sent_sizes[self.rank]) * sent.element_size()
+        self.bytes_sent += (sum(sent_sizes) - sent_sizes[among.index(self.rank)]) * sent.element_size()
         with self._failures("exchange gradients"):
             work = dist.all_to_all_single(
-                received, sent, list(received_sizes), list(sent_sizes), group=self._tensors, async_op=True
+                received, sent, list(received_sizes), list(sent_sizes), group=self._sets[among], async_op=True
             )
 
         def wait() -> Tensor:
@@ -112,7 +122,7 @@ class TorchRanks(Ranks):
     def close(self) -> None:
         """Leave the group. Its threads end with the last reference to it; one that still frees a tensor when Python
         has ended aborts the process."""
-        del self._tensors
+        del self._tensors, self._sets
         dist.destroy_process_group()
 
     @contextmanager
