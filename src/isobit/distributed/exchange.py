@@ -7,7 +7,7 @@ number of ranks (tests/distributed/test_exchange.py; with a library's all_reduce
 g micro-batches are added first and then the groups: another order, the same at any number of ranks. Where g divides
 the number of ranks, g neighbours (in one machine, as launchers number ranks) first add up theirs, each for the owners
 of its place in a machine, and only sums travel on: 1 / g of the bytes between machines
-(tests/distributed/test_stages.py).
+(tests/distributed/test_exchange.py).
 
 Gradients leave during the backward, a layer at a time, so that no rank holds a whole gradient. A gradient
 that is absent (an expert that no token chose) is sent as such, since a sum without it is no sum with zeros: AdamW

@@ -2,7 +2,7 @@
 
 Micro-batches are a function of the samples alone. Where there are several ranks, each computes every `size`-th one.
 Gradients are added in the order of the micro-batches (`isobit.distributed.exchange`), and so is what is counted over
-them, so neither depends on the number of ranks (tests/distributed/test_same_bits.py). Left out: which samples are in
+them, so neither depends on the number of ranks (tests/distributed/test_runs.py). Left out: which samples are in
 the batch, and the update.
 """
 

@@ -1,5 +1,7 @@
-"""Neighbours add up their gradients before they send them on: the same bits, and fewer bytes between machines."""
+"""The sum of gradients, of simulated ranks up to 64: the bits of one process, and with groups fewer bytes between
+machines."""
 
+import functools
 from collections.abc import Mapping
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.distributed import Shards
-from isobit.distributed.exchange import GradientSum, OrderedSum
+from isobit.distributed.exchange import GradientSum
 from tests.distributed.threads import ThreadRanks, run
 
 MOE = {f"layers.1.experts.{e}.down": (256, 64) for e in range(5)} | {"layers.1.router": (5, 256)}
@@ -35,18 +37,25 @@ def some_gradients(count: int) -> Gradients:
 
 
 def expected(gradients: Gradients, group: int) -> dict[str, Tensor | None]:
-    sums = {name: OrderedSum(group) for name in SHAPES}
-    for index, given in enumerate(gradients):
-        for name, gradient in given.items():
-            sums[name].add(index, gradient)
-    return {name: each.result() for name, each in sums.items()}
+    """The definition: what is there of each group is added in turn, and then the groups."""
+    sums: dict[str, Tensor | None] = {}
+    for name in SHAPES:
+        groups: list[Tensor] = []
+        for first in range(0, len(gradients), group):
+            there = [given[name] for given in gradients[first : first + group] if name in given]
+            if there:
+                groups.append(functools.reduce(torch.add, there))
+        sums[name] = functools.reduce(torch.add, groups) if groups else None
+    return sums
 
 
 def summed(ranks: ThreadRanks, gradients: Gradients, group: int) -> tuple[Shards, Mapping[str, Tensor | None]]:
     shards = Shards.of(SHAPES, ranks)
-    leaves = {name: torch.zeros(()).expand(shape).requires_grad_() for name, shape in SHAPES.items()}
+    leaves: dict[str, Tensor] = {name: torch.zeros(()).expand(shape).requires_grad_() for name, shape in SHAPES.items()}
     own = [name for name in SHAPES if shards.owned(name)]
     parameters = {name: torch.nn.Parameter(torch.zeros(shards.own_shape(name))) for name in own}
+    if ranks.size == group == 1:  # as it is in one process: what is differentiated is what is updated
+        leaves = dict(parameters)
     total = GradientSum(leaves, parameters, shards, group)
     total.begin()
     for first in range(0, len(gradients), ranks.size):
@@ -70,18 +79,18 @@ def same(found: tuple[Shards, Mapping[str, Tensor | None]], whole: Mapping[str, 
     )
 
 
-CASES = [(4, 2), (8, 4), (6, 2), (4, 4), (6, 4)]
+CASES = [(1, 1), (1, 8), (3, 1), (5, 8), (7, 3), (64, 1), (4, 2), (8, 4), (6, 2), (4, 4), (6, 4), (24, 8), (64, 8)]
+"""Ranks and group: in one stage, and from (4, 2) on, where the group divides the ranks, in two."""
 
 
 @pytest.mark.parametrize(("size", "group"), CASES)
 @pytest.mark.parametrize("rest", [0, 1, 3])
-def test_stages_add_in_the_order_of_one_process(size: int, group: int, rest: int) -> None:
-    gradients = some_gradients(3 * size + rest)
+def test_ranks_add_in_the_order_of_one_process(size: int, group: int, rest: int) -> None:
+    gradients = some_gradients(max(3 * size, 3 * group, 12) + rest if size < 24 else size + 5 * rest)
     whole = expected(gradients, group)
     assert all(same(found, whole) for found in run(size, lambda ranks: summed(ranks, gradients, group)))
-    reversed_groups = [gradients[i : i + group] for i in range(0, len(gradients), group)][::-1]
-    order = [each for part in reversed_groups for each in part]  # the control: the last group first
-    other = expected(order, group) if rest == 0 else expected(gradients, 1)
+    backwards = [gradients[i : i + group] for i in range(0, len(gradients), group)][::-1]
+    other = expected([each for part in backwards for each in part], group)  # the control: the last group first
     assert not all(same(found, other) for found in run(size, lambda ranks: summed(ranks, gradients, group)))
 
 
