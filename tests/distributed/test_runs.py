@@ -116,6 +116,20 @@ def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path) -> None:
+    config, directory = written(tmp_path, steps=400), tmp_path / "run"
+    process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "run.rank_timeout_s=5"])
+    _waited(lambda: len(beats(directory)) == 2 and beats(directory)[1]["step"] >= 1)
+    pids = [beat["pid"] for beat in beats(directory)]
+    os.kill(pids[1], signal.SIGSTOP)
+    printed, _ = process.communicate(timeout=60)
+    _waited(lambda: not any(map(_alive, pids)), 5)
+    assert process.returncode == 1
+    assert "waited 5 s for rank 1 (last seen in: " in printed, printed
+    assert f"isobit train --resume {directory}" in printed
+
+
+@pytest.mark.slow
 def test_sigterm_saves_on_all_ranks(tmp_path: Path) -> None:
     config, directory = written(tmp_path, steps=400), tmp_path / "run"
     process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "run.checkpoint_every=0"])

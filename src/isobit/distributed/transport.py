@@ -5,10 +5,12 @@ are on GPUs. NCCL has not been run: no machine with two GPUs was at hand. Left o
 """
 
 import os
+import platform
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,17 +34,19 @@ class TorchRanks(Ranks):
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._timeout_s, self._met = timeout_s, 0
+        self._timeout_s, self._met, self._verb = timeout_s, 0, "start"
         self.bytes_sent = 0
         self._limit = limit = timedelta(seconds=timeout_s)
         store.set_timeout(limit)
         self._store = dist.PrefixStore("isobit", store)
         with self._failures("start"):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            self._store.set(f"pid/{rank}", f"{os.getpid()} {platform.node()}")
             self._tensors = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
         self._sets = {range(size): self._tensors}
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
+        self._arrive()
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         with self._failures("gather"):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -64,6 +68,7 @@ class TorchRanks(Ranks):
     def exchange(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
     ) -> Callable[[], Tensor]:
+        self._arrive()
         received = sent.new_empty(sum(received_sizes))
         self.bytes_sent += (sum(sent_sizes) - sent_sizes[among.index(self.rank)]) * sent.element_size()
         with self._failures("exchange gradients"):
@@ -79,6 +84,7 @@ class TorchRanks(Ranks):
         return wait
 
     def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+        self._arrive()
         self.bytes_sent += buffers[self.rank].numel() * buffers[self.rank].element_size() * (self.size - 1)
         with self._failures("share weights"):
             works = [
@@ -99,9 +105,14 @@ class TorchRanks(Ranks):
             return int(self._store.add(f"claim/{name}", 1)) - 1
 
     def meet(self, verb: str) -> None:
+        self._verb = verb
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Let whoever waits for this rank know how far it is."""
         self._met += 1
-        with self._failures(verb):
-            self._store.set(f"at/{self.rank}", f"{self._met} {verb}")
+        with self._failures(self._verb):
+            self._store.set(f"at/{self.rank}", f"{self._met} {self._verb}")
 
     def print_to(self, path: Path) -> None:
         if self.first:
@@ -132,7 +143,8 @@ class TorchRanks(Ranks):
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
-            late = time.monotonic() - started > 0.9 * self._timeout_s
+            text = str(error).lower()
+            late = time.monotonic() - started > 0.9 * self._timeout_s or "timeout" in text or "timed out" in text
             raise RankLost(self._why(verb, late, error)) from None
 
     def _why(self, verb: str, late: bool, error: Exception) -> str:
@@ -144,17 +156,32 @@ class TorchRanks(Ranks):
                     return self._store.get(_FAILED).decode()
                 time.sleep(0.1)
             if late:
-                return f"{verb}: waited {self._timeout_s:g} s for {self._missing()}"
+                said = f"{verb}: waited {self._timeout_s:g} s for {self._missing()}"
+                self._end_missing()
+                return said
             return f"{verb}: another rank is gone; {self._missing()} did not come; {text}"
         except (RuntimeError, dist.DistError):
             return f"{verb}: the ranks cannot reach each other: {text}"
 
     def _missing(self) -> str:
         """The ranks that met fewer times than this one, and where they were last."""
+        found = [f"rank {rank} (last seen in: {verb or 'start'})" for rank, verb in self._behind()]
+        return ", ".join(found) or "the others"
+
+    def _behind(self) -> list[tuple[int, str]]:
+        """(rank, verb) of those that have come to fewer meetings than this one."""
         found = []
         for rank in range(self.size):
             key = f"at/{rank}"
             met, _, verb = self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("0", "", "")
             if int(met) < self._met:
-                found.append(f"rank {rank} (last seen in: {verb or 'start'})")
-        return ", ".join(found) or "the others"
+                found.append((rank, verb))
+        return found
+
+    def _end_missing(self) -> None:
+        """A rank of this machine that stands still would not end by itself, and its launcher would wait for it."""
+        for rank, _ in self._behind():
+            pid, _, host = self._store.get(f"pid/{rank}").decode().partition(" ")
+            if host == platform.node():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
