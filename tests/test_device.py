@@ -18,7 +18,7 @@ from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
 from isobit.rl import Objective, OptimizerSettings, Sample
 from isobit.rl.learner import Learner
-from isobit.rl.optim import Optimizer, _sums_of_squares
+from isobit.rl.optim import Optimizer
 from isobit.rl.supervised import supervised_update
 from isobit.training.meter import PeakMemory
 from isobit.training.statistics import WeightTotals
@@ -152,13 +152,6 @@ def test_the_optimizer_waits_once_for_all_gradients() -> None:
         assert norm == (30 * 1.5**2) ** 0.5
         parameters["2"].grad[0, 0] = torch.inf  # type: ignore[index]
         assert optimizer.gradient_norm() == torch.inf
-
-
-def test_a_long_gradient_is_squared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.rl.optim._NORM_ELEMENTS", 7)
-    with PretendDevice():
-        parts = _sums_of_squares([torch.full((3, 5), 2.0).to(DEVICE), torch.ones(1).to(DEVICE)])
-    assert parts == [28.0, 28.0, 4.0, 1.0]
 
 
 def test_a_state_goes_to_the_parameters_and_comes_back() -> None:

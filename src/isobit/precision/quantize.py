@@ -146,8 +146,11 @@ class QuantTotals:
 
     def to_json(self) -> list[Any]:
         """Plain values."""
-        counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0.0, 0.0]
-        return [self.count, counts, torch.cat(self._squares, 1).tolist() if self._squares else [[], []]]
+        if not self._counts:
+            return [self.count, [0.0, 0.0], [[], []]]
+        squares = torch.cat(self._squares, 1)
+        found = torch.cat([torch.stack(self._counts).sum(0), squares.view(-1)]).tolist()  # one wait for all
+        return [self.count, found[:2], [found[2 : 2 + squares.shape[1]], found[2 + squares.shape[1] :]]]
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "QuantTotals":

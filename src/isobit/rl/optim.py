@@ -7,8 +7,9 @@ large parameters are kept in 8 bits (`optim_8bit.py`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import EllipsisType
 
 import torch
@@ -24,7 +25,6 @@ from isobit.rl.optim_8bit import EightBitState, quantizable
 from isobit.rl.schedule import OptimizerSettings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_NORM_ROWS = 32 * BLOCK_ROWS  # of a gradient on a CPU, squared in float64 at a time
 
 
 class Optimizer:
@@ -54,7 +54,7 @@ class Optimizer:
     def gradient_norm(self) -> float:
         """The global L2 norm, before clipping; inf if any gradient is not finite. The sum of its blocks' sums is
         rounded once, so it has no order, and is the same however the ranks share the blocks."""
-        mine = [s for p in self.parameters.values() if p.grad is not None for s in _sums_of_squares(p.grad)]
+        mine = _sums_of_squares([p.grad for p in self.parameters.values() if p.grad is not None])
         squares = [s for sums in self.shards.ranks.gather(mine) for s in sums]
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
@@ -211,12 +211,11 @@ class _Form:
         return slice(lo, hi)
 
 
-def _sums_of_squares(gradient: Tensor) -> list[float]:
-    """In float64, of each block of 128 rows, whose bits do not depend on the rows around it. On a CPU of each row, so
-    that they do not depend on the number of threads either."""
-    rows = gradient if gradient.ndim > 1 else gradient.view(-1, 1)
-    if gradient.device.type == "cpu":
-        sums = [block.double().square_().sum(1) for block in rows.split(_NORM_ROWS)]
-        return [math.fsum(block.tolist()) for part in sums for block in part.split(BLOCK_ROWS)]
-    blocks = rows.split(BLOCK_ROWS)
-    return torch.stack([block.double().square().sum() for block in blocks]).tolist()  # one wait for all of them
+def _sums_of_squares(gradients: Sequence[Tensor]) -> list[float]:
+    """In float64, of each block of 128 rows, whose bits do not depend on the rows around it; a block is the sum of its
+    rows, rounded once, so they do not depend on threads either."""
+    blocks = [b for g in gradients for b in (g if g.ndim > 1 else g.view(-1, 1)).split(BLOCK_ROWS)]
+    if not blocks:
+        return []
+    rows = iter(torch.cat([block.double().square_().sum(1) for block in blocks]).tolist())  # one wait for all of them
+    return [math.fsum(islice(rows, len(block))) for block in blocks]
