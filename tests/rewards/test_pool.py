@@ -59,7 +59,7 @@ def aborting(completions):
 
 def closing(completions):
     if "bad" in completions:
-        os.closerange(3, 256)
+        os.closerange(3, 1 << 20)  # a pipe has the number it has in the process that opened it
     return [1.0] * len(completions)
 
 def nan(completions):
