@@ -11,8 +11,9 @@ What is counted, and what is left out, is in `isobit/plan/work.py`, which estima
 
 import argparse
 
-from benchmarks.gpu.shapes import SHAPES, num_parameters
+from benchmarks.gpu.shapes import SHAPES
 from isobit.model import ModelConfig
+from isobit.plan.memory import num_parameters
 from isobit.plan.work import Rates, decode, floor, learn, prefill
 from isobit.precision import PRESETS, Precision
 

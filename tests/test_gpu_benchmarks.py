@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.shapes import SHAPES, num_parameters, shortened
+from benchmarks.gpu.shapes import SHAPES, shortened
 from benchmarks.gpu.targets import NOT_MEASURED, table, targets
 from benchmarks.roofline import H200, grpo_step, largest_batch
+from isobit.plan.memory import num_parameters
 from isobit.plan.work import Work, decode, floor, learn
 from isobit.precision import PRESETS
 

@@ -4,11 +4,10 @@ Weights are random, since speed and memory do not depend on them. Left out: toke
 the size counts.
 """
 
-import math
 from dataclasses import replace
 
 from isobit.model import Experts, ModelConfig
-from isobit.model.transformer import parameter_shapes
+from isobit.plan.memory import num_parameters
 
 _QWEN3 = ModelConfig(
     family="qwen3",
@@ -44,11 +43,6 @@ SHAPES: dict[str, ModelConfig] = {
     ),
 }
 """By name, as their `config.json` has them (Qwen Team 2025, arXiv 2505.09388, tables 1 and 2)."""
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Of the whole model."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
 def shortened(config: ModelConfig, most_bytes: float, per_parameter: float) -> ModelConfig:

@@ -6,9 +6,11 @@ ranges go, the largest first, to the ranks that have the fewest bytes so far: so
 of rows, and what is put together again goes by `lo`, never by rank.
 """
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from isobit.distributed.ranks import ALONE, Ranks
@@ -61,19 +63,39 @@ class Shards:
         return sum(self.count(name, rank) for name in self.shapes)
 
 
-def ownership(shapes: Mapping[str, tuple[int, ...]], size: int) -> dict[str, tuple[Rows, ...]]:
+def ownership(shapes: Mapping[str, tuple[int, ...]], size: int) -> Mapping[str, tuple[Rows, ...]]:
     """(lo, hi) by master and rank."""
-    kept = [0] * size
+    return _ownership(tuple(shapes.items()), size)
+
+
+@lru_cache(maxsize=8)  # every load, save and sync of a model asks again
+def _ownership(shapes: tuple[tuple[str, tuple[int, ...]], ...], size: int) -> Mapping[str, tuple[Rows, ...]]:
     found: dict[str, tuple[Rows, ...]] = {}
-    for name, shape in shapes.items():
-        width = math.prod(shape[1:])
+    for (name, _), owners in zip(shapes, _dealt([shape for _, shape in shapes], [0] * size)):
         rows = [NONE] * size
-        ranges = sorted(_ranges(shape[0], width, size), key=lambda r: r[0] - r[1])
-        for rank, (lo, hi) in zip(sorted(range(size), key=lambda r: (kept[r], r)), ranges):
+        for rank, (lo, hi) in owners:
             rows[rank] = (lo, hi)
-            kept[rank] += (hi - lo) * width
         found[name] = tuple(rows)
     return found
+
+
+def largest_share(shapes: Iterable[tuple[int, ...]], size: int) -> int:
+    """Elements that the busiest of the ranks keeps."""
+    kept = [0] * size
+    for _ in _dealt(shapes, kept):
+        pass
+    return max(kept)
+
+
+def _dealt(shapes: Iterable[tuple[int, ...]], kept: list[int]) -> Iterator[list[tuple[int, Rows]]]:
+    """The owners of each master's ranges; `kept`, elements of each rank, is added to."""
+    for shape in shapes:
+        width = math.prod(shape[1:])
+        ranges = sorted(_ranges(shape[0], width, len(kept)), key=lambda r: r[0] - r[1])
+        least = heapq.nsmallest(len(ranges), range(len(kept)), key=kept.__getitem__)
+        for rank, (lo, hi) in zip(least, ranges):
+            kept[rank] += (hi - lo) * width
+        yield list(zip(least, ranges))
 
 
 def _ranges(rows: int, width: int, size: int) -> list[Rows]:

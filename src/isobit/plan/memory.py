@@ -12,18 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from isobit.distributed.shards import MOMENT_BLOCK
 from isobit.model import ModelConfig
 from isobit.model.transformer import parameter_shapes
 from isobit.plan.job import Job
 from isobit.plan.shares import largest_share
 from isobit.precision import Flow, Precision, QuantSpec
 from isobit.precision.flow import LINEAR_LAYERS
+from isobit.rl.optim_8bit import quantizable
 
 HEAD_ELEMENTS = 1 << 28
 """Logits that the learner holds at a time on a GPU (`Transformer.head_rows`)."""
 _LOGITS = 12  # bytes of each: float32, its probability and its gradient
 _CACHE_FRACTION = 4  # of the memory that is free when an engine is opened, for its keys and values
-_MOMENT_BLOCK, _FEWEST = 256, 4096  # of moments in 8 bits
 Item = tuple[str, float]
 Kind = tuple[int | None, str, tuple[int, ...]]
 """Layer, or None outside the layers; role, the last part of the name; shape."""
@@ -161,8 +162,8 @@ def moment_bytes(config: ModelConfig, state: str) -> float:
     total = 0
     for (_, _, shape), times in masters(config).items():
         count = math.prod(shape)
-        low = state == "8bit" and count >= _FEWEST and count % _MOMENT_BLOCK == 0
-        total += times * (2 * (count + 4 * (count // _MOMENT_BLOCK)) if low else 8 * count)
+        low = state == "8bit" and quantizable(shape)
+        total += times * (2 * (count + 4 * (count // MOMENT_BLOCK)) if low else 8 * count)
     return total
 
 
