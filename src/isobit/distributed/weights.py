@@ -4,7 +4,7 @@ What travels are the bytes of the tensors: codes and scales where weights are qu
 what the owners write (`isobit.model.working`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -28,12 +28,23 @@ class Stored:
         return self.tensor[lo // self.height : -(-hi // self.height)]
 
 
+def part_of(name: str) -> str:
+    """What a tensor travels with: `layers.3` for all of a layer; the embedding, the last norm and the head alone."""
+    return ".".join(name.split(".")[:2])
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The storage of a contiguous tensor [bytes] uint8; a view."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def share_rows(stored: Sequence[Stored], shards: Shards) -> None:
     """Fill each rank's tensors with the rows that the other ranks keep."""
     if shards.ranks.size == 1:
         return
     waiting: list[tuple[list[Stored], list[Tensor], Callable[[], None]]] = []
-    for part in _parts(stored):
+    for _, group in groupby(stored, lambda s: part_of(s.name)):
+        part = list(group)
         buffers = [_packed(part, shards, rank) for rank in range(shards.ranks.size)]
         waiting.append((part, buffers, shards.ranks.share(buffers)))
         if len(waiting) > 2:  # a few layers at a time are in memory twice
@@ -42,19 +53,13 @@ def share_rows(stored: Sequence[Stored], shards: Shards) -> None:
         _take(*each, shards)
 
 
-def _parts(stored: Sequence[Stored]) -> Iterator[list[Stored]]:
-    """What travels together: a layer."""
-    for _, part in groupby(stored, lambda s: s.name.split(".")[:2]):
-        yield list(part)
-
-
 def _bytes(part: Sequence[Stored], shards: Shards, rank: int) -> list[Tensor]:
     """The bytes of a rank's rows, tensor by tensor, in their storage."""
     found = []
     for each in part:
         rows = shards.rows[each.name][rank]
         if rows[1] > rows[0]:
-            found.append(each.rows(rows).view(torch.uint8).view(-1))
+            found.append(as_bytes(each.rows(rows)))
     return found
 
 

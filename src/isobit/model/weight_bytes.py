@@ -11,6 +11,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from isobit.distributed.weights import as_bytes, part_of
 from isobit.errors import RunFailed
 from isobit.kernels import Operand
 from isobit.model.transformer import Transformer
@@ -21,7 +22,7 @@ from isobit.model.working import tensors_of
 def weight_bytes(transformer: Transformer) -> dict[str, Tensor]:
     """Copies [bytes] uint8 on the CPU: `layers.0`, `layers.1`, ..., and the ends under their own names."""
     return {
-        part: torch.cat([_flat(tensor) for operand in operands for tensor in tensors_of(operand)]).cpu()
+        part: torch.cat([as_bytes(tensor) for operand in operands for tensor in tensors_of(operand)]).cpu()
         for part, operands in _parts(transformer).items()
     }
 
@@ -33,7 +34,7 @@ def take_weights(transformer: Transformer, buffers: Mapping[str, Tensor], versio
     if parts.keys() != buffers.keys():
         raise RunFailed(f"weights of {len(buffers)} buffers arrived, where the model has {len(parts)}")
     for part, operands in parts.items():
-        stored = [_flat(tensor) for operand in operands for tensor in tensors_of(operand)]
+        stored = [as_bytes(tensor) for operand in operands for tensor in tensors_of(operand)]
         sizes = [len(each) for each in stored]
         if sum(sizes) != len(buffers[part]):
             raise RunFailed(f"{part} arrived with {len(buffers[part]):,} bytes, where the model has {sum(sizes):,}")
@@ -50,11 +51,6 @@ def _parts(transformer: Transformer) -> dict[str, list[Operand]]:
     """What travels together: a layer; the embedding, the last norm and the head alone."""
     found: dict[str, list[Operand]] = {}
     tensors = transformer.rollout_tensors()
-    for part, group in groupby(tensors, lambda named: ".".join(named[0].split(".")[:2])):
+    for part, group in groupby(tensors, lambda named: part_of(named[0])):
         found.setdefault(part, []).extend(operand for _, operand in group)
     return found
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The storage of a tensor [bytes] uint8; a view."""
-    return tensor.detach().view(-1).view(torch.uint8)

@@ -62,11 +62,10 @@ def _distance(buffer: Operand, name: str, masters: Masters) -> Tensor:
     """Norms of what this rank keeps of the master and of the difference [2]; NaN where any of the buffer is."""
     values = buffer.dequantize() if isinstance(buffer, QTensor) else buffer.float()
     shards = masters.shards
-    broken = values.sum() * 0 if shards.ranks.size > 1 else 0
-    if not shards.owned(name):
-        return torch.stack((broken, broken)) if isinstance(broken, Tensor) else values.new_zeros(2)
-    expected = masters.parameters[name].detach()
-    difference = torch.linalg.vector_norm(values[slice(*shards.own(name))] - expected) + broken
+    expected = masters.parameters[name].detach() if shards.owned(name) else values[:0]
+    difference = torch.linalg.vector_norm(values[slice(*shards.own(name))] - expected)
+    if shards.ranks.size > 1:
+        difference = difference + 0 * values.sum()  # NaN in the rows of the others too
     return torch.stack((torch.linalg.vector_norm(expected), difference))
 
 

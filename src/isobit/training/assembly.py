@@ -149,7 +149,7 @@ def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldO
     examples = list(task.held_out.examples[: config.evaluation.samples])
     prompts = [example.prompt for example in examples]
     engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples))
-    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan, model.transformer.masters.shards.ranks)
+    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan, model.ranks)
     held_out.check_metric(config.evaluation.best_by)
     return held_out
 

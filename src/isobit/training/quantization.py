@@ -18,7 +18,6 @@ from isobit.precision import QTensor, QuantSpec, QuantTotals
 from isobit.training.statistics import gathered, listed_by_tensor
 
 _GRADIENT = "output gradient of "
-_KINDS = {"gradient": "gradient", "activation": "input"}  # as a metric calls it, and a table of tensors
 
 
 class LearnerTotals:
@@ -37,24 +36,24 @@ class LearnerTotals:
             return
         with self._model.transformer.watched(lambda ops, layer: _Quantizing(ops, self)):
             yield
-        self._parts = gathered(self._parts, self._model.transformer.masters.shards.ranks)
+        self._parts = gathered(self._parts, self._model.ranks)
 
     @torch.no_grad()
     def see(self, name: str, x: Tensor, quantized: QTensor, products: str = "") -> None:
         """A tensor under the name that the quantizer was given; `products`: which one it is for, if not for any."""
-        kind = "gradient" if name.startswith(_GRADIENT) else "activation"
+        kind = "gradient" if name.startswith(_GRADIENT) else "input"
         name = name.removeprefix(_GRADIENT)
         if not name.startswith("layers.") or not x.numel() or x.data_ptr() in self._masters:
             return  # queries; weights, whose sync comes between optimizer steps
         layer, role = layer_and_role(name)
-        key = (layer, f"{role} {_KINDS[kind]}{products}")
+        key = (layer, f"{role} {kind}{products}")
         self._parts.setdefault(key, QuantTotals()).add(x, quantized)
 
     def metrics(self) -> dict[str, float]:
         """Of all activations together, and of all output gradients."""
         whole: dict[str, QuantTotals] = {}
         for (_, role), totals in self._parts.items():
-            kind = "gradient" if _KINDS["gradient"] in role.removesuffix(" (WGrad)").split() else "activation"
+            kind = "gradient" if " gradient" in role else "activation"
             whole.setdefault(kind, QuantTotals()).merge(totals)
         found = {kind: totals.stats() for kind, totals in whole.items()}
         return {
