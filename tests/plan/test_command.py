@@ -91,7 +91,7 @@ def test_overrides_change_the_plan(plan: Plan) -> None:
         (("optimizer.micro_batch_tokens=18000",), "less than 10%: an allocator keeps"),
         (("--gpus", "512"), "342 micro-batches in an optimizer step for 512 GPUs: 170 wait"),
         (("--gpus", "512"), "64 prompts in a step for 512 GPUs: a group is sampled on one"),
-        (("--gpus", "256"), "more than 128 GPUs hold the masters' shards several times"),
+        (("--gpus", "1024"), "a layer's gradient goes to its 1024 owners in messages of 736 KiB"),
         (
             ("--gpus", "64", "optimizer.micro_batch_tokens=2600"),
             "of learning: sum them in a machine first (optimizer.sum_group=8)",

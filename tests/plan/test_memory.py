@@ -13,12 +13,12 @@ from isobit.model.transformer import parameter_shapes
 from isobit.plan.memory import (
     cache_bytes_of_a_token,
     gradient_bucket,
+    largest_share,
     memory,
     moment_bytes,
     num_parameters,
     weights,
 )
-from isobit.plan.shares import largest_share
 from isobit.precision import PRESETS, precision_from
 from isobit.rl.optim import Optimizer
 from isobit.rl.schedule import OptimizerSettings
@@ -115,19 +115,17 @@ def test_shares_are_nearly_equal_and_cover_all(ranks: int) -> None:
     assert num_parameters(config) <= share * ranks <= 1.02 * num_parameters(config)
     small = ModelConfig("llama", 256, 128, 256, 2, 2, 2, 64)  # of two or three blocks a matrix: they cannot be divided
     assert largest_share(small, 64) * 64 > 2 * num_parameters(small)
-    assert largest_share(config, 1024) == largest_share(config, 128)
+    assert largest_share(config, 1024) < 0.2 * largest_share(config, 128)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_shares_are_those_of_the_shards(ranks: int) -> None:
-    """To 0.1 %, as ranges may be dealt out otherwise among equals."""
     config = MODELS["Qwen3-8B"]
     shapes, kept = parameter_shapes(config), [0] * ranks
     for name, rows in ownership(shapes, ranks).items():
         for rank, (low, high) in enumerate(rows):
             kept[rank] += (high - low) * math.prod(shapes[name][1:])
-    assert largest_share(config, ranks) == pytest.approx(max(kept), rel=1e-3)
-    assert largest_share(config, ranks + 1) != pytest.approx(max(kept), rel=1e-3)
+    assert largest_share(config, ranks) == max(kept) != largest_share(config, ranks + 1)
 
 
 def test_keys_change_the_parts_that_they_are_about() -> None:

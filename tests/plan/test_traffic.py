@@ -74,5 +74,5 @@ def test_what_the_backward_hides_is_not_exposed() -> None:
     given = job("Qwen3-8B", ranks=8)
     sent, shown = exchange(given)
     embedding = given.model.vocab_size * given.model.hidden_size / num_parameters(given.model)
-    assert embedding * sent <= shown < 1.3 * embedding * sent  # which is complete last
+    assert embedding * sent <= shown < 1.4 * embedding * sent  # complete last, with the first layer
     assert shown < 0.01 * micro_batch(given)

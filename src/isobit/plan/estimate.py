@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from isobit.plan.job import Job
 from isobit.plan.memory import Memory, memory
 from isobit.plan.seconds import Seconds, running, seconds
-from isobit.plan.shares import MOST_SHARDS
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,14 @@ def estimate(job: Job) -> Estimate:
     return Estimate(job, found, seconds(job, found))
 
 
+MOST_RANKS = 1024
+"""On how many GPUs a job is tried."""
+
+
 def fewest_ranks(job: Job) -> int | None:
-    """The fewest GPUs, a power of two, on which it fits; None if more do not help."""
+    """The fewest GPUs, a power of two, on which it fits; None if `MOST_RANKS` are too few."""
     ranks = 1
-    while ranks <= MOST_SHARDS:
+    while ranks <= MOST_RANKS:
         if memory(job.under(job.precision, ranks)).total <= job.device.memory:
             return ranks
         ranks *= 2

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from isobit.distributed import shards
 from isobit.distributed.shards import MOMENT_BLOCK
 from isobit.model import ModelConfig
 from isobit.model.transformer import parameter_shapes
 from isobit.plan.job import Job
-from isobit.plan.shares import largest_share
 from isobit.precision import Flow, Precision, QuantSpec
 from isobit.precision.flow import LINEAR_LAYERS
 from isobit.rl.optim_8bit import quantizable
@@ -118,6 +118,12 @@ def masters(config: ModelConfig) -> Mapping[Kind, int]:
     for name, shape in parameter_shapes(config).items():
         found[int(name.split(".")[1]) if name.startswith("layers.") else None, name.rpartition(".")[2], shape] += 1
     return found
+
+
+@lru_cache
+def largest_share(config: ModelConfig, ranks: int) -> int:
+    """Parameters whose masters the busiest of the ranks keeps."""
+    return shards.largest_share(parameter_shapes(config).values(), ranks)
 
 
 @lru_cache

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from isobit.plan import traffic
 from isobit.plan.devices import FACTORS, Factors, rates
 from isobit.plan.job import Job
-from isobit.plan.memory import Memory, num_parameters, weights
-from isobit.plan.shares import largest_share
+from isobit.plan.memory import Memory, largest_share, num_parameters, weights
 from isobit.plan.work import Phase, decode, floor, learn, prefill, score, update
 
 _POINTS = 64  # of the decline of running sequences

@@ -51,13 +51,14 @@ def gather(job: Job) -> Sent:
 
 def buckets(config: ModelConfig) -> list[tuple[float, float]]:
     """(share of the gradients' bytes, of the backward's time before it is complete), in the order of the backward: the
-    head, halves of layers from the last, the embedding. A tied head's gradient is complete with the embedding's."""
+    head, the layers from the last, the embedding, as `isobit.distributed.exchange.buckets`. A tied head's gradient is
+    complete with the embedding's."""
     outside = config.vocab_size * config.hidden_size
     layer = (num_parameters(config) - outside * (1 if config.tie_embeddings else 2)) / config.num_layers
     active = elements(config, 1)[0]
     head = [] if config.tie_embeddings else [(float(outside), float(outside))]
-    halves = [(layer / 2, active / config.num_layers / 2)] * (2 * config.num_layers)
-    found = [*head, *halves, (float(outside), float(outside) if config.tie_embeddings else 0.0)]
+    layers = [(layer, active / config.num_layers)] * config.num_layers
+    found = [*head, *layers, (float(outside), float(outside) if config.tie_embeddings else 0.0)]
     size, work = (sum(parts) for parts in zip(*found))
     return [(each / size, own / work) for each, own in found]
 

@@ -1,9 +1,8 @@
 """What a plan warns of: a line each, with what would be right."""
 
 from isobit.plan.devices import GIB
-from isobit.plan.estimate import Estimate, fewest_ranks
-from isobit.plan.memory import memory, micro_batch_tokens
-from isobit.plan.shares import MOST_SHARDS
+from isobit.plan.estimate import MOST_RANKS, Estimate, fewest_ranks
+from isobit.plan.memory import gradient_bucket, memory, micro_batch_tokens
 
 HEAD_ROOM = 0.1
 """Of the memory: what allocators keep of freed memory, the driver's and collectives' buffers are not in the plan."""
@@ -12,13 +11,17 @@ SHOWN = 0.1
 """Of learning: what of an exchange may be left."""
 
 
+SMALL_MESSAGE = 2**20
+"""Bytes: a network's rate falls below it."""
+
+
 def does_not_fit(found: Estimate) -> str:
     """Why a job cannot run, and on how many GPUs it would."""
     job = found.job
     fewest = fewest_ranks(job)
     more = f"it fits on {fewest}"
     if fewest is None:
-        on_many = memory(job.under(job.precision, MOST_SHARDS))
+        on_many = memory(job.under(job.precision, MOST_RANKS))
         label, size = max((*on_many.held, *on_many.parts), key=lambda item: item[1])
         more = f"no number of GPUs is enough: {label}: {gib(size)} on each"
     return (
@@ -50,9 +53,11 @@ def warnings(found: Estimate) -> list[str]:
             f"{config.prompts_per_step} prompts in a step for {job.ranks} GPUs: a group is sampled on one, so "
             f"{job.ranks - config.prompts_per_step} have nothing to roll out; raise prompts_per_step"
         )
-    if job.ranks > MOST_SHARDS:
+    piece = gradient_bucket(job.model) / job.ranks
+    if job.ranks > job.per_node and piece < SMALL_MESSAGE:
         lines.append(
-            f"more than {MOST_SHARDS} GPUs hold the masters' shards several times: memory a GPU does not fall further"
+            f"a layer's gradient goes to its {job.ranks} owners in messages of {piece / 1024:,.0f} KiB, too small for "
+            "the full speed of a network, which the seconds count on"
         )
     left, learning = found.seconds.exposed, found.seconds.learn
     if job.ranks > job.per_node and job.sum_group == 1 and left > SHOWN * learning:
