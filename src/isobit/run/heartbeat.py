@@ -28,16 +28,17 @@ class Heartbeat:
 
     def __init__(self, run: Path, rank: int, size: int, step: Callable[[], int]) -> None:
         self._path, self._rank, self._step = run / LOGS / f"rank-{rank:05d}.json", rank, step
-        self._active, self._written = size > 1, float("-inf")
+        self._active, self._phase, self._written = size > 1, "", float("-inf")
         if self._active:
             self._path.parent.mkdir(exist_ok=True)
 
     def beat(self, phase: str) -> None:
-        """Another phase has begun. A disk that does not take it is no reason to end the run."""
+        """A phase has begun, which may be the one before once more: of such, few are written. A disk that does not take
+        it is no reason to end the run."""
         now = time.monotonic()
-        if not self._active or now - self._written < _EVERY_S:
+        if not self._active or (phase == self._phase and now - self._written < _EVERY_S):
             return
-        self._written = now
+        self._phase, self._written = phase, now
         values = {
             "rank": self._rank,
             "host": platform.node(),
