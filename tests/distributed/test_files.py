@@ -311,7 +311,7 @@ def test_the_best_model_is_kept_by_all_ranks(tmp_path: Path) -> None:
 
     def work(ranks: Ranks) -> tuple[Any, Any]:
         folder = tmp_path / str(ranks.size)
-        ranks.together(lambda: folder.mkdir() if ranks.first else None)
+        ranks.on_first(folder.mkdir)
         one = Run(model_of(ranks=ranks), SETTINGS)
         best = Best(folder, "m", one.model.save, ranks)
         best.consider(1, {"m": 0.5})

@@ -76,7 +76,7 @@ def write_file(path: Path, parts: Mapping[str, Part], ranks: Ranks = ALONE) -> N
     it returns. What others than the first rank wrote is on the disk then. Raises OSError, on every rank, if one cannot
     write, and RunFailed if not every byte was written."""
     header, offsets, end = _layout(parts)
-    ranks.together(lambda: _create(path, header, end) if ranks.first else None)
+    ranks.on_first(lambda: _create(path, header, end))
     written = ranks.together(lambda: _fill(path, parts, offsets, flush=not ranks.first))
     if (found := sum(ranks.gather(written))) != end - len(header):
         raise RunFailed(f"{path}: the ranks wrote {found} of {end - len(header)} bytes of tensors")

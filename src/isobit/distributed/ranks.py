@@ -98,6 +98,11 @@ class Ranks(ABC):
         self.agree(mine)
         return found  # type: ignore[return-value]
 
+    def on_first(self, compute: Callable[[], T]) -> T | None:
+        """What `compute` returns on the first rank, once it has returned there; None on the others. Errors as
+        `together`."""
+        return self.together(lambda: compute() if self.first else None)
+
     def agree(self, mine: IsobitError | OSError | None) -> None:
         """Raise on every rank the error of the lowest rank that has one."""
         if self.size == 1:

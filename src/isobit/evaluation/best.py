@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from isobit.distributed import ALONE, Ranks
 from isobit.run import checkpoints
 from isobit.run.directory import BEST
 
@@ -30,9 +31,7 @@ class Best:
     that they are of; `write(folder)` writes the present model. With metric None nothing is kept. All ranks call the
     methods, the first one has the directories."""
 
-    def __init__(
-        self, run: Path, metric: str | None, write: Callable[[Path], None], ranks: checkpoints.Ranks = checkpoints.ONE
-    ) -> None:
+    def __init__(self, run: Path, metric: str | None, write: Callable[[Path], None], ranks: Ranks = ALONE) -> None:
         self.directory, self._previous = run / BEST, run / _PREVIOUS
         self._metrics: tuple[str, ...] = () if metric is None else _AUTO_METRICS if metric == AUTO else (metric,)
         self._write, self._ranks = write, ranks
@@ -50,7 +49,7 @@ class Best:
         def write(folder: Path) -> None:
             self._write(folder)
             text = json.dumps(description) + "\n"
-            self._first(lambda: (folder / DESCRIPTION).write_text(text, encoding="utf-8"))
+            self._ranks.on_first(lambda: (folder / DESCRIPTION).write_text(text, encoding="utf-8"))
 
         keep = None if self._previous.exists() else self._previous
         checkpoints.replace(self.directory, write, keep, self._ranks)
@@ -70,7 +69,7 @@ class Best:
         """Go on from a checkpoint: its best, and on disk the model of that step, if it is still there."""
         if saved is not None:
             self._know(saved)
-        self._first(lambda: self._bring_back(saved))
+        self._ranks.on_first(lambda: self._bring_back(saved))
 
     def _bring_back(self, saved: Mapping[str, Any] | None) -> None:
         if saved is not None and _description(self._previous) == saved:
@@ -78,10 +77,6 @@ class Best:
             self._previous.rename(self.directory)
         shutil.rmtree(self._previous, ignore_errors=True)
         checkpoints.remove_leftovers(self.directory.parent)
-
-    def _first(self, work: Callable[[], object]) -> None:
-        """What the first rank does while the others wait."""
-        self._ranks.together(lambda: work() if self._ranks.rank == 0 else None)
 
     def stay(self) -> None:
         """A run that is at its end: `best/` is what it is, and what stands by stays, for a longer run."""
@@ -94,7 +89,7 @@ class Best:
 
     def settle(self) -> None:
         """A checkpoint knows the present best: what stood by is no longer needed."""
-        self._first(lambda: shutil.rmtree(self._previous, ignore_errors=True))
+        self._ranks.on_first(lambda: shutil.rmtree(self._previous, ignore_errors=True))
 
     def line(self, newest_step: int) -> str | None:
         """What the end of a run says if the best model is of an earlier step than its newest checkpoint."""

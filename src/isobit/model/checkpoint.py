@@ -215,7 +215,7 @@ def write_weights(
                 if path.name not in written:
                     path.unlink()
 
-    ranks.together(lambda: finish() if ranks.first else None)
+    ranks.on_first(finish)
 
 
 def _shards(parts: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:

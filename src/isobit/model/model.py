@@ -181,7 +181,7 @@ class Model:
     ) -> None:
         """Write a directory with these tensors, and these keys in config.json beside those of the architecture. All
         ranks call this; the first one writes what is not weights."""
-        self.ranks.together(lambda: self._write_rest(directory, keys) if self.ranks.first else None)
+        self.ranks.on_first(lambda: self._write_rest(directory, keys))
         write_weights(directory, tensors, shard_bytes, self.ranks)
 
     def _write_rest(self, directory: Path, keys: Mapping[str, Any]) -> None:

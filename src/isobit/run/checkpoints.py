@@ -26,12 +26,14 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The processes that write and read a checkpoint together; `isobit.distributed.Ranks` are such."""
+    """The processes that write and read a checkpoint together: `isobit.distributed.Ranks`, of which this room, which
+    imports no torch, knows no more."""
 
     rank: int
     size: int
 
     def together(self, compute: Callable[[], T]) -> T: ...
+    def on_first(self, compute: Callable[[], T]) -> T | None: ...
     def gather(self, value: Any) -> list[Any]: ...
 
 
@@ -39,6 +41,9 @@ class _One:
     rank, size = 0, 1
 
     def together(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+    def on_first(self, compute: Callable[[], T]) -> T | None:
         return compute()
 
     def gather(self, value: Any) -> list[Any]:
@@ -76,12 +81,12 @@ def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None
     temporary = final.parent / f"{_WRITING}{final.name}"
     replaced = keep or final.parent / f"{_REPLACED}{final.name}"
     try:
-        _first(ranks, lambda: _make_empty(temporary))
+        ranks.on_first(lambda: _make_empty(temporary))
         write(temporary)
-        sizes = ranks.gather(ranks.together(lambda: _sizes(temporary) if ranks.rank == 0 else None))[0]
+        sizes = ranks.gather(ranks.on_first(lambda: _sizes(temporary)))[0]
         mine = ranks.together(lambda: {name: _digest(temporary / name) for name in _share(sizes, ranks)})
         digests = {name: digest for each in ranks.gather(mine) for name, digest in each.items()}
-        _first(ranks, lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced))
+        ranks.on_first(lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced))
     except Exception as error:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -93,11 +98,6 @@ def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None
         raise
     if keep is None and ranks.rank == 0:
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _first(ranks: Ranks, work: Callable[[], None]) -> None:
-    """What the first rank does while the others wait."""
-    ranks.together(lambda: work() if ranks.rank == 0 else None)
 
 
 def _make_empty(temporary: Path) -> None:
@@ -177,7 +177,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def damage(path: Path, ranks: Ranks = ONE) -> str | None:
     """What is wrong with a checkpoint, or None; the ranks share its files."""
-    manifest, sizes, found = ranks.gather(_manifest(path) if ranks.rank == 0 else None)[0]
+    manifest, sizes, found = ranks.gather(ranks.on_first(lambda: _manifest(path)))[0]
     mine = {name: _mismatch(path / name, manifest[name]) for name in _share(sizes, ranks)}
     problems = {name: problem for each in ranks.gather(mine) for name, problem in each.items()}
     return found or next((problems[name] for name in manifest if problems[name] is not None), None)

@@ -35,7 +35,7 @@ from isobit.training.snapshot import State
 def open_session(config: Config, objects: Objects, *, quiet: bool, ranks: Ranks = ALONE) -> Session:
     """A new run."""
     directory = Path(config.run.dir)
-    ranks.together(lambda: runs.refuse_existing(directory) if ranks.first else None)
+    ranks.on_first(lambda: runs.refuse_existing(directory))
     config = _of_ranks(config, ranks)
     parts = _open_all(config, quiet, objects, ranks)
     run = _directory(directory, ranks, lambda: RunDirectory.create(directory, dump_config(parts.config)))
@@ -59,7 +59,7 @@ def open_resumed(
     first checkpoint begins again."""
     runs.require_run(run_dir)
     check_resumed(overrides)
-    lock = ranks.together(lambda: runs.Lock(run_dir) if ranks.first else None)
+    lock = ranks.on_first(lambda: runs.Lock(run_dir))
     try:
         return _resumed(run_dir, overrides, given, lock, ranks, quiet=quiet)
     except BaseException:
@@ -87,9 +87,10 @@ def _resumed(
     state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"))
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
-    ranks.together(lambda: checkpoints.go_on_from(path) if ranks.first else None)
+    ranks.on_first(lambda: checkpoints.go_on_from(path))
     offsets = runs.NOTHING_WRITTEN | counted["offsets"]
-    end = ranks.gather(_end_of_the_last_row(run_dir, config, state, offsets[runs.METRICS]) if ranks.first else None)[0]
+    metrics = offsets[runs.METRICS]
+    end = ranks.gather(ranks.on_first(lambda: _end_of_the_last_row(run_dir, config, state, metrics)))[0]
     if end is not None:
         state.unrecorded, offsets[runs.METRICS] = None, end
     run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, offsets, dump_config(config), lock))
@@ -132,7 +133,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 def _directory(directory: Path, ranks: Ranks, opened: Callable[[], RunDirectory]) -> RunDirectory:
     """The run directory as this rank has it: the first one opens it, the others must see it."""
-    mine = ranks.together(lambda: opened() if ranks.first else None)
+    mine = ranks.on_first(opened)
 
     def followed() -> RunDirectory:
         if mine is not None:
@@ -155,7 +156,7 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
         raise IsobitError(f"{recorded}: no step was recorded")
     groups = recorded_groups(recorded, load_config(recorded / runs.CONFIG))
     config = load_config(recorded / runs.CONFIG, [f"steps={steps}", *overrides, f"run.dir={out}"])
-    ranks.together(lambda: runs.refuse_existing(out) if ranks.first else None)
+    ranks.on_first(lambda: runs.refuse_existing(out))
     config = _of_ranks(config, ranks)
     parts = open_parts(config, quiet=quiet, ranks=ranks)
     other = unlike(recorded, config, parts.machine())

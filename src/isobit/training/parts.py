@@ -143,7 +143,7 @@ def save_checkpoint(
 
     def write(folder: Path) -> None:
         trainer = folder / _TRAINER
-        ranks.together(lambda: write_rest(trainer) if ranks.first else None)
+        ranks.on_first(lambda: write_rest(trainer))
         write_file(trainer / _OPTIMIZER, parts.optimizer.parts(), ranks)
         parts.save_model(folder)
 
@@ -161,7 +161,7 @@ def problem_of(checkpoint: Path, run: Path, ranks: Ranks = ALONE) -> str | None:
     """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or the run's files have
     lost what had been written by then. The ranks share the weights, and all return the same."""
     found = ranks.gather(ranks.together(lambda: _broken_weight(checkpoint, ranks)))
-    short = ranks.together(lambda: too_short(run, _state(checkpoint)["offsets"]) if ranks.first else None)
+    short = ranks.on_first(lambda: too_short(run, _state(checkpoint)["offsets"]))
     return next((problem for problem in [*found, *ranks.gather(short)] if problem is not None), None)
 
 
