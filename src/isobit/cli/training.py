@@ -77,6 +77,8 @@ def _train(
 ) -> int:
     from isobit.commands.dry_run import dry_run_report
     from isobit.config import load_config
+    from isobit.distributed.launch import launched, start
+    from isobit.run.directory import CONFIG, require_run
     from isobit.training import train as trainer
     from isobit.training.redo import clear_finished
 
@@ -88,49 +90,25 @@ def _train(
         )
     if from_rollouts is not None and (out is None or dry_run):
         raise IsobitError("--from-rollouts makes a new run: say where with --out DIR, without --dry-run")
+    recorded = resume or from_rollouts
+    if recorded is not None:
+        require_run(recorded)
+    path = config if recorded is None else recorded / CONFIG
+    assert path is not None
+    loaded = load_config(path, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
     if redo and os.environ.get("RANK", "0") == "0":
-        assert config is not None
-        clear_finished(load_config(config, _into(overrides, out)))
-    if not dry_run and (ranks := _ranks_to_start(config, overrides, resume or from_rollouts)) > 1:
-        return _start(ranks, config, overrides, resume, out)
+        clear_finished(loaded)
+    if dry_run:
+        print(printable(dry_run_report(loaded)))
+        return 0
+    if loaded.ranks > 1 and not launched():
+        return start(loaded.ranks, sys.argv[1:], f"go on with: isobit train --resume {resume or loaded.run.dir}")
     if resume is not None:
         return trainer.resume(resume, overrides, quiet=quiet).exit_code
     if from_rollouts is not None:
         assert out is not None
         return trainer.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
-    assert config is not None
-    resolved = load_config(config, _into(overrides, out))
-    if dry_run:
-        print(printable(dry_run_report(resolved)))
-        return 0
-    return trainer.train(resolved, quiet=quiet).exit_code
-
-
-def _into(overrides: list[str], out: Path | None) -> list[str]:
-    return [*overrides, *([f"run.dir={out}"] if out is not None else [])]
-
-
-def _ranks_to_start(config: str | None, overrides: list[str], run: Path | None) -> int:
-    """How many processes to start; 1 where a launcher has started this one."""
-    from isobit.config import load_config
-    from isobit.distributed.launch import launched
-    from isobit.run.directory import CONFIG, require_run
-
-    if launched():
-        return 1
-    if run is not None:
-        require_run(run)
-    path = str(run / CONFIG) if run is not None else config
-    assert path is not None
-    return load_config(path, overrides).ranks
-
-
-def _start(ranks: int, config: str | None, overrides: list[str], resume: Path | None, out: Path | None) -> int:
-    from isobit.config import load_config
-    from isobit.distributed.launch import start
-
-    directory = resume or out or Path(load_config(config or "", overrides).run.dir)
-    return start(ranks, sys.argv[1:], f"go on with: isobit train --resume {directory}")
+    return trainer.train(loaded, quiet=quiet).exit_code
 
 
 @app.command()
