@@ -51,8 +51,10 @@ def resumed(directory: Path, overrides: Sequence[str], ranks: Ranks = ALONE) -> 
 def bits(directory: Path) -> dict[str, Any]:
     """The fingerprint of a run without the memory of its ranks, which share what one rank has alone."""
     found = fingerprint(directory)
-    rows = json.loads(found["metrics"])
-    return found | {"metrics": repr([{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows])}
+    rows = [{k: v for k, v in row.items() if not k.startswith("memory/")} for row in json.loads(found["metrics"])]
+    return found | {
+        "metrics": json.dumps([{k: v for k, v in row.items() if not k.startswith("memory/")} for row in rows])
+    }
 
 
 def trained(config: Path, directory: Path, size: int, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -114,6 +114,9 @@ def test_no_room(ray: Any, settings: FleetSettings, message: str) -> None:
     assert ray.is_initialized()  # what was there before stays
 
 
-def test_ranks_have_no_fleet(tmp_path: Path, base_model: Path) -> None:
-    with pytest.raises(IsobitError, match=r"fleet.engines serves one learner process, and ranks is 2"):
-        load_config(write_config(tmp_path, base_model), ["fleet.engines=1", "ranks=2"])
+def test_ranks_with_a_fleet_charge_no_kl_to_the_reward(tmp_path: Path, base_model: Path) -> None:
+    overrides = ["fleet.engines=1", "algorithm.kl_coefficient=0.1", "algorithm.kl_in_reward=true"]
+    config = write_config(tmp_path, base_model)
+    with pytest.raises(IsobitError, match=r"kl_in_reward is computed by all ranks"):
+        load_config(config, [*overrides, "ranks=2"])
+    load_config(config, overrides)

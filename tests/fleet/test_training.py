@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from isobit.config import load_config
+from isobit.distributed import Ranks
 from isobit.errors import RunFailed
 from isobit.fleet.fleet import Fleet
 from isobit.rl.learner import Learner
 from isobit.training.train import TrainResult, resume, train
+from tests.distributed import sessions, threads
+from tests.distributed.sessions import session, trained, written
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 from tests.test_resume import FAILING
@@ -39,7 +42,10 @@ WITH_KL = {**HARD, "algorithm": {**HARD["algorithm"], "kl_coefficient": 0.1, "kl
 
 def bits(run: Path) -> dict[str, Any]:
     """`fingerprint`, without what engines count of their own work."""
-    found = fingerprint(run)
+    return bits_of(fingerprint(run))
+
+
+def bits_of(found: dict[str, Any]) -> dict[str, Any]:
     rows = [{k: v for k, v in row.items() if k not in BY_ENGINE} for row in json.loads(found["metrics"])]
     return found | {"metrics": rows}
 
@@ -65,6 +71,36 @@ def test_a_fleet_is_one_process(tmp_path: Path, base_model: Path, ray: object, a
     assert bits(fleet.run_dir) == bits(one.run_dir)
     other = go(tmp_path / "other", base_model, f"rollouts_ahead={ahead + 1}", **changes)  # the control
     assert bits(other.run_dir)["model.safetensors"] != bits(one.run_dir)["model.safetensors"]
+
+
+@pytest.mark.slow
+def test_ranks_share_a_fleet(tmp_path: Path, ray: object) -> None:
+    """The first of two ranks has it; both learn from its batches, and a third run goes on with it alone."""
+    config = written(tmp_path, rollouts_ahead=1, **HARD)
+    one = bits_of(trained(config, tmp_path / "one", 0, ["steps=4"]))
+    run = tmp_path / "fleet"
+    trained(config, run, 2, ["steps=3", "fleet.engines=2"])
+    resume(run, ["steps=4", "ranks=1"])
+    assert bits_of(sessions.bits(run)) == one
+    assert bits_of(trained(config, tmp_path / "other", 2, ["steps=4", "fleet.engines=2", "rollouts_ahead=2"])) != one
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_ends_all_ranks(tmp_path: Path, ray: object) -> None:
+    """In one line that both have, though only the first scores."""
+    (tmp_path / "failing.py").write_text(FAILING.format(step=1, flag=str(tmp_path / "failing.py")))
+    rewards = {"functions": [{"function": f"{tmp_path}/failing.py:digits"}]}
+    config, said = written(tmp_path, rollouts_ahead=1, rewards=rewards), list[str]()
+
+    def one(ranks: Ranks) -> None:
+        with pytest.raises(RunFailed) as raised:
+            session(config, ["fleet.engines=1", f"run.dir={tmp_path / 'run'}"], ranks)
+        said.append(str(raised.value))
+
+    threads.run(2, one)
+    assert len(said) == 2
+    assert said[0] == said[1]
+    assert "the judge is away" in said[0]
 
 
 @pytest.mark.slow

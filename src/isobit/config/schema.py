@@ -104,10 +104,10 @@ class Config:
             raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
         if algorithm.shadow_calibrates_clip and not algorithm.shadow_every:
             raise IsobitError("algorithm.shadow_calibrates_clip needs shadow passes: set shadow_every, such as 20")
-        if self.fleet.engines and self.ranks > 1:
+        if self.fleet.engines and self.ranks > 1 and algorithm.kl_in_reward:
             raise IsobitError(
-                f"fleet.engines serves one learner process, and ranks is {self.ranks}: ranks sample for themselves; "
-                "set fleet.engines: 0 or ranks: 1"
+                "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the first one scores beside "
+                "the learner: set fleet.engines: 0, ranks: 1, or kl_in_reward: false"
             )
         if self.run.check_gradients_every and self.consistency != "bitwise":
             raise IsobitError("run.check_gradients_every needs consistency: bitwise; fast does not promise to repeat")

@@ -136,15 +136,17 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _other_gpus(device: torch.device) -> Iterator[None]:
-    """Where engines have GPUs of their own, Ray that is started here shares out all but the learner's."""
+    """Where engines have GPUs of their own, Ray that is started here shares out all but those of the learner: of its
+    ranks, this is the first."""
     name = "CUDA_VISIBLE_DEVICES"
     if device.type != "cuda":
         yield
         return
     before = os.environ.get(name)
     seen = before.split(",") if before is not None else [str(i) for i in range(torch.cuda.device_count())]
-    learner = torch.cuda.current_device()
-    os.environ[name] = ",".join(each for index, each in enumerate(seen) if index != learner)
+    first = torch.cuda.current_device()
+    learner = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    os.environ[name] = ",".join(each for index, each in enumerate(seen) if index not in learner)
     try:
         yield
     finally:

@@ -6,7 +6,8 @@ when both have, so a checkpoint, the metrics and the state of a step are those o
 (tests/fleet/test_training.py). Reward functions run beside the learner too; what the learner's own process computes of
 rewards, by models that are frozen, waits until it has learned, and so does whatever depends on it. A KL in the reward
 that needs the policy's log-probabilities needs the weights before they are learned, so such a batch is waited for; and
-so is every batch without `rollouts_ahead`. Left out: who samples what (`isobit.fleet`).
+so is every batch without `rollouts_ahead`. Where there are several ranks, the first one has the fleet and scores, and
+the others get its batches. Left out: who samples what (`isobit.fleet`).
 """
 
 import time
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 
+from isobit.distributed import ALONE
 from isobit.engine.engine import OnGroup
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion
 from isobit.fleet.fleet import Fleet
-from isobit.rl import Group
+from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
 from isobit.training.context import Context
 from isobit.training.meter import Meter
@@ -31,32 +33,38 @@ from isobit.training.rollouts import Sampled
 
 
 def open_fleet(parts: Parts) -> Fleet | None:
-    """The engines that a config asks for, starting; None if it asks for none. Raises IsobitError where Ray is not
-    installed, cannot be reached, or has no room for them."""
+    """The engines that a config asks for, starting; None if it asks for none, and on ranks that are not the first.
+    Raises IsobitError where Ray is not installed, cannot be reached, or has no room for them."""
     config = parts.config
-    if not config.fleet.engines:
+    if not config.fleet.engines or not parts.ranks.first:
         return None
     sequences, most = config.prompts_per_step * parts.sampling.n, config.sampling.max_new_tokens
     return Fleet(config.fleet, parts.engine, sequences, most, config.engine, config.run.check_memory)
 
 
 class Beside:
-    """Batches ahead of the learner by `steps`, sampled by a fleet. A context manager, which ends the fleet."""
+    """Batches ahead of the learner by `steps`, sampled by the first rank's fleet. A context manager, which ends it."""
 
-    def __init__(self, context: Context, fleet: Fleet, steps: int) -> None:
+    def __init__(self, context: Context, fleet: Fleet | None, steps: int) -> None:
         self._context, self._fleet, self._steps = context, fleet, steps
+        self._ranks = context.parts.ranks
         self._meter = Meter(lambda phase: None, torch.device("cpu"))  # the thread's own, until its batch is there
         self._learned = Event()
-        self._source = _OnFleet(replace(context, meter=self._meter), fleet, self._learned)
         self._thread: Thread | None = None
+        self._under_way = False  # on every rank
         self._found: StepBatch | BaseException
-        fleet.note = context.display.note
+        if fleet is not None:
+            alone = replace(context, parts=replace(context.parts, ranks=ALONE), meter=self._meter)
+            self._source = _OnFleet(alone, fleet, self._learned)
+            fleet.note = context.display.note
 
     def __enter__(self) -> "Beside":
         self._context.parts.engine.sleep()  # evaluation has an engine of its own
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        if self._fleet is None:
+            return
         self._fleet.stop()
         if self._thread is not None:
             self._learned.set()
@@ -67,7 +75,7 @@ class Beside:
         """The batch of the present step; from now on the one that is `steps` ahead is sampled."""
         queue, meter = self._context.state.queue, self._context.meter
         with meter.timed("send"), self._context.saver.broken_weights_end_the_run():
-            self._fleet.send()
+            self._ranks.together(self._send)
         while len(queue) < max(self._steps, 1):  # at the beginning there is nothing to learn from meanwhile
             self._begin()
             self.settle()
@@ -81,24 +89,57 @@ class Beside:
     def settle(self) -> None:
         """The learner has learned: wait for the batch that is sampled beside it, and put it into the queue. Raises what
         sampling or scoring has raised."""
-        if self._thread is None:
+        if not self._under_way:
             return
         meter, began = self._context.meter, time.perf_counter()
         meter.phase("rollout")
-        self._learned.set()
-        self._thread.join()
-        self._thread = None
+        self._under_way = False
+        batch, metrics = self._arrived(self._ranks.on_first(self._joined))
         meter.count("time/rollout_waited", time.perf_counter() - began)
-        if isinstance(self._found, BaseException):
-            raise self._found
-        for name, value in self._meter.metrics.items():
+        for name, value in metrics.items():
             if name.startswith("quant/"):  # a fraction: of the last batch, as in one process
                 meter.metrics[name] = value
             else:
                 meter.count(name, value)
-        self._context.state.queue.append(self._found)
+        self._context.state.queue.append(batch)
+
+    def _joined(self) -> StepBatch:
+        """What the thread has found, at its end."""
+        assert self._thread is not None
+        self._learned.set()
+        self._thread.join()
+        self._thread = None
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
+
+    def _arrived(self, found: StepBatch | None) -> tuple[StepBatch, dict[str, float]]:
+        """The batch that the first rank `found`, with its metrics, on every rank, and what it changed in the state."""
+        state, wanted = self._context.state, self._context.parts.config.prompts_per_step
+        mine: dict[str, Any] | None = None
+        if found is not None and self._ranks.size > 1:
+            pending = [[sample.to_json() for sample in group] for group in state.pending]
+            mine = {
+                "batch": found.to_json(),
+                "pending": pending,
+                "cursor": state.cursor,
+                "metrics": self._meter.metrics,
+            }
+        given = self._ranks.gather(mine)[0]
+        if found is not None:
+            return found, self._meter.metrics
+        state.cursor = given["cursor"]
+        state.pending = [[Sample.from_json(values) for values in group] for group in given["pending"]]
+        return StepBatch.from_json(given["batch"], wanted), given["metrics"]
+
+    def _send(self) -> None:
+        if self._fleet is not None:
+            self._fleet.send()
 
     def _begin(self) -> None:
+        self._under_way = True
+        if self._fleet is None:
+            return
         self._learned.clear()
         self._meter.begin()
         self._thread = Thread(target=self._sample, name="isobit-fleet", daemon=True)

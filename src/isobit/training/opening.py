@@ -46,7 +46,7 @@ def _open_all(config: Config, quiet: bool, objects: Objects, ranks: Ranks, check
     """All parts, and the engines of a fleet where there is one."""
     parts = open_parts(config, quiet=quiet, checkpoint=checkpoint, objects=objects, ranks=ranks)
     try:
-        return replace(parts, fleet=open_fleet(parts))
+        return replace(parts, fleet=ranks.together(lambda: open_fleet(parts)))
     except BaseException:
         parts.rewards.close()
         raise

@@ -70,7 +70,8 @@ class Session:
         measures, callbacks = (objects.measures, objects.callbacks) if self.ranks.first else ((), ())
         source: Rollouts = Recorded(recorded) if recorded is not None else Sampled(context)
         ahead = 0 if recorded is not None else self.config.rollouts_ahead
-        self._beside = None if parts.fleet is None else Beside(context, parts.fleet, ahead)
+        on_fleet = self.config.fleet.engines and recorded is None
+        self._beside = Beside(context, parts.fleet, ahead) if on_fleet else None
         batches = self._beside or Ahead(source, state, ahead)
         self.rollouts: Rollouts = Replayed(batches, state, parts.replay)
         self.learning = Learning(context, measures, recorded is not None, batches.settle)
