@@ -45,10 +45,10 @@ def digit_reward_file(folder: Path) -> Path:
 
 
 def fingerprint(run: Path) -> dict[str, Any]:
-    """Weights, optimizer, metrics without timings, completions, and the best model where one is kept: what an exact
-    repetition has in common."""
+    """Weights, optimizer, all else of the last checkpoint, metrics without timings, completions, and the best model
+    where one is kept: what an exact repetition has in common."""
     newest = all_checkpoints(run / "checkpoints")[-1]
-    files = ["model.safetensors", "trainer/optimizer.safetensors"]
+    files = ["model.safetensors", "trainer/optimizer.safetensors", "manifest.json"]
     hashes = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in files}
     rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
     lines = {"completions": COMPLETIONS, "quantization": QUANTIZATION}

@@ -10,7 +10,16 @@ import pytest
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import durable
 from isobit.run.completions import COMPLETIONS
-from isobit.run.directory import METRICS, Interruption, RunDirectory, read_jsonl, refuse_existing
+from isobit.run.directory import (
+    METRICS,
+    QUANTIZATION,
+    Interruption,
+    RunDirectory,
+    ends,
+    read_jsonl,
+    refuse_existing,
+    too_short,
+)
 
 
 def test_a_new_directory_is_locked(tmp_path: Path) -> None:
@@ -24,12 +33,17 @@ def test_a_new_directory_is_locked(tmp_path: Path) -> None:
 def test_files_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", "") as run:
         run.write_metrics({"step": 1.0})
-        kept = run.offsets()
+        kept = ends(run.directory, run.written())
         run.write_metrics({"step": 2.0})
         run.write_completions([{"step": 2, "completion": "ü"}])
     with RunDirectory(tmp_path / "run", kept) as run:
         run.write_metrics({"step": 2.0, "grad_norm": float("nan")})
-        assert run.offsets()[METRICS] > kept[METRICS]
+        assert run.written() == {"rows": 2, "offsets": {COMPLETIONS: 0, QUANTIZATION: 0}}
+        assert ends(run.directory, run.written())[METRICS] > kept[METRICS]
+        before = {"offsets": {METRICS: 7, COMPLETIONS: 0}}  # as isobit 0.1 wrote it
+        assert ends(run.directory, before) == {METRICS: 7, COMPLETIONS: 0, QUANTIZATION: 0}
+        assert too_short(run.directory, run.written()) is None
+        assert too_short(run.directory, {**run.written(), "rows": 3}) == "metrics.jsonl has 2 rows, and had 3 then"
     assert list(read_jsonl(tmp_path / "run" / METRICS)) == [{"step": 1.0}, {"step": 2.0, "grad_norm": None}]
     assert (tmp_path / "run" / COMPLETIONS).read_bytes() == b""
     with pytest.raises(IsobitError, match=r"metrics\.jsonl is shorter than its checkpoint says"):

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -73,6 +74,7 @@ class RunDirectory:
             except OSError as error:
                 raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
         self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
+        self._rows = num_rows(directory / METRICS)
 
     @staticmethod
     def create(directory: Path, config_text: str) -> "RunDirectory":
@@ -123,9 +125,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.directory / CHECKPOINTS
 
-    def offsets(self) -> dict[str, int]:
-        """How long the files are that grow: part of a checkpoint's state."""
-        return {name: file.tell() for name, file in self._files.items()}
+    def written(self) -> dict[str, Any]:
+        """What the files that grow hold, part of a checkpoint's state: `rows` of metrics.jsonl, whose times have no
+        fixed length, and `offsets`, the bytes of the others."""
+        offsets = {name: file.tell() for name, file in self._files.items() if name != METRICS}
+        return {"rows": self._rows, "offsets": offsets}
 
     def flush(self) -> None:
         """Have the disk take what was written, before a checkpoint counts on it."""
@@ -139,6 +143,7 @@ class RunDirectory:
     def write_metrics(self, values: Mapping[str, float]) -> None:
         metrics.check(values)
         self._write(METRICS, [metrics.plain(values)])
+        self._rows += 1
 
     def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """The completions of one step; called once for each."""
@@ -174,6 +179,7 @@ class FollowedDirectory(RunDirectory):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files = {}
+        self._rows = 0
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -223,9 +229,29 @@ def _object(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def too_short(directory: Path, offsets: Mapping[str, int]) -> str | None:
-    """Which of the files that grow has lost what a checkpoint says it has, or None."""
-    for name, offset in offsets.items():
+def num_rows(path: Path) -> int:
+    """Whole lines of a JSONL file; 0 without one."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(line.endswith(b"\n") for line in file)
+
+
+def ends(directory: Path, state: Mapping[str, Any]) -> dict[str, int]:
+    """The bytes that the files that grow had when a checkpoint took its `state`: what `RunDirectory.written` says."""
+    found = NOTHING_WRITTEN | state["offsets"]
+    if state.get("rows"):  # isobit 0.1 counted bytes of metrics.jsonl too
+        with (directory / METRICS).open("rb") as file:
+            found[METRICS] = sum(map(len, islice(file, state["rows"])))
+    return found
+
+
+def too_short(directory: Path, state: Mapping[str, Any]) -> str | None:
+    """Which of the files that grow has lost what a checkpoint's `state` says it has, or None."""
+    rows = num_rows(directory / METRICS)
+    if rows < state.get("rows", 0):
+        return f"{METRICS} has {rows:,} rows, and had {state['rows']:,} then"
+    for name, offset in state["offsets"].items():
         path = directory / name
         size = path.stat().st_size if path.is_file() else 0
         if size < offset:
@@ -256,6 +282,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def row_at(path: Path, offset: int) -> tuple[dict[str, Any], int] | None:
     """The row of a JSONL file that begins at a byte, and where it ends; None if no whole one does."""
+    if not path.is_file():
+        return None
     with path.open("rb") as file:
         file.seek(offset)
         line = file.readline()

@@ -133,6 +133,11 @@ def is_timing(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in TIMINGS)
 
 
+def of_the_machine(name: str) -> bool:
+    """Whether a metric is a time or memory, which differ between machines, and between numbers of ranks."""
+    return is_timing(name) or name.startswith("memory/")
+
+
 def plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """For JSON, which has no NaN: a value that is not finite becomes null."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -18,7 +18,7 @@ from isobit.kernels import find_gpu, versions
 from isobit.options.declare import plain
 from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
-from isobit.run import checkpoints
+from isobit.run import checkpoints, metrics
 from isobit.run import directory as runs
 from isobit.run.directory import FollowedDirectory, RunDirectory
 from isobit.training.agreement import unlike
@@ -88,31 +88,34 @@ def _resumed(
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     ranks.on_first(lambda: checkpoints.go_on_from(path))
-    offsets = runs.NOTHING_WRITTEN | counted["offsets"]
-    metrics = offsets[runs.METRICS]
-    end = ranks.gather(ranks.on_first(lambda: _end_of_the_last_row(run_dir, config, state, metrics)))[0]
-    if end is not None:
-        state.unrecorded, offsets[runs.METRICS] = None, end
-    run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, offsets, dump_config(config), lock))
+    ends = ranks.gather(ranks.on_first(lambda: runs.ends(run_dir, counted)))[0]
+    finished = _take_the_last_row(run_dir, config, state, ends, ranks)
+    run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, ends, dump_config(config), lock))
     session = Session(parts, run, state, quiet=quiet, objects=objects)
     session.saver.saved_step = state.step
-    if end is None:
-        session.best.restore(counted.get("best"))
-    else:
+    if finished:
         session.best.stay()
+    else:
+        session.best.restore(counted.get("best"))
     return session
 
 
-def _end_of_the_last_row(run_dir: Path, config: Config, state: State, offset: int) -> int | None:
-    """Where `metrics.jsonl` ends if the run has finished after its checkpoint, with an evaluation of its last step: the
-    row is written after everything else. None if the step is to be recorded, or is recorded already."""
-    if state.unrecorded is None or not evaluated_only_as_the_last(config, state.step):
-        return None
-    found = runs.row_at(run_dir / runs.METRICS, offset)
-    if found is None:
-        return None
+def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[str, int], ranks: Ranks) -> bool:
+    """Whether the run has finished after its checkpoint, with an evaluation of its last step: the row is written after
+    everything else, and stays. If it is to be recorded anew, its times, which no checkpoint holds, are taken over."""
+    if state.unrecorded is None:
+        return False
+    mine = ranks.on_first(lambda: runs.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
+    found = ranks.gather(mine)[0]
+    if found is None or found[0].get("step") != state.step:
+        return False
     row, end = found
-    return end if row.get("step") == state.step and row.keys() > {"step", *state.unrecorded} else None
+    lasting = {name for name in row if not metrics.of_the_machine(name)}
+    if evaluated_only_as_the_last(config, state.step) and lasting > {"step", *state.unrecorded}:
+        state.unrecorded, ends[runs.METRICS] = None, end
+        return True
+    state.unrecorded |= {name: value for name, value in row.items() if name not in lasting}
+    return False
 
 
 def _of_ranks(config: Config, ranks: Ranks) -> Config:

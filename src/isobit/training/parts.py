@@ -161,7 +161,7 @@ def problem_of(checkpoint: Path, run: Path, ranks: Ranks = ALONE) -> str | None:
     """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or the run's files have
     lost what had been written by then. The ranks share the weights, and all return the same."""
     found = ranks.gather(ranks.together(lambda: _broken_weight(checkpoint, ranks)))
-    short = ranks.on_first(lambda: too_short(run, _state(checkpoint)["offsets"]))
+    short = ranks.on_first(lambda: too_short(run, _state(checkpoint)))
     return next((problem for problem in [*found, *ranks.gather(short)] if problem is not None), None)
 
 

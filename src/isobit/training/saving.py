@@ -53,7 +53,7 @@ class Saver:
         self.saved_step = whole.state.step
 
     def _now(self) -> Snapshot:
-        return Snapshot.take(self.state, self.parts, self.run.offsets(), self.best.to_json())
+        return Snapshot.take(self.state, self.parts, self.run.written(), self.best.to_json())
 
     def after(self, error: BaseException | None) -> None:
         """What ends the run is known: where that is an error, save the newest whole step, and raise RunFailed that

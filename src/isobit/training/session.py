@@ -104,7 +104,8 @@ class Session:
             self.display.history.add(self.recorder.evaluate_and_write())
             self.saver.save()
         elif self.state.unrecorded is not None:
-            self.display.history.add(self.recorder.finish_step(self.state.unrecorded))
+            measured = {**self.state.unrecorded, **self.parts.memory_metrics()}  # which no checkpoint holds
+            self.display.history.add(self.recorder.finish_step(measured))
             if not evaluated_only_as_the_last(self.config, self.state.step):
                 self.saver.save()
         self.saver.keep()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isobit.rl import Group
 from isobit.rl.collect import StepBatch
+from isobit.run.metrics import of_the_machine
 from isobit.training.parts import Parts
 
 
@@ -41,7 +42,7 @@ class Snapshot:
     rest: Mapping[str, Any]
 
     @staticmethod
-    def take(state: State, parts: Parts, offsets: Mapping[str, int], best: Any) -> "Snapshot":
+    def take(state: State, parts: Parts, written: Mapping[str, Any], best: Any) -> "Snapshot":
         """Of now. Groups and batches are never changed once they are here, so lists are copied and no more."""
         copied = State(state.step, state.cursor, list(state.pending), list(state.queue), state.unrecorded)
         rest = {
@@ -49,20 +50,22 @@ class Snapshot:
             "clip_bounds": parts.learner.state.clip_bounds,
             # of the weights learned with last: a resumed run makes the next ones, and counts them
             "weights_version": parts.model.weights_version - state.synced,
-            "offsets": dict(offsets),
             "best": best,
+            **written,
         }
         return Snapshot(copied, tuple(parts.replay.groups), parts.calibrator.state(), rest)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, `scales` left out."""
-        state = self.state
+        """Plain values, `scales` left out; the same on every machine and at any number of ranks, so without times."""
+        state, unrecorded = self.state, self.state.unrecorded
+        if unrecorded is not None:
+            unrecorded = {name: value for name, value in unrecorded.items() if not of_the_machine(name)}
         return {
             "step": state.step,
             "cursor": state.cursor,
             "pending": [[s.to_json() for s in group] for group in state.pending],
             "queue": [batch.to_json() for batch in state.queue],
-            "unrecorded": state.unrecorded,
+            "unrecorded": unrecorded,
             "replay": [[s.to_json() for s in group] for group in self.replay],
             **self.rest,
         }
