@@ -75,12 +75,8 @@ def _train(
     quiet: bool,
     redo: bool = False,
 ) -> int:
-    from isobit.commands.dry_run import dry_run_report
     from isobit.config import load_config
-    from isobit.distributed.launch import launched, start
     from isobit.run.directory import CONFIG, require_run
-    from isobit.training import train as trainer
-    from isobit.training.redo import clear_finished
 
     if redo and (config is None or dry_run):
         raise IsobitError("--redo is for a new run: give a config, without --resume, --from-rollouts and --dry-run")
@@ -97,12 +93,20 @@ def _train(
     assert path is not None
     loaded = load_config(path, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
     if redo and os.environ.get("RANK", "0") == "0":
+        from isobit.training.redo import clear_finished
+
         clear_finished(loaded)
     if dry_run:
+        from isobit.commands.dry_run import dry_run_report
+
         print(printable(dry_run_report(loaded)))
         return 0
+    from isobit.distributed.launch import launched, start
+
     if loaded.ranks > 1 and not launched():
         return start(loaded.ranks, sys.argv[1:], f"go on with: isobit train --resume {resume or loaded.run.dir}")
+    from isobit.training import train as trainer  # only here: a launcher and a mistake in a config need none of it
+
     if resume is not None:
         return trainer.resume(resume, overrides, quiet=quiet).exit_code
     if from_rollouts is not None:
