@@ -44,6 +44,14 @@ KINDS = {
 }
 
 
+def of_kind(kind: str) -> tuple[str, OptimizerSettings]:
+    """The family and the settings; skips the test where what they need is not installed."""
+    family, settings = KINDS[kind]
+    if settings.state == "8bit":
+        pytest.importorskip("torchao")
+    return family, settings
+
+
 def model_of(family: str = "qwen3", ranks: Ranks = ALONE) -> Model:
     return tiny_model("bf16", family, seed=3, ranks=ranks, **SIZES)
 
@@ -152,9 +160,7 @@ def test_a_model_has_the_bytes_of_safetensors_own_writer(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_has_the_same_bytes_at_every_number_of_ranks(tmp_path: Path, kind: str) -> None:
-    family, settings = KINDS[kind]
-    if settings.state == "8bit":
-        pytest.importorskip("torchao")
+    family, settings = of_kind(kind)
 
     def work(ranks: Ranks) -> Path:
         return Run(model_of(family, ranks), settings).learn(range(2)).save(tmp_path / str(ranks.size))
@@ -176,9 +182,7 @@ def test_a_checkpoint_has_the_same_bytes_at_every_number_of_ranks(tmp_path: Path
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_taken_up_by_any_number_of_ranks(tmp_path: Path, kind: str) -> None:
     """Saved by 4, loaded and saved by 3, 1 and 2; and what they learn then is what one rank would have learned."""
-    family, settings = KINDS[kind]
-    if settings.state == "8bit":
-        pytest.importorskip("torchao")
+    family, settings = of_kind(kind)
 
     def again(ranks: Ranks) -> Path:
         return Run.load(path, settings, ranks).save(tmp_path / str(ranks.size))
@@ -350,9 +354,7 @@ def _poisoned(path: Path, parts: dict[str, Part]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_reads_the_rows_of_another(tmp_path: Path, kind: str) -> None:
     """Each loads a copy in which all else is not a number, which loading refuses: the control."""
-    family, settings = KINDS[kind]
-    if settings.state == "8bit":
-        pytest.importorskip("torchao")
+    family, settings = of_kind(kind)
     path = Run(model_of(family), settings).learn(range(2)).save(tmp_path)
     wanted = hashes(path)
 
