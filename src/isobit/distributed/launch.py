@@ -37,7 +37,8 @@ def restarted() -> bool:
 @contextmanager
 def joined(timeout_s: float) -> Iterator[Ranks]:
     """The ranks of this run, as long as they are together; a process that nobody launched is alone. What ends this rank
-    is told to the others. Raises RankLost where they do not come together within `timeout_s`."""
+    is told to the others. Raises RankLost where they do not come together within `timeout_s`, and IsobitError where
+    the port at which they would is in use."""
     if not launched():
         yield ALONE
         return
@@ -50,6 +51,11 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise IsobitError(
+                f"the ranks cannot meet at {where}: another program uses that port; set MASTER_PORT to a free one, the "
+                "same for all ranks"
+            ) from None
         raise RankLost(f"the ranks do not come together at {where}: {' '.join(str(error).split())[:200]}") from None
     ranks = TorchRanks(store, rank, size, _device(), timeout_s)
     try:

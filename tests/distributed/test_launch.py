@@ -1,0 +1,50 @@
+"""How a run's processes are started, and what they say where they cannot meet."""
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit import cli
+from isobit.distributed import launch
+from isobit.errors import IsobitError
+from tests.runs import write_config
+
+
+@pytest.mark.parametrize("how", ["new", "--resume", "--from-rollouts"])
+def test_ranks_are_started_with_the_command_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    config, again = write_config(tmp_path, tmp_path), tmp_path / "again"
+    given = {
+        "new": [str(config), "--out", str(again)],
+        "--resume": [how, str(tmp_path)],
+        "--from-rollouts": [how, str(tmp_path), "--out", str(again)],
+    }[how]
+    calls: list[Any] = []
+    monkeypatch.setattr(launch, "start", lambda *call: calls.append(call) or 3)
+    monkeypatch.setattr(sys, "argv", ["isobit", "train", *given, "ranks=2"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    directory = tmp_path if how == "--resume" else again
+    assert calls == [(2, ["train", *given, "ranks=2"], f"go on with: isobit train --resume {directory}")]
+    assert stop.value.code == 3
+
+
+def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rank that would listen there, at once. The control: the same once the port is free."""
+    monkeypatch.setattr(launch, "_end_with_launcher", lambda: None)
+    other = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    port = other.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    with (
+        pytest.raises(IsobitError, match=rf"meet at localhost:{port}: another program uses that port; set MASTER_PORT"),
+        launch.joined(30),
+    ):
+        pass
+    other.close()
+    with launch.joined(30) as ranks:
+        assert ranks.gather("here") == ["here"]
