@@ -20,6 +20,7 @@ from pathlib import Path
 
 from isobit.run.checkpoints import all_checkpoints
 from tests.distributed.sessions import SMALL, bits, trained, written
+from tests.documents import ROOT
 
 PHASES = ("sync", "rollout", "score", "learn", "evaluate", "save")
 SETTINGS = ["evaluation.every=3", "run.checkpoint_every=2"]
@@ -27,8 +28,9 @@ LONGEST_S = 30.0
 
 
 def _ranks(given: argparse.Namespace) -> None:
-    """One rank of a run; it ends itself if it is the one."""
+    """One rank of a run; it ends itself if it is the one, in its first life."""
     from isobit.cli import main
+    from isobit.distributed.launch import restarted
     from isobit.training.session import Session
 
     entered, phase = 0, Session._phase
@@ -36,7 +38,7 @@ def _ranks(given: argparse.Namespace) -> None:
     def counted(self: Session, name: str) -> None:
         nonlocal entered
         phase(self, name)
-        if self.ranks.rank == given.rank and name == given.phase:
+        if self.ranks.rank == given.rank and name == given.phase and not restarted():
             entered += 1
             if entered == given.nth:
                 threading.Timer(given.after_ms / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -46,20 +48,24 @@ def _ranks(given: argparse.Namespace) -> None:
     main()
 
 
-def _launched(size: int, options: list[str], arguments: list[str]) -> tuple[int, str, float]:
-    """(exit code, what was printed, seconds from the first rank's end to the last's)."""
+def launched(size: int, options: list[str], arguments: list[str], restarts: int = 0) -> tuple[int, str, float]:
+    """(exit code, what was printed, seconds from the first rank's end to the last's) of ranks that torchrun starts."""
     launcher = [
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
         str(size),
-        "--monitor-interval",
-        "0.1",
+        *("--monitor-interval", "0.1", "--max-restarts", str(restarts)),
     ]
     command = [sys.executable, *launcher, "-m", "tests.distributed.kills", *options, "--", *arguments]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     printed, ended = "", 0.0
     assert process.stdout is not None
@@ -87,7 +93,7 @@ def killed(kills: int, seed: int, folder: Path) -> dict[str, int]:
         ]
         new = not (directory / "config.yaml").is_file()
         arguments = ["train", str(config), *SMALL, *SETTINGS, f"run.dir={directory}"]
-        code, printed, seconds = _launched(size, options, arguments if new else ["train", "--resume", str(directory)])
+        code, printed, seconds = launched(size, options, arguments if new else ["train", "--resume", str(directory)])
         done += 1
         if code == 0:
             counts["too late"] += 1  # the run ended before its rank entered the verb so often
@@ -98,7 +104,7 @@ def killed(kills: int, seed: int, folder: Path) -> dict[str, int]:
             own = [line for line in said if re.search("gone|did not come|cannot reach|waited", line)]
             assert options[1] == "0" or own, printed
         if code == 0 or (all_checkpoints(directory / "checkpoints") and done == kills):
-            code, printed, _ = _launched(
+            code, printed, _ = launched(
                 2, ["--rank", "-1", "--phase", "", "--nth", "0"], ["train", "--resume", str(directory)]
             )
             assert code == 0, printed

@@ -12,7 +12,7 @@ from isobit.config import load_config
 from isobit.distributed import ALONE, Ranks
 from isobit.training.loop import training_loop
 from isobit.training.objects import NO_OBJECTS, Given
-from isobit.training.opening import open_resumed, open_session
+from isobit.training.opening import open_replay, open_resumed, open_session
 from tests.distributed.threads import run
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
@@ -44,6 +44,13 @@ def session(config: Path, overrides: Sequence[str], ranks: Ranks = ALONE) -> Non
 def resumed(directory: Path, overrides: Sequence[str], ranks: Ranks = ALONE) -> None:
     """One rank's part of a run that goes on."""
     with open_resumed(directory, overrides, Given(), quiet=True, ranks=ranks) as opened:
+        training_loop(opened)
+        opened.finish()
+
+
+def replayed(recorded: Path, out: Path, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> None:
+    """One rank's part of a run that learns from what another has recorded."""
+    with open_replay(recorded, out, overrides, quiet=True, ranks=ranks) as opened:
         training_loop(opened)
         opened.finish()
 

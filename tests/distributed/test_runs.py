@@ -13,7 +13,8 @@ import pytest
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.heartbeat import beats
-from tests.distributed.sessions import SMALL, bits, resumed, session, started, trained, written
+from tests.distributed.kills import launched
+from tests.distributed.sessions import SMALL, bits, replayed, resumed, session, started, trained, written
 from tests.distributed.threads import ThreadRanks, run
 
 VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
@@ -44,33 +45,72 @@ def test_a_run_has_the_same_bits_at_every_number_of_ranks(tmp_path: Path, varian
         assert trained(config, tmp_path / "control", 2, [*overrides, "seed=1"]) != alone
 
 
-def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """A config, the directory of its run without any code of ranks, and that run's bits."""
+    folder = tmp_path_factory.mktemp("one")
+    config = written(folder)
+    return config, folder / "alone", trained(config, folder / "alone", 0)
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path, one: tuple[Path, Path, Any]) -> None:
     """4, then 3, 1 and 2: the end of a run that was never stopped."""
-    config, directory = written(tmp_path), tmp_path / "elastic"
-    alone = trained(config, tmp_path / "alone", 0)
+    config, _, alone = one
+    directory = tmp_path / "elastic"
     run(4, lambda ranks: session(config, [f"run.dir={directory}", "steps=1"], ranks))
     for size, steps in ((3, 2), (1, 3), (2, 4)):
         run(size, partial(resumed, directory, [f"steps={steps}"]))
     assert bits(directory) == alone
 
 
-def test_processes_started_here_train_the_same(tmp_path: Path) -> None:
-    """By gloo: `ranks=2`, and torchrun with three."""
-    config = written(tmp_path)
-    alone = trained(config, tmp_path / "alone", 0)
-    for size in (2, 3):
-        directory = tmp_path / f"of {size}"
-        arguments = ["train", str(config), *SMALL, f"run.dir={directory}"]
-        if size == 2:
-            process = started([*arguments, "ranks=2"])
-        else:
-            process = started(arguments, torchrun=["--standalone", "--nproc-per-node", "3"])
-        printed, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, printed
-        assert bits(directory) == alone
-        assert [beat["rank"] for beat in beats(directory)] == list(range(size))
-        assert f"ranks: {size}\n" in (directory / "config.yaml").read_text()
-        assert printed.count("consistency: bitwise") == 1  # one of them has the screen
+def test_recorded_rollouts_are_learned_from_alike(tmp_path: Path, one: tuple[Path, Path, Any]) -> None:
+    """`--from-rollouts` on several ranks: the run that one makes of them, with the weights of the run recorded."""
+    _, recorded, alone = one
+
+    def again(size: int, *overrides: str) -> dict[str, Any]:
+        out = tmp_path / f"of {size} {overrides}"
+        run(size, lambda ranks: replayed(recorded, out, overrides, ranks))
+        return bits(out)
+
+    replayed(recorded, tmp_path / "again")
+    wanted = bits(tmp_path / "again")
+    assert wanted["model.safetensors"] == alone["model.safetensors"]
+    assert again(2) == again(3) == wanted
+    assert again(2, "optimizer.learning_rate=0.002")["model.safetensors"] != wanted["model.safetensors"]  # the control
+
+
+def _joined(directory: Path, size: int, printed: str) -> None:
+    """The ranks of a run that has ended were so many, and one of them had the screen."""
+    assert [beat["rank"] for beat in beats(directory)] == list(range(size))
+    assert f"ranks: {size}\n" in (directory / "config.yaml").read_text()
+    assert printed.count("consistency: bitwise") == 1
+
+
+@pytest.mark.slow
+def test_processes_started_here_train_the_same(tmp_path: Path, one: tuple[Path, Path, Any]) -> None:
+    """By gloo."""
+    config, _, alone = one
+    directory = tmp_path / "run"
+    process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2"])
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert bits(directory) == alone
+    _joined(directory, 2, printed)
+
+
+@pytest.mark.slow
+def test_processes_that_torchrun_starts_again_train_the_same(tmp_path: Path, one: tuple[Path, Path, Any]) -> None:
+    """One of three dies (SIGKILL) as it learns from the third batch, a step after a checkpoint."""
+    config, _, alone = one
+    directory = tmp_path / "run"
+    dies = ["--rank", "1", "--phase", "learn", "--nth", "3"]
+    code, printed, _ = launched(3, dies, ["train", str(config), *SMALL, f"run.dir={directory}"], restarts=1)
+    assert code == 0, printed
+    first, died, second = printed.partition("exitcode: -9")
+    assert died, printed
+    assert bits(directory) == alone
+    _joined(directory, 3, first)
+    _joined(directory, 3, second)
 
 
 def _waited(condition: Any, seconds: float = 60) -> None:
@@ -90,11 +130,13 @@ def _alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, "launcher"])
-def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(tmp_path: Path, victim: int | str) -> None:
-    config, directory = written(tmp_path, steps=40), tmp_path / "run"
-    whole = trained(config, tmp_path / "alone", 0, ["steps=8"])
-    process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2"])
-    _waited(lambda: (directory / "checkpoints" / "step-000004").is_dir() and len(beats(directory)) == 2)
+def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(
+    tmp_path: Path, one: tuple[Path, Path, Any], victim: int | str
+) -> None:
+    config, _, alone = one
+    directory = tmp_path / "run"
+    process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "steps=40"])
+    _waited(lambda: (directory / "checkpoints" / "step-000002").is_dir() and len(beats(directory)) == 2)
     pids = [beat["pid"] for beat in beats(directory)]
     os.kill(process.pid if victim == "launcher" else pids[int(victim)], signal.SIGKILL)
     began = time.monotonic()
@@ -110,9 +152,9 @@ def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(tmp_path: Pat
     assert "Traceback" not in printed
     shutil.rmtree(directory / "checkpoints" / "step-000040", ignore_errors=True)
     newest = max(int(path.name[-6:]) for path in (directory / "checkpoints").glob("step-*"))
-    run(3, lambda ranks: resumed(directory, [f"steps={max(8, newest)}"], ranks))
-    if newest <= 8:
-        assert bits(directory) == whole
+    run(3, lambda ranks: resumed(directory, [f"steps={max(4, newest)}"], ranks))
+    if newest <= 4:
+        assert bits(directory) == alone
 
 
 @pytest.mark.slow
