@@ -1,6 +1,7 @@
 """How a run's processes are started, and what they say where they cannot meet."""
 
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ def test_ranks_are_started_with_the_command_that_was_given(
     directory = tmp_path if how == "--resume" else again
     assert calls == [(2, ["train", *given, "ranks=2"], f"go on with: isobit train --resume {directory}")]
     assert stop.value.code == 3
+
+
+def test_a_mistake_in_a_config_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    code = f"""import sys, isobit.cli
+sys.argv = ["isobit", "train", {str(write_config(tmp_path, tmp_path))!r}, "steps=none"]
+try:
+    isobit.cli.main()
+finally:
+    print({{"yaml", "torch"}} & sys.modules.keys())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "{'yaml'}\n"
+    assert done.stderr.endswith("config.yaml: steps: expected a whole number, got 'none'\n")
 
 
 def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
