@@ -3,14 +3,16 @@
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from isobit import cli
 from isobit.distributed import launch
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RankLost
 from tests.runs import write_config
 
 
@@ -44,6 +46,26 @@ finally:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "{'yaml'}\n"
     assert done.stderr.endswith("config.yaml: steps: expected a whole number, got 'none'\n")
+
+
+def test_ranks_that_are_started_again_find_nothing_of_those_before() -> None:
+    """torchrun's store outlives ranks: their addresses are there, and hellos that nobody says any more."""
+    store = dist.HashStore()
+    store.set("isobit/hello/2", "of one that died")
+    with ThreadPoolExecutor(3) as pool:
+        for life in ("first", "second"):
+            parts = list(pool.map(lambda rank: launch._of_this_life(store, rank, 3, 30), range(3)))
+            assert not any(part.check(["address"]) for part in parts)
+            parts[2].set("address", life)
+            assert {part.get("address") for part in parts} == {life.encode()}  # it is one and the same
+            assert store.check(["address"]) == (life == "second")  # the control: the store that all lives share
+            store.set("address", life)
+
+
+def test_the_first_rank_names_those_that_do_not_come() -> None:
+    store = dist.HashStore()
+    with pytest.raises(RankLost, match=r"start: waited 0.1 s for rank 1, rank 2"):
+        launch._of_this_life(store, 0, 3, 0.1)
 
 
 def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

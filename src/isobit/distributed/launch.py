@@ -12,16 +12,19 @@ import platform
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from isobit.distributed.ranks import ALONE, Ranks
 from isobit.errors import IsobitError, RankLost, RunFailed
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 0.02
 
 
 def launched() -> bool:
@@ -49,6 +52,7 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     _end_with_launcher()
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        store = _of_this_life(store, rank, size, timeout_s)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
@@ -65,6 +69,27 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
         raise
     finally:
         ranks.close()
+
+
+def _of_this_life(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A part of the store that no rank has written to before. torchrun keeps one store through all restarts, and what
+    ranks that have died left there would be taken for what those of today say, their addresses first. So the first rank
+    answers whoever says hello with a fresh name, until all ranks of today have seen it."""
+    if rank > 0:
+        token = secrets.token_hex(8)
+        store.set(f"isobit/hello/{rank}", token)
+        name = store.get(f"isobit/answer/{token}").decode()  # waits for it
+        store.set(f"isobit/seen/{name}/{rank}", "")
+        return dist.PrefixStore(name, store)
+    name, until = secrets.token_hex(8), time.monotonic() + timeout_s
+    while late := [r for r in range(1, size) if not store.check([f"isobit/seen/{name}/{r}"])]:
+        if time.monotonic() > until:
+            raise RankLost(f"start: waited {timeout_s:g} s for " + ", ".join(f"rank {r}" for r in late))
+        for hello in (f"isobit/hello/{r}" for r in late):
+            if store.check([hello]):  # it may be that of one that has died, who will not see the answer
+                store.set(f"isobit/answer/{store.get(hello).decode()}", name)
+        time.sleep(_LOOK_EVERY_S)
+    return dist.PrefixStore(name, store)
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:

@@ -52,7 +52,7 @@ def train(
     """
     loaded, objects = Given(rewards, data, held_out, callbacks, measures).into(load_config(config, overrides))
     with joined(loaded.run.rank_timeout_s) as ranks:
-        if restarted() and (Path(loaded.run.dir) / CONFIG).is_file():  # a rank died, and the launcher begins again
+        if any(ranks.gather(restarted() and (Path(loaded.run.dir) / CONFIG).is_file())):  # a rank died
             given = Given(rewards, data, held_out, callbacks, measures)
             with open_resumed(Path(loaded.run.dir), (), given, quiet=quiet, ranks=ranks) as session:
                 return _run(session)
