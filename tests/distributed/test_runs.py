@@ -104,7 +104,8 @@ def test_processes_that_torchrun_starts_again_train_the_same(tmp_path: Path, one
     config, _, alone = one
     directory = tmp_path / "run"
     dies = ["--rank", "1", "--phase", "learn", "--nth", "3"]
-    code, printed, _ = launched(3, dies, ["train", str(config), *SMALL, f"run.dir={directory}"], restarts=1)
+    settings = [*SMALL, f"run.dir={directory}", "run.rank_timeout_s=60"]
+    code, printed, _ = launched(3, dies, ["train", str(config), *settings], restarts=1)
     assert code == 0, printed
     first, died, second = printed.partition("exitcode: -9")
     assert died, printed
