@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from isobit.fleet.cluster import import_ray
 from tests.documents import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> None:
+    """One for this process: engines in processes of their own, and ranks that are threads, share the cores with it."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -56,18 +56,20 @@ def go(folder: Path, model: Path, *overrides: str, **changes: Any) -> TrainResul
 
 
 @pytest.mark.parametrize(
-    ("ahead", "changes"),
+    ("ahead", "engines", "changes"),
     [
-        (0, {}),
-        (1, WITH_KL),
-        (2, {"precision": "fp8-rollout-kv"}),
+        (0, 1, {}),
+        (1, 2, WITH_KL),
+        (2, 1, {"precision": "fp8-rollout-kv"}),
     ],
     ids=["synchronous", "dynamic sampling and KL", "a separate engine with a calibrated cache"],
 )
 @pytest.mark.slow
-def test_a_fleet_is_one_process(tmp_path: Path, base_model: Path, ray: object, ahead: int, changes: Any) -> None:
+def test_a_fleet_is_one_process(
+    tmp_path: Path, base_model: Path, ray: object, ahead: int, engines: int, changes: Any
+) -> None:
     one = go(tmp_path / "one", base_model, f"rollouts_ahead={ahead}", **changes)
-    fleet = go(tmp_path / "fleet", base_model, f"rollouts_ahead={ahead}", "fleet.engines=2", **changes)
+    fleet = go(tmp_path / "fleet", base_model, f"rollouts_ahead={ahead}", f"fleet.engines={engines}", **changes)
     assert bits(fleet.run_dir) == bits(one.run_dir)
     other = go(tmp_path / "other", base_model, f"rollouts_ahead={ahead + 1}", **changes)  # the control
     assert bits(other.run_dir)["model.safetensors"] != bits(one.run_dir)["model.safetensors"]
@@ -82,7 +84,7 @@ def test_ranks_share_a_fleet(tmp_path: Path, ray: object) -> None:
     trained(config, run, 2, ["steps=3", "fleet.engines=2"])
     resume(run, ["steps=4", "ranks=1"])
     assert bits_of(sessions.bits(run)) == one
-    assert bits_of(trained(config, tmp_path / "other", 2, ["steps=4", "fleet.engines=2", "rollouts_ahead=2"])) != one
+    assert bits_of(trained(config, tmp_path / "other", 2, ["steps=4", "rollouts_ahead=2"])) != one  # the control
 
 
 @pytest.mark.slow
