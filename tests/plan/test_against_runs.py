@@ -5,13 +5,20 @@ from pathlib import Path
 import pytest
 
 from isobit.config import load_config
+from isobit.distributed import Ranks
 from isobit.model import Model
 from isobit.plan import Job, Lengths, device_named, job_of
 from isobit.plan.memory import memory, moment_bytes, num_parameters, saved_bytes, weights
 from isobit.run.directory import METRICS, read_jsonl
 from isobit.training.assembly import open_parts
+from isobit.training.live_bytes import LiveBytes
+from isobit.training.loop import training_step
+from isobit.training.objects import NO_OBJECTS
+from isobit.training.opening import open_session
 from isobit.training.plan import measure
+from isobit.training.session import Session
 from isobit.training.train import train
+from tests.distributed.threads import run
 from tests.models import tiny_model
 from tests.runs import write_config
 
@@ -71,6 +78,39 @@ def test_learning_takes_what_was_planned(flow: str, family: str) -> None:
     assert measured.at(4096) == pytest.approx(planned[0], rel=0.1)
     assert measure(model, recompute=True).at(4096) == pytest.approx(planned[1], rel=0.1)
     assert planned[1] < 0.5 * planned[0], "the control: one is not the other"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "family"), [(2, "qwen3"), (4, "qwen3"), (2, "qwen3_moe")])
+def test_a_rank_takes_what_was_planned(ranks: int, family: str, tmp_path: Path) -> None:
+    """To 10 %: what the busiest rank holds and takes in a step beyond the weights, counted from tensors; without the
+    weights, which a CPU packs for its products besides."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_layers": 8, "num_heads": 8, "head_dim": 64}
+    tiny_model("fp8", family, **sizes).save(tmp_path / "model")
+    given = ("optimizer.micro_batch_tokens=64", "evaluation.every=0", f"run.dir={tmp_path / 'run'}")
+    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
+
+    def taken(each: Ranks) -> tuple[int, Session]:
+        with LiveBytes() as live, open_session(config, NO_OBJECTS, quiet=True, ranks=each) as session:
+            loaded = live.live
+            for _ in range(2):  # the first makes the moments
+                live.take()
+                training_step(session)
+            return live.take() - loaded, session
+
+    found = run(ranks, taken)
+    parts = found[0][1].parts
+    job = job_of(parts.config, device_named("h200"), parts.engine.longest_prompt)
+    measured = max(most for most, _ in found)
+    assert measured == pytest.approx(_of_a_step(job.under(job.precision, ranks)), rel=0.1)
+    assert measured != pytest.approx(_of_a_step(job.under(job.precision, ranks + 1)), rel=0.1), "the control"
+
+
+def _of_a_step(job: Job) -> float:
+    """What a step takes of a rank beside weights and masters."""
+    planned = memory(job)
+    held = sum(size for label, size in planned.held if "moments" in label or "gradients" in label or "keys" in label)
+    return held + next(size for label, size in planned.parts if label.startswith("learning"))
 
 
 def _learning(model: Model, checkpointing: str) -> float:

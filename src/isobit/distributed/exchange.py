@@ -37,11 +37,18 @@ class OrderedSum:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add that of micro-batch `index`, which is larger than those before."""
-        number = index // self.group
+        number, place = divmod(index, self.group)
         if number != self._number:
             self._close()
             self._number = number
-        self._open = gradient.clone() if self._open is None else self._open.add_(gradient)
+        if self._open is not None:
+            self._open.add_(gradient)
+        elif self.group == 1 and self._total is not None:  # no copy of a group of one
+            self._total.add_(gradient)
+        else:
+            self._open = gradient.clone()
+        if place == self.group - 1:
+            self._close()
 
     def result(self) -> Tensor | None:
         """The sum, None if nothing was added."""

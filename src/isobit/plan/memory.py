@@ -211,14 +211,17 @@ def _learning(job: Job) -> Item:
     if job.config.optimizer.activation_checkpointing:
         kept, again = 2 * hidden * config.num_layers, max(saved)
     rows = min(tokens, max(16, HEAD_ELEMENTS // config.vocab_size))
+    outside = 4 * config.vocab_size * config.hidden_size
     # the head's gradient is added up over chunks of logits, so it is there twice
-    head = 8 * config.vocab_size * config.hidden_size + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
-    label = f"learning: activations of {tokens:,.0f} tokens, logits, a bucket of gradients"
-    return label, tokens * kept + max(head, gradient_bucket(config) + tokens * again)
+    head = 2 * outside + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
+    times = 3 if job.ranks > 1 else 1  # the gradients, the message to their owners, and what comes in
+    layer = times * gradient_bucket(config) + tokens * again
+    label = f"learning: activations of {tokens:,.0f} tokens, logits, gradients of a layer"
+    return label, max(tokens * kept + max(head, layer), times * outside)
 
 
 def gradient_bucket(config: ModelConfig) -> float:
-    """The FP32 gradients of the largest layer: they wait for each other before they are exchanged."""
+    """The FP32 gradients of the largest layer, which are exchanged together."""
     layers: Counter[int] = Counter()
     for (layer, _, shape), count in masters(config).items():
         if layer is not None:
