@@ -63,14 +63,14 @@ def test_the_distance_is_by_hand_once_the_policy_has_moved() -> None:
 def count_passes(learner: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The samples of each pass over the policy that computes log-probabilities without a gradient."""
     passes: list[int] = []
-    plain = learner._logprobs  # type: ignore[attr-defined]
+    plain = learner._forwards  # type: ignore[attr-defined]
 
-    def counted(model: Model, samples: list[Sample], policy: object = None) -> object:
+    def counted(model: Model, samples: list[Sample], spans: list[list[int]], policy: object = None) -> object:
         if model is learner.model:  # type: ignore[attr-defined]
-            passes.append(len(samples))
-        return plain(model, samples, policy)
+            passes.append(sum(map(len, spans)))
+        return plain(model, samples, spans, policy)
 
-    monkeypatch.setattr(learner, "_logprobs", counted)
+    monkeypatch.setattr(learner, "_forwards", counted)
     return passes
 
 

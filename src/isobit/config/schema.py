@@ -15,6 +15,7 @@ from isobit.config.sections import (
     PRECISION,
     EngineConfig,
     EvaluationConfig,
+    MismatchConfig,
     ModelSource,
     PrecisionValue,
     ReferenceConfig,
@@ -50,6 +51,7 @@ class Config:
     consistency: Annotated[Literal["bitwise", "fast"], CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     on_mismatch: Annotated[Literal["stop", "warn", "correct"], ON_MISMATCH] = "stop"
+    mismatch: MismatchConfig = MismatchConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     fleet: FleetSettings = FleetSettings()

@@ -90,6 +90,17 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class MismatchConfig:
+    """On what the mismatch of rollout and learner is measured, besides what the learner computes anyway."""
+
+    samples_of_idle_groups: Annotated[
+        int,
+        at_least(0),
+        "of a step's samples whose advantage is 0 and which the learner leaves out, how many it still compares",
+    ] = 4
+
+
+@dataclass(frozen=True)
 class SftEvaluationConfig:
     """Held-out evaluation after supervised training: greedy accuracy."""
 

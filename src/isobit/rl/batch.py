@@ -9,6 +9,7 @@ from torch import Tensor
 from isobit.rl.advantages import Advantage
 from isobit.rl.agreement import require_agreement
 from isobit.rl.correction import correct, correction_metrics, step_metrics
+from isobit.rl.idle import idle_samples
 from isobit.rl.loss import LossInputs, token_weights
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
 from isobit.rl.objective import Objective
@@ -22,6 +23,7 @@ class TrainingBatch:
     """Per sample, [trained tokens] float32: advantages, log-probabilities, the correction's importance weights.
 
     `fresh`: whether a sample has to be of the weights that learning begins with, so that a difference is a mismatch.
+    `idle`: whether it teaches nothing. `known`: the samples whose `old` are the learner's, not the rollout's.
     `kept`, bool: the tokens that are averaged over, if not all are.
     """
 
@@ -31,6 +33,8 @@ class TrainingBatch:
     rollout: Sequence[Tensor]
     old: Sequence[Tensor]
     fresh: Sequence[bool]
+    idle: Sequence[bool]
+    known: Sequence[int] = ()
     reference: Sequence[Tensor] | None = None
     importance: Sequence[Tensor] | None = None
     kept: Sequence[Tensor] | None = None
@@ -93,7 +97,7 @@ class TrainingBatch:
 
     def staleness(self) -> dict[str, float]:
         """How far samples of older weights are from the policy of now."""
-        found = _mismatch([(old, self.rollout[i]) for i, old in enumerate(self.old) if not self.fresh[i]])
+        found = _mismatch([(self.old[i], self.rollout[i]) for i in self.known if not self.fresh[i]])
         names = ("kl_k3", "token_mult_prob_error")
         return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
 
@@ -103,23 +107,35 @@ def training_batch(
     samples: Sequence[Sample],
     advantages: Sequence[Advantage],
     weights_version: int,
-    old: Sequence[Tensor] | None,
+    old: Mapping[int, Tensor] | None,
     reference: Sequence[Tensor] | None,
 ) -> tuple[TrainingBatch, dict[str, float]]:
     """The batch, and the metrics of its correction. `old`: log-probabilities of the present weights, which are of
-    `weights_version`; None: the rollout's own serve."""
+    `weights_version`, by the index of the sample, at least of all that teach; None: the rollout's own serve. A
+    correction weighs the samples that have them."""
     rollout = rollout_logprobs(samples)
     fresh = [not objective.stale_samples or s.weights_version == weights_version for s in samples]
-    credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
-    batch = TrainingBatch(objective, samples, credit, rollout, rollout if old is None else old, fresh, reference)
-    rule, lengths, everything = objective.rule, [len(row) for row in rollout], range(len(samples))
+    credit = per_token(samples, advantages)
+    known, given = sorted(old or ()), [(old or {}).get(i, row) for i, row in enumerate(rollout)]
+    idle = idle_samples(objective, credit)
+    batch = TrainingBatch(objective, samples, credit, rollout, given, fresh, idle, known, reference)
+    rule, lengths, everything = objective.rule, [len(rollout[i]) for i in known], range(len(samples))
     if not rule.active or not any(lengths):
         return batch, {}
-    correction = correct(rule, torch.cat(list(batch.old)), torch.cat(rollout), lengths)
-    kept = correction.kept.split(lengths) if rule.denominator == "kept" else None
-    corrected = replace(batch, importance=correction.weights.split(lengths), kept=kept)
-    sizes = (torch.cat(credit), lengths, batch.weights_of(everything), corrected.weights_of(everything))
+    correction = correct(rule, _joined(given, known), _joined(rollout, known), lengths)
+    importance = [torch.ones_like(row) for row in rollout]
+    kept = [torch.ones_like(row, dtype=torch.bool) for row in rollout]
+    for i, weights, own in zip(known, correction.weights.split(lengths), correction.kept.split(lengths)):
+        importance[i], kept[i] = weights, own
+    corrected = replace(batch, importance=importance, kept=kept if rule.denominator == "kept" else None)
+    before, after = (each.weights_of(everything) for each in (batch, corrected))
+    sizes = (_joined(credit, known), lengths, [before[i] for i in known], [after[i] for i in known])
     return corrected, correction_metrics(correction) | step_metrics(correction, *sizes)
+
+
+def per_token(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> list[Tensor]:
+    """Of each sample, [trained tokens] float32."""
+    return [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
 
 
 def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:

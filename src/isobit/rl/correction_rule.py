@@ -80,6 +80,11 @@ class CorrectionRule:
     def active(self) -> bool:
         return self != CorrectionRule()
 
+    @property
+    def of_batch(self) -> bool:
+        """Whether it does more than weigh each sample by itself: a mean over the batch, or what it may reject."""
+        return self.normalize or self.rejection is not None or self.veto > 0
+
     def __str__(self) -> str:
         named = [name for name, rule in CORRECTIONS.items() if rule == self]
         changed = [f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]

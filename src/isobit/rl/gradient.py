@@ -2,16 +2,18 @@
 
 Micro-batches are a function of the samples alone. Where there are several ranks, each computes every `size`-th one.
 Gradients are added in the order of the micro-batches (`isobit.distributed.exchange`), and so is what is counted over
-them, so neither depends on the number of ranks (tests/distributed/test_runs.py). Left out: which samples are in
-the batch, and the update.
+them, so neither depends on the number of ranks (tests/distributed/test_runs.py). Micro-batches of idle samples alone
+(`idle.py`) have no backward, and of a dense model no forward either: their zeros are added at the end. Left out: which
+samples are in the batch, and the update.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.distributed import Ranks
@@ -20,10 +22,11 @@ from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost
 from isobit.model.checksums import checksums, first_difference
 from isobit.rl.batch import TrainingBatch
 from isobit.rl.functions import weighted_sum
+from isobit.rl.idle import split, without_teaching
 from isobit.rl.loss import LossFunction, kl_penalty
 from isobit.rl.optim import Optimizer
-from isobit.rl.packing import micro_batches, pack
-from isobit.rl.routing import BatchLoad, PolicyForward, RoutingTotals, batch_load, load_of, summed
+from isobit.rl.packing import pack
+from isobit.rl.routing import BatchLoad, PolicyForward, RoutingTotals, batch_load, load_of, served_experts, summed
 from isobit.rl.totals import Totals
 
 
@@ -44,21 +47,49 @@ class Gradient:
 @dataclass(frozen=True, eq=False)
 class OptimizerBatch:
     """The samples `part` of a batch, in micro-batches of indices; `weights`: of each sample's tokens. Samples without a
-    trained token have no gradient, so they are in none."""
+    trained token have no gradient, so they are in none. `idle`: the micro-batches whose gradient is 0."""
 
     batch: TrainingBatch
     micro: Sequence[Sequence[int]]
     weights: Mapping[int, float]
     clip_bounds: tuple[float, float]
+    idle: frozenset[int] = frozenset()
 
     @staticmethod
     def of(
-        batch: TrainingBatch, part: Sequence[int], clip_bounds: tuple[float, float], most_tokens: int
+        batch: TrainingBatch,
+        part: Sequence[int],
+        clip_bounds: tuple[float, float],
+        most_tokens: int,
+        idle_apart: bool = False,
     ) -> "OptimizerBatch":
         trained = [i for i in part if batch.samples[i].num_trained]
-        spans = micro_batches([batch.samples[i] for i in trained], most_tokens)
-        micro = [[trained[i] for i in span] for span in spans]
-        return OptimizerBatch(batch, micro, dict(zip(part, batch.weights_of(part))), clip_bounds)
+        micro = split(batch.samples, trained, batch.idle, most_tokens, idle_apart)
+        weights = dict(zip(part, batch.weights_of(part)))
+        return OptimizerBatch(batch, micro, weights, clip_bounds, without_teaching(micro, batch.idle))
+
+    @property
+    def idle_samples(self) -> list[int]:
+        """Those of the idle micro-batches."""
+        return [i for number in sorted(self.idle) for i in self.micro[number]]
+
+    def dealt(self, sum_group: int) -> list[int | None]:
+        """The micro-batches in the order in which ranks take them, without groups of `sum_group` that are idle. What is
+        idle in another group keeps its place, which says what is added first."""
+        numbers = range(len(self.micro))
+        groups = [numbers[first : first + sum_group] for first in range(0, len(numbers), sum_group)]
+        kept = [group for group in groups if not self.idle.issuperset(group)]
+        return [None if number in self.idle else number for group in kept for number in group]
+
+    def sizes(self) -> Totals:
+        """How many tokens there are, and how many of them are left out."""
+        samples = self.batch.samples
+        rows = {i: len(samples[i].prompt_ids) + len(samples[i].completion_ids) for part in self.micro for i in part}
+        return Totals(
+            tokens=sum(samples[i].num_trained for i in rows),
+            rows=sum(rows.values()),
+            rows_left_out=sum(rows[i] for i in self.idle_samples),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +119,11 @@ class Differentiation:
         try:
             found = self._backwards(one, policy, checked)
             self._sum.finish()
+            self._add_zeros(one, policy, found)
             norm = self._optimizer.gradient_norm()
         except _NotFinite as error:
             found, norm = error.before, math.inf
-        totals, logprobs = Totals(), dict[int, Tensor]()
+        totals, logprobs = one.sizes(), dict[int, Tensor]()
         for index, micro in sorted(found.items()):
             totals.merge(micro.totals)
             policy.totals.merge(micro.routing)
@@ -101,34 +133,47 @@ class Differentiation:
 
     def _backwards(self, one: OptimizerBatch, policy: PolicyForward, checked: bool) -> dict[int, MicroBatch]:
         """All micro-batches, by all ranks. Raises _NotFinite on every rank where one meets NaN or infinity."""
-        rank, size, count = self._ranks.rank, self._ranks.size, len(one.micro)
+        rank, size = self._ranks.rank, self._ranks.size
+        dealt: Sequence[int | None] = range(len(one.micro))
+        if policy.model.config.experts is None:
+            dealt = one.dealt(self._optimizer.settings.sum_group)
         mine: dict[int, MicroBatch] = {}
         failed: IsobitError | None = None
+        done = 0
         try:
             load = self._load(one, policy)
         except NonFiniteError:
             raise _NotFinite({}) from None
-        for first in range(0, count, size):
-            index = first + rank
-            now = checked and not mine and failed is None and index < count
+        for first in range(0, len(dealt), size):
+            index = dealt[first + rank] if first + rank < len(dealt) else None
+            taught = failed is None and index is not None and index not in one.idle
+            now, checked = checked and taught, checked and not taught
             try:
-                before = self._try(one, index, policy, load) if now else None
-                with self._checksums(now) as after, self._sum.round(first, min(size, count - first)):
-                    if index < count and failed is None:
-                        mine[index] = self._backward(one, index, policy, load)
+                before = self._try(one, index, policy, load) if now and index is not None else None
+                with self._checksums(now) as after, self._sum.round(first, min(size, len(dealt) - first)):
+                    if index is not None and failed is None:
+                        compute = self._backward if taught else self._forward
+                        mine[index] = compute(one, index, policy, load)
                 if before is not None:
                     _compare(before, after)
+                done += failed is None
             except RankLost:
                 raise
             except IsobitError as error:  # it waits for the others, who wait for this rank's rows
                 failed = error
-                mine.pop(index, None)
-        return self._gathered(mine, failed, policy)
+                if index is not None:
+                    mine.pop(index, None)
+        return self._gathered(mine, failed, policy, dealt, done)
 
     def _gathered(
-        self, mine: dict[int, MicroBatch], failed: IsobitError | None, policy: PolicyForward
+        self,
+        mine: dict[int, MicroBatch],
+        failed: IsobitError | None,
+        policy: PolicyForward,
+        dealt: Sequence[int | None],
+        done: int,
     ) -> dict[int, MicroBatch]:
-        """Those of all ranks, by index."""
+        """Those of all ranks, by index; this one is `done` with so many of those it was dealt."""
         try:
             policy.model.ops.raise_faults()  # of the backwards
         except NonFiniteError as error:
@@ -137,11 +182,25 @@ class Differentiation:
         broken = isinstance(failed, NonFiniteError)
         self._ranks.agree(None if broken else failed)
         found = gather_micro_batches(self._ranks, mine)
-        done = self._ranks.gather([len(mine), broken])
-        if any(bad for _, bad in done):
-            first = min(rank + n * self._ranks.size for rank, (n, bad) in enumerate(done) if bad)
-            raise _NotFinite({index: micro for index, micro in found.items() if index < first})
+        ends = self._ranks.gather([done, broken])
+        if any(bad for _, bad in ends):
+            first = min(rank + n * self._ranks.size for rank, (n, bad) in enumerate(ends) if bad)
+            before = dealt[:first]
+            raise _NotFinite({index: micro for index, micro in found.items() if index in before})
         return found
+
+    def _add_zeros(self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]) -> None:
+        """What the idle micro-batches would have added: 0 to all masters, but of experts only to those that served them
+        (AdamW leaves a master without a gradient alone)."""
+        if not one.idle:
+            return
+        served: Collection[str] = ()
+        if policy.model.config.experts is not None:
+            samples = [one.batch.samples[i] for i in one.idle_samples]
+            served = served_experts(policy, samples, [found[index].routing for index in sorted(one.idle)])
+        for name, parameter in self._optimizer.parameters.items():
+            if parameter.numel() and (".experts." not in name or name.rpartition(".")[0] in served):
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0)
 
     def _load(self, one: OptimizerBatch, policy: PolicyForward) -> BatchLoad | None:
         """The load of the experts over the whole batch, where a loss balances it."""
@@ -172,6 +231,14 @@ class Differentiation:
         total.backward()
         totals.count(loss, outputs, entropy, kl)
         return MicroBatch(totals, routing, logprobs.detach())
+
+    @torch.no_grad()
+    def _forward(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> MicroBatch:
+        """Of an idle micro-batch of a mixture of experts: whom its tokens went to, and what is measured."""
+        routing, totals, samples = RoutingTotals(), Totals(), [one.batch.samples[i] for i in one.micro[index]]
+        logprobs, entropy, _ = replace(policy, totals=routing)(pack(samples), samples)
+        totals.see(entropy)
+        return MicroBatch(totals, routing, logprobs)
 
     def _try(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> dict[str, Tensor]:
         """Checksums of the gradient that `_backward` gives, which leaves nothing else."""

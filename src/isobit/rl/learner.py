@@ -10,12 +10,16 @@ and, where WGrad runs in FP8, up to its scales, which blocks of 128 tokens share
 load-balancing loss takes the load of the whole batch, for which several micro-batches have a forward more
 (tests/rl/test_router_loss.py).
 
+Samples whose advantage is exactly 0 teach nothing. Micro-batches of them alone are left out where no other term of the
+loss needs them (`idle.py`), but for a few, on which the mismatch is measured all the same.
+
 A step whose loss or gradient is not finite, or whose tokens a correction has all rejected, changes neither weights nor
 optimizer; it is counted, and left out of the other metrics, which are NaN if no step was taken.
 
 Left out: rewards and rollouts.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,10 +30,11 @@ from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.rl.advantages import Advantage
 from isobit.rl.agreement import Disagreement, corrected, promises_bits
-from isobit.rl.batch import SampleKey, TrainingBatch, rollout_logprobs, sample_key, training_batch
+from isobit.rl.batch import SampleKey, TrainingBatch, per_token, rollout_logprobs, sample_key, training_batch
 from isobit.rl.forward import forward
 from isobit.rl.functions import loss_function
-from isobit.rl.gradient import Differentiation, MicroBatch, OptimizerBatch, gather_micro_batches
+from isobit.rl.gradient import Differentiation, Gradient, MicroBatch, OptimizerBatch, gather_micro_batches
+from isobit.rl.idle import drawn, idle_samples, split, without_teaching
 from isobit.rl.loss import kl_penalty
 from isobit.rl.objective import Objective
 from isobit.rl.optim import Optimizer
@@ -63,7 +68,8 @@ class Learner:
     """Trains `model` on rollout batches. `reference` is the frozen model of the KL penalty, if there is one.
 
     `on_mismatch` (stop, warn or correct) is what a differing token does where the flow has `promised` that there is
-    none. Every `check_gradients_every` steps, if it is not 0, the first micro-batch is differentiated twice.
+    none. Every `check_gradients_every` steps, if it is not 0, the first micro-batch is differentiated twice. The
+    mismatch is measured on `measured_idle` of the samples of a step that teach nothing and are left out.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Learner:
         seed: int = 0,
         on_mismatch: str = "warn",
         check_gradients_every: int = 0,
+        measured_idle: int = 0,
     ) -> None:
         assert (reference is not None) == (objective.kl_coefficient > 0)
         self.model, self.optimizer, self.objective, self.reference = model, optimizer, objective, reference
@@ -85,7 +92,7 @@ class Learner:
         self.differentiation = Differentiation(optimizer, model.transformer.masters.leaves, loss)
         self._ranks = optimizer.shards.ranks
         self.micro_batch_tokens, self.recompute = micro_batch_tokens, recompute
-        self.seed, self.check_gradients_every = seed, check_gradients_every
+        self.seed, self.check_gradients_every, self.measured_idle = seed, check_gradients_every, measured_idle
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
         self.state = LearnerState((objective.clip_low, objective.clip_high))
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
@@ -94,9 +101,10 @@ class Learner:
     def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int) -> Learned:
         """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate.
 
-        The working weights must be those that sampled. Mismatch is measured with them: over all samples where old
-        log-probabilities are recomputed, else over those of the first optimizer step. Samples that are known to be of
-        older weights have no part in it; their distance is reported as `staleness/*`.
+        The working weights must be those that sampled. Mismatch is measured with them: over all samples whose old
+        log-probabilities are recomputed, else over those of the first optimizer step that are not left out, and some
+        that are. Samples that are known to be of older weights have no part in it; their distance is reported as
+        `staleness/*`.
 
         Raises Disagreement, before anything has changed, if tokens differ that must not, under on_mismatch: stop. Under
         correct such a batch is learned from with an objective that corrects it.
@@ -119,7 +127,8 @@ class Learner:
         assert self.reference is not None
         reference, old = self._logprobs(self.reference, samples), rollout_logprobs(samples)
         if self.objective.recompute_old:
-            old = self._old_logprobs(samples, PolicyForward(self.model, self.objective, RoutingTotals()))
+            policy = PolicyForward(self.model, self.objective, RoutingTotals())
+            old = list(self._old_logprobs(samples, [False] * len(samples), policy, 0).values())
         return [
             tuple(kl_penalty(mine.double(), other.double(), self.objective.estimator).tolist())
             for mine, other in zip(old, reference)
@@ -132,12 +141,12 @@ class Learner:
         rate = learning_rate(step, self.optimizer.settings)
         totals, routing, seen = Totals(), RoutingTotals(), dict[int, Tensor]()
         try:
-            batch, metrics = self._prepare(samples, advantages, PolicyForward(self.model, objective, routing))
+            batch, metrics = self._prepare(samples, advantages, PolicyForward(self.model, objective, routing), step)
         except NonFiniteError:
             self._skip(totals)
             return Learned(totals.metrics(rate))
         if objective.recompute_old:
-            seen = dict(enumerate(batch.old))
+            seen = {i: batch.old[i] for i in batch.known}
             if strict:
                 batch.require_agreement(seen, range(len(samples)))
             metrics |= batch.staleness()
@@ -153,9 +162,11 @@ class Learner:
                 self.model.sync(rollout=False)
             policy = PolicyForward(self.model, objective, routing, sampled=not moved, recompute=self.recompute)
             checked = not moved and self.check_gradients_every > 0 and step % self.check_gradients_every == 0
-            one = OptimizerBatch.of(batch, part, self.state.clip_bounds, self.micro_batch_tokens)
+            apart = self.optimizer.settings.idle_apart
+            one = OptimizerBatch.of(batch, part, self.state.clip_bounds, self.micro_batch_tokens, apart)
             gradient = self.differentiation.gradient(one, policy, checked)
             if not moved and not objective.recompute_old:
+                gradient = self._with_idle(gradient, one, policy, step)
                 seen |= gradient.logprobs
             if gradient.finite:
                 if strict and not moved and not objective.recompute_old:
@@ -175,11 +186,16 @@ class Learner:
         return Learned(metrics | totals.metrics(rate) | routing.metrics(), batch.compared(seen))
 
     def _prepare(
-        self, samples: Sequence[Sample], advantages: Sequence[Advantage], policy: PolicyForward
+        self, samples: Sequence[Sample], advantages: Sequence[Advantage], policy: PolicyForward, step: int
     ) -> tuple[TrainingBatch, dict[str, float]]:
         """The batch with its old and reference log-probabilities and its correction, and the correction's metrics."""
         objective = policy.objective
-        old = self._old_logprobs(samples, policy) if objective.recompute_old else None
+        old = None
+        if objective.recompute_old:
+            idle = idle_samples(objective, per_token(samples, advantages))
+            if objective.rule.of_batch or objective.shadow_every or policy.model.config.experts is not None:
+                idle = [False] * len(samples)
+            old = self._old_logprobs(samples, idle, policy, step)
         penalized = self.reference is not None and not objective.kl_in_reward
         reference = self._logprobs(self.reference, samples) if penalized and self.reference is not None else None
         return training_batch(objective, samples, advantages, self.model.weights_version, old, reference)
@@ -203,38 +219,77 @@ class Learner:
         totals.skipped += 1
         self.state.bad_steps_in_a_row += 1
 
-    def _old_logprobs(self, samples: Sequence[Sample], policy: PolicyForward) -> list[Tensor]:
-        """Of the working weights; computed once for as long as they last."""
+    def _old_logprobs(
+        self, samples: Sequence[Sample], idle: Sequence[bool], policy: PolicyForward, step: int
+    ) -> dict[int, Tensor]:
+        """Of the working weights, by index, computed once for as long as they last. Micro-batches of `idle` samples
+        alone are left out, but for the samples on which the mismatch is measured."""
         if self._old_version != self.model.weights_version:
             self._old, self._old_version = {}, self.model.weights_version
-        missing = [sample for sample in samples if sample_key(sample) not in self._old]
-        self._old |= zip(map(sample_key, missing), self._logprobs(self.model, missing, policy))
-        return [self._old[sample_key(sample)] for sample in samples]
+        keys = [sample_key(sample) for sample in samples]
+        missing = [i for i, key in enumerate(keys) if key not in self._old]
+        spans = self._split(samples, missing, idle)
+        unneeded = without_teaching(spans, idle)
+        left_out = [i for number in sorted(unneeded) for i in spans[number]]
+        wanted = [span for number, span in enumerate(spans) if number not in unneeded]
+        wanted += self._split(samples, drawn(left_out, self.measured_idle, self.seed, step), idle)
+        found, _ = self._forwards(self.model, samples, wanted, policy)
+        self._old |= {keys[i]: row for i, row in found.items()}
+        return {i: self._old[key] for i, key in enumerate(keys) if key in self._old}
+
+    def _split(self, samples: Sequence[Sample], chosen: Sequence[int], idle: Sequence[bool]) -> list[list[int]]:
+        return split(samples, chosen, idle, self.micro_batch_tokens, self.optimizer.settings.idle_apart)
+
+    def _with_idle(self, gradient: Gradient, one: OptimizerBatch, policy: PolicyForward, step: int) -> Gradient:
+        """With the log-probabilities of some of the samples that are left out, and their entropy."""
+        left_out = [i for i in one.idle_samples if i not in gradient.logprobs]  # experts: none, they have a forward
+        chosen = drawn(left_out, self.measured_idle, self.seed, step)
+        if not chosen:
+            return gradient
+        spans = self._split(one.batch.samples, chosen, one.batch.idle)
+        try:
+            logprobs, totals = self._forwards(self.model, one.batch.samples, spans, policy)
+        except NonFiniteError:
+            return replace(gradient, norm=math.inf)
+        gradient.totals.merge(totals)
+        return replace(gradient, logprobs={**gradient.logprobs, **logprobs})
+
+    def _logprobs(self, model: Model, samples: Sequence[Sample]) -> list[Tensor]:
+        """Of each sample, [trained tokens]."""
+        spans = list(map(list, micro_batches(samples, self.micro_batch_tokens)))
+        return list(self._forwards(model, samples, spans)[0].values())
 
     @torch.no_grad()
-    def _logprobs(self, model: Model, samples: Sequence[Sample], policy: PolicyForward | None = None) -> list[Tensor]:
-        """Of each sample, [trained tokens]; every rank computes some micro-batches. `policy`: the model is the policy,
-        whose routers may follow the rollout's."""
-        spans = list(micro_batches(samples, self.micro_batch_tokens))
+    def _forwards(
+        self,
+        model: Model,
+        samples: Sequence[Sample],
+        spans: Sequence[Sequence[int]],
+        policy: PolicyForward | None = None,
+    ) -> tuple[dict[int, Tensor], Totals]:
+        """Of the samples of these micro-batches, by index, log-probabilities [trained tokens]; and sums over all of
+        them. Every rank computes some. `policy`: the model is the policy, whose routers may follow the rollout's."""
         mine: dict[int, MicroBatch] = {}
 
         def compute() -> None:
             for index in range(self._ranks.rank, len(spans), self._ranks.size):
-                chosen, routing = [samples[i] for i in spans[index]], RoutingTotals()
+                chosen, routing, totals = [samples[i] for i in spans[index]], RoutingTotals(), Totals()
                 packed = pack(chosen)
                 if policy is None:
-                    logprobs = forward(model, packed, self.objective.temperature)[0]
+                    logprobs, entropy = forward(model, packed, self.objective.temperature)
                 else:
-                    logprobs = replace(policy, totals=routing)(packed, chosen)[0]
-                mine[index] = MicroBatch(Totals(), routing, logprobs)
+                    logprobs, entropy, _ = replace(policy, totals=routing)(packed, chosen)
+                totals.see(entropy)
+                mine[index] = MicroBatch(totals, routing, logprobs)
 
         self._ranks.together(compute)
-        results: list[Tensor] = []
+        results, sums = dict[int, Tensor](), Totals()
         for index, micro in sorted(gather_micro_batches(self._ranks, mine).items()):
+            sums.merge(micro.totals)
             if policy is not None:
                 policy.totals.merge(micro.routing)
-            results += micro.logprobs.split([samples[i].num_trained for i in spans[index]])
-        return results
+            results |= zip(spans[index], micro.logprobs.split([samples[i].num_trained for i in spans[index]]))
+        return results, sums
 
     def _shadow(self, batch: TrainingBatch) -> list[Tensor] | None:
         """Log-probabilities of the masters as they are, in BF16."""

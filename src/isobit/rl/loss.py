@@ -78,10 +78,12 @@ def clip(inputs: LossInputs) -> LossOutputs:
 
 
 def cispo(inputs: LossInputs) -> LossOutputs:
-    """-clip(ratio)·A·log policy, no gradient through the clipped ratio (MiniMax 2025, arXiv 2506.13585, eq. 4)."""
+    """-clip(ratio)·A·log policy, no gradient through the clipped ratio (MiniMax 2025, arXiv 2506.13585, eq. 4). Without
+    an advantage there is nothing to clip, whatever the ratio."""
     ratio = ratios(inputs)
     bounded = _bounded(ratio, inputs)
-    return LossOutputs(-bounded.detach() * inputs.advantages * inputs.policy_logprobs, bounded != ratio)
+    clipped = (bounded != ratio) & (inputs.advantages != 0)
+    return LossOutputs(-bounded.detach() * inputs.advantages * inputs.policy_logprobs, clipped)
 
 
 def reinforce(inputs: LossInputs) -> LossOutputs:

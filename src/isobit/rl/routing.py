@@ -130,6 +130,25 @@ class PolicyForward:
         return *found, tape
 
 
+def served_experts(policy: PolicyForward, samples: Sequence[Sample], seen: Sequence[RoutingTotals]) -> set[str]:
+    """The experts that served some rows, as `layers.3.experts.0`: those that the rollout chose for the samples, where
+    they are repeated, else those `seen` in the forwards."""
+    config = policy.model.config
+    assert config.experts is not None
+    layers = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
+    if policy.objective.router_replay:
+        chosen = _tape(policy.model, samples, replay=True)[0].given
+        assert chosen is not None
+        loads = [torch.bincount(rows.flatten(), minlength=config.experts.count) for rows in chosen.cpu().unbind(1)]
+    else:
+        loads = list(torch.stack([totals.load for totals in seen if totals.load is not None]).sum(0))
+    return {
+        f"layers.{layer}.experts.{expert}"
+        for layer, load in zip(layers, loads, strict=True)
+        for expert in load.nonzero().flatten().tolist()
+    }
+
+
 @torch.no_grad()
 def batch_load(
     model: Model, micro_batches: Sequence[Sequence[Sample]], replay: bool, ranks: Ranks = ALONE

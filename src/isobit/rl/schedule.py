@@ -39,6 +39,11 @@ class OptimizerSettings:
         "micro-batches whose gradients are added first, before the groups are; 8 on machines of 8 GPUs sends an eighth "
         "between machines. Decides how gradients are rounded",
     ] = 1
+    idle_apart: Annotated[
+        bool,
+        "samples whose advantage is 0 in micro-batches of their own, which cost nothing. Decides how gradients are "
+        "rounded",
+    ] = False
     total_steps: Internal[int] = 1
     """Calls of `learning_rate`."""
 

@@ -70,7 +70,7 @@ def unlike(recorded: Path, config: Config, machine: Mapping[str, object]) -> lis
     """What makes a replay under `config`, on this machine, compute other bits than the run that it learns from: the
     sections of the config and the facts of the machine that differ."""
     before = load_config(recorded / runs.CONFIG)
-    free = {"run", "tracking", "evaluation", "rewards", "engine", "backend", "on_mismatch"}
+    free = {"run", "tracking", "evaluation", "rewards", "engine", "backend", "on_mismatch", "mismatch"}
     if config.optimizer.schedule == "constant":
         free.add("steps")
     sections = [n for n in options_of(Config) if n not in free and getattr(before, n) != getattr(config, n)]

@@ -101,6 +101,7 @@ def _open_models(
         seed=config.seed,
         on_mismatch=config.on_mismatch,
         check_gradients_every=config.run.check_gradients_every,
+        measured_idle=config.mismatch.samples_of_idle_groups,
     )
     sampling = replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)
