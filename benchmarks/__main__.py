@@ -20,6 +20,7 @@ NAMES = (
     "published",
     "exposed",
     "ranks",
+    "idle_groups",
 )
 
 

@@ -20,6 +20,7 @@ from benchmarks.models import save_model
 from isobit.config import load_config
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
+from isobit.training.objects import NO_OBJECTS
 from isobit.training.opening import open_session
 
 WARMUP = 2
@@ -56,7 +57,7 @@ def _open_step(folder: Path, model: Path, kind: str, stack: ExitStack) -> Callab
     }
     config = folder / f"{kind}.yaml"
     config.write_text(yaml.safe_dump(values))
-    session = stack.enter_context(open_session(load_config(config), quiet=True))
+    session = stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=True))
     if kind == "after the rollout":
         generate = session.parts.engine.generate
 

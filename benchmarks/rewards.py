@@ -1,6 +1,7 @@
 """The rewards of the step benchmarks, the same functions for every contestant."""
 
 import time
+import zlib
 
 
 def digits(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
@@ -12,3 +13,9 @@ def slow_digits(prompts: list[str], completions: list[str], **columns: object) -
     """The same, as slowly as a reward that asks somebody else: 20 ms a completion."""
     time.sleep(0.02 * len(completions))
     return digits(prompts, completions)
+
+
+def digits_of_half(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """The same for half of the prompts; to completions of the others no answer is better than any."""
+    rewards = digits(prompts, completions)
+    return [reward if zlib.crc32(prompt.encode()) % 2 else 0.0 for prompt, reward in zip(prompts, rewards)]

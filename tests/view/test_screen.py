@@ -67,6 +67,17 @@ def test_the_screen_says_what_a_run_does() -> None:
     assert "entropy" not in text  # there was no finite value
 
 
+def test_what_is_left_out_of_learning_is_shown() -> None:
+    """Where anything is: a run that leaves nothing out has no such line."""
+    view = history()
+    view.add({"step": 13, "learn/skipped_share": 0.0, "advantage/nonzero_fraction": 1.0})
+    assert "left out" not in "\n".join(drawn(view))
+    view.add({"step": 14, "learn/skipped_share": 0.375, "advantage/nonzero_fraction": 0.5})
+    line = next(line for line in drawn(view) if line.startswith("left out"))
+    assert "38%" in line
+    assert "50% of the samples teach" in line
+
+
 def test_a_mismatch_is_not_called_zero() -> None:
     text = "\n".join(drawn(history(differing=7.0)))
     assert "exactly zero" not in text

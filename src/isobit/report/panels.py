@@ -16,6 +16,9 @@ OUTCOME = (
 LEARNING = (
     Panel("Reward functions", ("reward/function/*",), note="mean of each, unweighted"),
     Panel("Groups without spread", ("groups/zero_spread_fraction",), note="which teach nothing"),
+    Panel(
+        "Left out of learning", ("learn/skipped_share",), note="fraction of tokens: micro-batches that teach nothing"
+    ),
     Panel("Entropy", ("entropy",), unit="nats per token"),
     Panel("Gradient norm", ("grad_norm",), note="before clipping"),
     Panel("Clipped tokens", ("clip_fraction",), note="fraction whose gradient the clip cuts off"),

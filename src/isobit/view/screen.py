@@ -132,7 +132,8 @@ def _metrics(history: History, spark: int, notes: bool) -> Table:
     grid.add_column(no_wrap=True, width=spark)
     if notes:
         grid.add_column(style=_SOFT, no_wrap=True, overflow="ellipsis")
-    for label, name, form, note in _LINES:
+    left_out = any(history.values("learn/skipped_share"))
+    for label, name, form, note in (*_LINES, _LEFT_OUT) if left_out else _LINES:
         if (value := history.last(name)) is not None:
             line = Text(sparkline(history.values(name), spark), style="blue")
             grid.add_row(*(label, form.format(value), line, _note(history, note))[: 3 + notes])
@@ -149,6 +150,7 @@ _LINES = (
     ("length", "length/mean", "{:.1f}", ("{:.0%} truncated", "length/truncated_fraction")),
     ("entropy", "entropy", "{:.3f}", ("gradient norm {:.3g}", "grad_norm")),
 )
+_LEFT_OUT = ("left out", "learn/skipped_share", "{:.0%}", ("{:.0%} of the samples teach", "advantage/nonzero_fraction"))
 
 
 def _note(history: History, note: tuple[str, str] | None) -> str:
