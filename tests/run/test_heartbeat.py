@@ -1,11 +1,15 @@
 """What `isobit watch` says of a rank is the phase that it is in."""
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from isobit.config import load_config
 from isobit.run import heartbeat
 from isobit.run.heartbeat import Heartbeat, beats
+from isobit.training.train import train
+from tests.runs import write_config
 
 
 def test_every_change_of_phase_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +29,13 @@ def test_every_change_of_phase_is_written_at_once(tmp_path: Path, monkeypatch: p
 def test_a_run_of_one_process_writes_none(tmp_path: Path) -> None:
     Heartbeat(tmp_path, 0, 1, lambda: 0).beat("learn")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_verb_of_a_run_is_told(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the heartbeat, and to the ranks that wait: a rank may die or stand still in any."""
+    told = list[str]()
+    monkeypatch.setattr(Heartbeat, "beat", lambda self, phase: told.append(phase))
+    train(load_config(write_config(tmp_path, base_model, evaluation={"every": 1, "samples": 4}), ["steps=1"]))
+    step = ["sync", "rollout", "score", "learn", "sync", "evaluate", "save"]
+    assert list(dict.fromkeys(told)) == ["sync", "evaluate", "save", "rollout", "score", "learn"]
+    assert [name for name, _ in groupby(told)][-len(step) :] == step

@@ -98,7 +98,7 @@ class Recorder:
         values = {"step": float(step), **(measured or {})}
         if held_out is not None and (step % parts.config.evaluation.every == 0 or last):
             self._policy.refresh()
-            display.phase("evaluate")
+            self._context.meter.phase("evaluate")
             with saver.broken_weights_end_the_run():
                 found, line = held_out.evaluate()
             parts.learner.check_memory()
