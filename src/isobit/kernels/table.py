@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from isobit.kernels.triton.ops import TritonOps
 
 BACKENDS = ("auto", "triton", "native", "reference")
-CONSISTENCIES = ("bitwise", "fast")
+CONSISTENCIES = ("exact", "bitwise", "fast")
 
 
 def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:

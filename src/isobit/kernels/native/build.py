@@ -13,14 +13,30 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import torch
 
 _HERE = Path(__file__).parent
-_SOURCES = ("product.cpp", "quantize.cpp", "pointwise.cpp", "attention.cpp", "attention_backward.cpp", "sampling.cpp")
-_HEADERS = ("native.h", "tile.h", "quantize.h", "attention.h", "attention_rows.h")
+_AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi")
+_PATHS: dict[str, tuple[str, ...]] = {
+    "tdp32_portable.cpp": (),
+    "tdp32_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "tdp32_avx512.cpp": _AVX512,
+    "tdp32_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+}
+"""Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a compiler
+that does not know the flags, such a file is empty."""
+_SOURCES = (
+    "product.cpp", "quantize.cpp", "pointwise.cpp", "attention.cpp", "attention_backward.cpp", "sampling.cpp",
+    "tdp32.cpp", *_PATHS,
+)  # fmt: skip
+_HEADERS = (
+    "native.h", "tile.h", "product.h", "quantize.h", "attention.h", "attention_rows.h", "tdp32.h", "tdp32_kernel.h",
+    "tdp32_avx512.h",
+)  # fmt: skip
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 _WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized")  # the last is wrong about GCC's own AVX-512 headers
 _COMPILERS = ("g++", "c++", "clang++")
@@ -79,6 +95,10 @@ def _processor_flags() -> list[str]:
     return ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
 
 
+def _path_flags(name: str) -> tuple[str, ...]:
+    return _PATHS[name] if platform.machine() in ("x86_64", "AMD64") else ()
+
+
 def _openmp_flags(program: str) -> list[str]:
     """Compile for OpenMP, and link its library only where PyTorch's own does not offer GNU's symbols."""
     if platform.system() == "Darwin" or not torch.backends.openmp.is_available():
@@ -91,16 +111,26 @@ def _openmp_flags(program: str) -> list[str]:
 
 def _compile(program: str, flags: list[str], path: Path) -> None:
     """Objects side by side, then a library without OpenMP's own: `-fopenmp` at the link would add it."""
-    sources = [str(_HERE / name) for name in _SOURCES]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        objects = [os.path.join(folder, f"{Path(source).stem}.o") for source in sources]
+        objects = {name: os.path.join(folder, f"{Path(name).stem}.o") for name in _SOURCES}
         own = [flag for flag in flags if not flag.startswith("-Wl,") and flag != "-shared"]
-        for process in [_start([program, *own, "-c", s, "-o", o]) for s, o in zip(sources, objects)]:
-            _finish(process)
+        general = [flag for flag in own if flag not in _processor_flags()]
+
+        def start(name: str, chosen: Iterable[str]) -> "subprocess.Popen[str]":
+            return _start([program, *chosen, "-c", str(_HERE / name), "-o", objects[name]])
+
+        running = {n: start(n, [*general, *_path_flags(n)] if n in _PATHS else own) for n in _SOURCES}
+        for name, process in running.items():
+            try:
+                _finish(process)
+            except BuildFailed:
+                if not _PATHS.get(name):
+                    raise
+                _finish(start(name, general))
         shares_openmp = any(flag.startswith("-Wl,") for flag in flags)
         linking = [flag for flag in flags if not (shares_openmp and flag == "-fopenmp")]
         target = os.path.join(folder, path.name)
-        _finish(_start([program, *linking, *objects, "-o", target]))
+        _finish(_start([program, *linking, *objects.values(), "-o", target]))
         os.replace(target, path)
 
 

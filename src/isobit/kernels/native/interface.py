@@ -6,12 +6,13 @@ _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class ProductArguments(ctypes.Structure):
-    """`struct Product` of product.cpp. A grid of scales is (pointer, block rows, block columns, strides)."""
+    """`struct Product` of product.h. A grid of scales is (pointer, block rows, block columns, strides)."""
 
     _fields_ = [
         ("kind_a", _I), ("m", _I), ("n", _I), ("k", _I), ("a", _P), ("a_row", _I), ("a_column", _I),
         ("kind_b", _I), ("packed", _P), ("bias", _P), ("bias_kind", _I), ("out", _P), ("out_kind", _I),
         ("threads", _I), ("scaled", _I), ("scale_a", _I * 5), ("scale_b", _I * 5),
+        ("isa", _I),
     ]  # fmt: skip
 
 
@@ -30,6 +31,10 @@ class AttentionArguments(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_product": (None, [_P]),
+    "isobit_tdp32_isa": (_I, [_I]),
+    "isobit_tdp32_self_test": (_I, [_I]),
+    "isobit_tdp32_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
+    "isobit_tdp32_product": (None, [_P]),
     "isobit_quantize": (_I, [_I, _P, _I, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_dequantize": (None, [_P, _I, _I, _P, _I, _I, _P, _I]),
     "isobit_kv_write": (_I, [_I, _P, _P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _P, _P]),

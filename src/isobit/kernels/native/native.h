@@ -37,7 +37,7 @@ typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
-enum Kind : int64_t { E4M3 = 0, BF16 = 1, FP32 = 2 };
+enum Kind : int64_t { E4M3 = 0, BF16 = 1, FP32 = 2, E5M2 = 3 };
 
 template <class V, class T>
 INLINE V load(const T* p) {
@@ -280,6 +280,8 @@ INLINE f32x16 exponential(f32x16 x) {
 
 // ---- scratch and threads ----
 
+namespace {  // files are compiled for different instruction sets: each has its own copy
+
 // Memory of one thread, kept between calls.
 struct Scratch {
     double* data = nullptr;
@@ -296,6 +298,8 @@ struct Scratch {
         return data;
     }
 };
+
+}  // namespace
 
 INLINE int64_t padded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 

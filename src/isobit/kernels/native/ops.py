@@ -22,7 +22,9 @@ from isobit.kernels.composed import Composed
 from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
 from isobit.kernels.native.build import BuildFailed, compiler, library
 from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
+from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.reference.tdp32 import computes
 from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec, nonfinite_message
 
@@ -56,6 +58,7 @@ class NativeOps(Composed):
         self._lib = declare(library())
         self._reference = ReferenceOps(consistency, why)
         self._fast = consistency == "fast"
+        self._ordered = OrderedProducts() if consistency == "bitwise" else None
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         kind = _PLAIN.get(x.dtype)
@@ -79,6 +82,8 @@ class NativeOps(Composed):
         kept = into if isinstance(into, Packed) else None
         if self._fast:
             return self._fast_prepare(weight, kept)
+        if self._ordered is not None and is_packed(weight):
+            return self._ordered.prepare(weight, kept)
         data = weight.data if isinstance(weight, QTensor) else weight
         if data.dtype not in _KINDS or (isinstance(weight, QTensor) and not _blocks_are_native(weight)):
             return weight
@@ -88,6 +93,10 @@ class NativeOps(Composed):
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         if self._fast:
             return self._fast_product(a, b, bias, out)
+        if self._ordered is not None:
+            if computes(a, weight_of(b)):
+                return self._ordered.product(a, b, bias, out)
+            b = weight_of(b) if is_packed(weight_of(b)) else b
         panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
         if isinstance(a, QTensor) and isinstance(b, QTensor):
             if not (_blocks_are_native(a) and _blocks_are_native(b)):

@@ -3,29 +3,9 @@
 // E4M3: per block of 128 along K the exact sum of code products, times (scale_a · scale_b), blocks added ascending.
 // Plain: products are exact in float64; each element is one chain of additions in ascending k. B is packed beforehand
 // into panels [N/16][K][16] of its own format, so that the inner loop reads it in order; A is decoded per call.
-#include "tile.h"
+#include "product.h"
 
-constexpr int64_t STEP = 128;  // block of K: the scaling group, and what is decoded at a time
 constexpr int64_t GROUP = 4;   // panels of B that are decoded together
-
-template <class T>
-static void pack_panel(const T* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, int64_t p, T* out) {
-    int64_t first = p * PANEL, rows = n - first < PANEL ? n - first : PANEL;
-    const T* source = b + first * row_stride;
-    if (rows == PANEL && column_stride == 1) {
-        const T* pointers[16];
-        for (int i = 0; i < 16; i++) pointers[i] = source + i * row_stride;
-        transpose_rows(pointers, k, out);
-        return;
-    }
-    if (rows == PANEL && row_stride == 1) {
-        for (int64_t j = 0; j < k; j++) std::memcpy(out + j * PANEL, source + j * column_stride, PANEL * sizeof(T));
-        return;
-    }
-    for (int64_t j = 0; j < k; j++)
-        for (int64_t i = 0; i < PANEL; i++)
-            out[j * PANEL + i] = i < rows ? source[i * row_stride + j * column_stride] : T(0);
-}
 
 template <class T>
 static void pack(const T* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride, T* out, int64_t threads) {
@@ -40,35 +20,6 @@ EXPORT void isobit_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64
     if (kind == BF16) pack((const uint16_t*)b, n, k, row_stride, column_stride, (uint16_t*)out, threads);
     if (kind == FP32) pack((const float*)b, n, k, row_stride, column_stride, (float*)out, threads);
 }
-
-// A grid of scales: row r and the block of columns that begins at k.
-struct Scales {
-    const float* data;
-    int64_t block_rows, block_columns, row_stride, column_stride;
-    // The scales of rows first..first+count (zeros from `end` on) at column k.
-    void fill(int64_t first, int64_t count, int64_t end, int64_t k, double* out) const {
-        const float* column = data + k / block_columns * column_stride;
-        int64_t block = first / block_rows, left = block_rows - first % block_rows;
-        for (int64_t i = 0; i < count; i++) {
-            out[i] = first + i < end ? column[block * row_stride] : 0.0;
-            if (--left == 0) left = block_rows, block++;
-        }
-    }
-};
-
-struct Product {
-    int64_t kind_a, m, n, k;
-    const void* a;
-    int64_t a_row, a_column;
-    int64_t kind_b;
-    const void* packed;
-    const void* bias;
-    int64_t bias_kind;
-    void* out;
-    int64_t out_kind, threads;
-    int64_t scaled;
-    Scales scale_a, scale_b;
-};
 
 template <class T>
 static void decode_block(const T* a, int64_t rows, int64_t count, int64_t row_stride, int64_t column_stride,

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.composed import Composed
-from isobit.kernels.matrices import Operand, Prepared
-from isobit.kernels.reference import attention, pointwise, product, routing, sampling
+from isobit.kernels.matrices import Operand, Prepared, weight_of
+from isobit.kernels.reference import attention, pointwise, product, routing, sampling, tdp32
 from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import QTensor, QuantSpec, quantize
 
@@ -25,12 +25,16 @@ class ReferenceOps(Composed):
         return quantize(x, spec, name)
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
-        compute = product.fast_product if self.consistency == "fast" else product.product
-        return compute(a, b, bias, out)
+        if self.consistency == "fast":
+            return product.fast_product(a, b, bias, out)
+        if self.consistency == "bitwise" and tdp32.computes(a, weight_of(b)):
+            return tdp32.product(a, weight_of(b), bias, out)
+        return product.product(a, b, bias, out)
 
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-        compute = self.product if self.consistency == "fast" else product.gradient_product
-        return compute(a, b, out=out)
+        if self.consistency == "fast" or (self.consistency == "bitwise" and tdp32.computes(a, b)):
+            return self.product(a, b, out=out)
+        return product.gradient_product(a, b, out)
 
     def route(
         self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None

@@ -1,0 +1,114 @@
+"""Products in the order `tdp32-v1` (`reference/tdp32.py`), in C++ (`tdp32.h`): packs, arguments, the instruction set.
+
+The instruction set is the best that processor and build have, or $ISOBIT_ISA; all give the same bits. The chosen one is
+first tested against scalar fused multiply-adds; a mark beside the library, whose name stands for sources, compiler and
+processor, keeps that from being done again.
+"""
+
+import ctypes
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
+from isobit.kernels.native.build import library
+from isobit.kernels.native.interface import ProductArguments, declare
+from isobit.kernels.reference.tdp32 import has_block_scales
+from isobit.precision import QTensor
+
+ISAS = ("portable", "avx2", "avx512", "amx")
+_KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float8_e5m2: 3}
+_OUT = {torch.bfloat16: 1, torch.float32: 2}
+_FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
+_DEPTH, _PANEL = 32, 16
+
+
+def instruction_set() -> str:
+    """The one that computes here. Raises IsobitError where $ISOBIT_ISA names none that can, or the self-test fails."""
+    return ISAS[_chosen(os.environ.get("ISOBIT_ISA", ""))]
+
+
+@cache
+def _chosen(wanted: str) -> int:
+    if wanted and wanted not in ISAS:
+        raise IsobitError(f"ISOBIT_ISA={wanted}: choose from {', '.join(ISAS)}, or leave it unset")
+    lib = declare(library())
+    isa: int = lib.isobit_tdp32_isa(ISAS.index(wanted) if wanted else -1)
+    if isa < 0:
+        raise IsobitError(f"ISOBIT_ISA={wanted}: this processor, or the compiler that built the operators, lacks it")
+    mark = Path(lib._name).with_suffix(f".{ISAS[isa]}.passed")
+    if not mark.exists():
+        different = lib.isobit_tdp32_self_test(isa)
+        if different:
+            raise IsobitError(
+                f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ from scalar ones; set "
+                "ISOBIT_ISA=portable, or consistency: exact"
+            )
+        with suppress(OSError):  # tested again at the next start
+            mark.touch()
+    return isa
+
+
+class OrderedProducts:
+    """The products of `consistency: bitwise`, where `reference.tdp32.computes` them."""
+
+    def __init__(self) -> None:
+        self._isa = ISAS.index(instruction_set())
+        self._lib = declare(library())
+
+    def prepare(self, weight: Operand, kept: Packed | None) -> Packed:
+        data = weight.data if isinstance(weight, QTensor) else weight
+        panels = self._pack(data, None if kept is None else kept.panels)
+        return kept or Packed(weight, panels)
+
+    def product(self, a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
+        """As `Ops.product`."""
+        panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
+        blocks = has_block_scales(a, b)
+        a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
+        left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
+        panels = self._pack(right) if panels is None else panels
+        bias = bias if bias is None or bias.dtype in _OUT else bias.float()
+        bias = None if bias is None else bias.contiguous()
+        result = torch.empty((left.shape[0], right.shape[0]), dtype=out)
+        arguments = ProductArguments(
+            _KINDS[left.dtype], *result.shape, left.shape[1], left.data_ptr(), *left.stride(), _KINDS[right.dtype],
+            panels.data_ptr(), None if bias is None else bias.data_ptr(), 0 if bias is None else _OUT[bias.dtype],
+            result.data_ptr(), _OUT[out], torch.get_num_threads(),
+        )  # fmt: skip
+        arguments.isa = self._isa
+        if isinstance(a, QTensor):
+            arguments.scale_a[:] = (a.scale.data_ptr(), *a.block, *a.scale.stride())
+            arguments.scaled |= _BLOCKS if blocks else _FOLD_A
+        if isinstance(b, QTensor):
+            arguments.scale_b[:] = (b.scale.data_ptr(), *b.block, *b.scale.stride())
+            arguments.scaled |= _BLOCKS if blocks else _FOLD_B
+        self._lib.isobit_tdp32_product(ctypes.byref(arguments))
+        return result
+
+    def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
+        """Panels of 16 rows of a matrix [N, K], with zeros up to whole panels and 32 columns."""
+        columns, inner = b.shape
+        size = -(-columns // _PANEL) * _PANEL * -(-inner // _DEPTH) * _DEPTH
+        panels = torch.empty(size, dtype=b.dtype) if into is None else into
+        self._lib.isobit_tdp32_pack(
+            _KINDS[b.dtype], b.data_ptr(), columns, inner, *b.stride(), panels.data_ptr(), torch.get_num_threads()
+        )
+        return panels
+
+
+def is_packed(weight: Operand) -> bool:
+    """Whether a prepared weight has the packs of these products."""
+    if isinstance(weight, QTensor):
+        return _in_steps(weight) and (weight.spec.scale == "ue8m0" or has_block_scales(weight, weight))
+    return weight.dtype == torch.bfloat16
+
+
+def _in_steps(x: Operand) -> bool:
+    """Whether C++ reads an operand as it is: scales change at multiples of 16 columns."""
+    return isinstance(x, Tensor) or x.block[1] % 16 == 0 or x.block[1] == x.shape[1]

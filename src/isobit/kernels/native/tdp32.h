@@ -1,0 +1,37 @@
+// C = A · Bᵀ in float32 in the order `tdp32-v1`, which is that of TDPBF16PS: the arithmetic of `consistency: bitwise`.
+//
+// For every 32 of K, zeros after the last: an even and an odd chain of 16 fused multiply-adds, each from zero over
+// a[2i] · b[2i] and a[2i + 1] · b[2i + 1]; then c += even + odd. Subnormal operands and results are zeros of their sign
+// (FTZ and DAZ). Operands are BF16; codes under power-of-two scales are BF16 too (FOLD_A, FOLD_B). Codes with other
+// scales (BLOCKS): c begins at zero for every 128 of K, and total = fma(c, scale_a · scale_b, total). The definition in
+// PyTorch is reference/tdp32.py.
+//
+// An instruction set is one function over some rows and panels, compiled in a file of its own with its own flags:
+// tdp32_portable.cpp, tdp32_avx2.cpp, tdp32_avx512.cpp, tdp32_amx.cpp. tdp32.cpp chooses, and tests the choice.
+#pragma once
+
+#include "product.h"
+
+enum Scaling : int64_t { FOLD_A = 1, FOLD_B = 2, BLOCKS = 4 };
+
+// Rows row0..row1 times panels panel0..panel1; called with FTZ and DAZ set. Null where the compiler lacks the
+// instructions.
+typedef void (*Tdp32Part)(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1);
+extern const Tdp32Part tdp32_portable, tdp32_avx2, tdp32_avx512, tdp32_amx;
+
+constexpr int64_t DEPTH = 32;  // of K: two chains of 16
+
+// B is packed for AMX's B tiles, K padded to 32 with zeros. BF16: [panel][K / 2][16 columns][2]. Codes: [panel][K / 4]
+// [4 runs of 4 columns][2 pairs of k][4 columns][2], so that interleaving their bytes in lanes of 16 gives BF16's order.
+INLINE int64_t packed_offset(const Product& g, int64_t panel, int64_t k) {
+    return panel * padded(g.k, DEPTH) * PANEL + k * PANEL;
+}
+
+// One code of a kind, or one BF16 number.
+INLINE float one(uint8_t code, int64_t kind) {
+    if (kind == E4M3) return decode_scalar(code);
+    uint32_t magnitude = code & 0x7f;  // E5M2: two bits of mantissa under a bias of 15
+    float value = magnitude < 4 ? float(magnitude) * 0x1p-16f : bits_of<float>((magnitude << 21) + (112u << 23));
+    return code & 0x80 ? -value : value;
+}
+INLINE float one(uint16_t x, int64_t) { return decode_scalar(x); }
