@@ -167,7 +167,7 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_others(
             assert same(whole[rows], alone)
 
 
-@pytest.mark.parametrize("consistency", ["bitwise", "fast"])
+@pytest.mark.parametrize("consistency", ["exact", "bitwise", "fast"])
 @pytest.mark.parametrize("kind", ["e4m3", "bf16", "fp32"])
 def test_a_prepared_weight_is_multiplied_as_it_was_when_it_was_prepared(
     random: torch.Generator, kind: str, consistency: str

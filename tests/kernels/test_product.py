@@ -15,7 +15,7 @@ from isobit.precision import E4M3, E5M2, Format, QTensor, QuantSpec, quantize
 
 from .helpers import ROW, WEIGHT, draw, rounded, same, threads
 
-REFERENCE = get_ops("reference")
+REFERENCE = get_ops("reference", "exact")
 FAST = get_ops("reference", "fast")
 DTYPES = (torch.bfloat16, torch.float32)
 LARGE_SCALE = QuantSpec(E4M3, "1x128", "fp32")

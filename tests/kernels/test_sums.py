@@ -18,7 +18,7 @@ from isobit.kernels.reference.sums import tree_sum, undecided
 
 from .helpers import draw, rounded, same, threads
 
-REFERENCE = get_ops("reference")
+REFERENCE = get_ops("reference", "exact")
 DTYPES = (torch.bfloat16, torch.float32)
 
 

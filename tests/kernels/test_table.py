@@ -42,7 +42,7 @@ def test_auto_is_native_where_it_works() -> None:
     assert get_ops("auto").backend == ("native" if works else "reference")
 
 
-@pytest.mark.parametrize("consistency", ["bitwise", "fast"])
+@pytest.mark.parametrize("consistency", ["exact", "bitwise", "fast"])
 def test_operators_say_what_they_are(consistency: str) -> None:
     ops = get_ops("reference", consistency)
     assert (ops.backend, ops.consistency) == ("reference", consistency)

@@ -31,7 +31,7 @@ Precision = Annotated[
         autocompletion=completion.presets,
     ),
 ]
-Consistency = Annotated[str, typer.Option(help="bitwise or fast", autocompletion=completion.consistencies)]
+Consistency = Annotated[str, typer.Option(help="bitwise, exact or fast", autocompletion=completion.consistencies)]
 Backend = Annotated[str, typer.Option(help="auto, triton, native or reference", autocompletion=completion.backends)]
 Column = Annotated[
     list[str] | None,

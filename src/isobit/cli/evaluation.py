@@ -49,7 +49,7 @@ _Precision = Annotated[
 ]
 _Consistency = Annotated[
     str | None,
-    typer.Option(help="bitwise or fast; default: bitwise, or the run's", autocompletion=completion.consistencies),
+    typer.Option(help="bitwise, exact or fast; default: bitwise, or the run's", autocompletion=completion.consistencies),
 ]
 _Backend = Annotated[
     str | None,

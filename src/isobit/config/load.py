@@ -92,9 +92,9 @@ def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> 
     except IsobitError as error:
         raise IsobitError(f"{where}: {error}") from None
     reason = precision.varies_with_batch()
-    if config.consistency == "bitwise" and reason is not None:
+    if config.consistency != "fast" and reason is not None:
         raise IsobitError(
-            f"{where}: consistency: bitwise cannot hold: {reason}; "
+            f"{where}: consistency: {config.consistency} cannot hold: {reason}; "
             "use activation_granularity: 1x128 or row, or consistency: fast"
         )
 

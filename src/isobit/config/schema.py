@@ -48,7 +48,7 @@ class Config:
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     rewards: Annotated[RewardsConfig, text_as("functions")] = RewardsConfig()
     precision: Annotated[PrecisionValue, PRECISION] = "fp8"
-    consistency: Annotated[Literal["bitwise", "fast"], CONSISTENCY] = "bitwise"
+    consistency: Annotated[Literal["exact", "bitwise", "fast"], CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     on_mismatch: Annotated[Literal["stop", "warn", "correct"], ON_MISMATCH] = "stop"
     mismatch: MismatchConfig = MismatchConfig()
@@ -111,8 +111,8 @@ class Config:
                 "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the first one scores beside "
                 "the learner: set fleet.engines: 0, ranks: 1, or kl_in_reward: false"
             )
-        if self.run.check_gradients_every and self.consistency != "bitwise":
-            raise IsobitError("run.check_gradients_every needs consistency: bitwise; fast does not promise to repeat")
+        if self.run.check_gradients_every and self.consistency == "fast":
+            raise IsobitError("run.check_gradients_every needs consistency: bitwise or exact; fast does not promise to repeat")
         if self.rollouts_ahead > self.replay.max_staleness:
             raise IsobitError(
                 f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness {self.replay.max_staleness}"
@@ -189,7 +189,7 @@ class SftConfig:
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     precision: Annotated[PrecisionValue, PRECISION] = "fp8"
-    consistency: Annotated[Literal["bitwise", "fast"], CONSISTENCY] = "bitwise"
+    consistency: Annotated[Literal["exact", "bitwise", "fast"], CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100

@@ -15,9 +15,12 @@ from isobit.rewards.spec import RewardSpec
 
 PrecisionValue = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
 PRECISION = f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also written fp8[wgrad=bf16]"
-CONSISTENCY = "bitwise: a token's bits do not depend on its batch; fast: the libraries' own products"
+CONSISTENCY = (
+    "bitwise: a token's bits do not depend on its batch; exact: the same, with float64 sums, on a CPU; "
+    "fast: the libraries' own products"
+)
 ON_MISMATCH = (
-    "what a token does whose bits differ between rollout and learner, under one flow and consistency: bitwise; "
+    "what a token does whose bits differ between rollout and learner, under one flow and consistency: bitwise or exact; "
     "correct: such a batch is weighed by token TIS"
 )
 CHAT_TEMPLATE = "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"

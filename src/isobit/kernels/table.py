@@ -45,6 +45,8 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
 def triton_ops(consistency: str) -> "TritonOps":
     """The operators of the GPU; where there is none and TRITON_INTERPRET=1, of Triton's interpreter. Raises IsobitError
     where they cannot run."""
+    if consistency == "exact":
+        raise IsobitError("consistency: exact is a CPU's; on a GPU use consistency: bitwise, or backend: native")
     gpu, interpreted = find_gpu(), os.environ.get("TRITON_INTERPRET") == "1"
     if gpu is None and not interpreted:
         raise IsobitError("backend: triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto")

@@ -172,6 +172,8 @@ class Ops(Protocol):
 
     backend: str
     consistency: str
+    order: str
+    """The definition of its products' sums: where it differs, bits do."""
     why: str
     device: torch.device
     fused_head: bool

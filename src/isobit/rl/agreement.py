@@ -1,6 +1,6 @@
 """Whether the learner computes the bits that the rollout recorded, where the flow promises that it does.
 
-Under a unified precision and `consistency: bitwise` a single differing token means that an operator depends on its
+Under a unified precision and `consistency: bitwise` or `exact` a single differing token means that an operator depends on its
 batch, or that weights, scales or cache were not what they should be. So the learner compares before its first optimizer
 step changes anything, and nothing is learned from a batch that disagrees (tests/training/test_agreement.py). Left out:
 where the difference begins (`inspection/locate.py`) and what the user is told (`training/agreement.py`).
@@ -40,7 +40,7 @@ class Disagreement(Exception):
 def promises_bits(model: Model) -> bool:
     """Whether rollout and learner of this model must compute the same bits."""
     precision = model.precision
-    return precision.unified and model.ops.consistency == "bitwise" and precision.varies_with_batch() is None
+    return precision.unified and model.ops.consistency != "fast" and precision.varies_with_batch() is None
 
 
 def require_agreement(compared: Sequence[tuple[Sample, Tensor, Tensor]], batch: Sequence[Sample]) -> None:

@@ -109,6 +109,11 @@ class RunDirectory:
                 f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
                 f"{facts['backend']}, which rounds in other places; resume it where the former works"
             )
+        if "order" in before and before["order"] != facts["order"]:
+            raise IsobitError(
+                f"run {self.directory} added its products in the order {before['order']}, and here it would go on in "
+                f"{facts['order']}, with other bits; resume it with the version of isobit that began it"
+            )
         lines, now = [], facts.get("functions", {})
         assert isinstance(now, dict)
         for key, digests in before.get("functions", {}).items():
@@ -216,6 +221,13 @@ def occupied(directory: Path) -> str | None:
         return "is a model"
     begun = {LOCK, f".{CONFIG}.partial"}  # and no further: nothing is lost
     return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
+
+
+def was_exact(directory: Path) -> bool:
+    """Whether a run began on a CPU before orders were recorded, when `consistency: bitwise` had the sums of `exact`."""
+    facts = _object(directory / MACHINE) or {}
+    old = facts.get("consistency") == "bitwise" and "order" not in facts
+    return old and facts.get("backend") in ("native", "reference")
 
 
 def _object(path: Path) -> dict[str, Any] | None:

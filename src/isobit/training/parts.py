@@ -110,6 +110,7 @@ class Parts:
         """What the run is computed by."""
         ops, gpu = self.model.ops, find_gpu()
         facts: dict[str, object] = {"backend": ops.backend, "why": ops.why, "consistency": ops.consistency}
+        facts["order"] = ops.order
         if functions := digests(self.objective):
             facts["functions"] = functions
         return facts | versions() | ({"gpu": str(gpu)} if gpu is not None else {})

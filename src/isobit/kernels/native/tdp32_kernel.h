@@ -71,7 +71,8 @@ void decode_b(const Product& g, int64_t panel, int64_t k, int64_t count, float* 
     }
     const uint8_t* p = (const uint8_t*)g.packed + packed_offset(g, panel, k);
     const bool fold = g.scaled & FOLD_B;
-    const int64_t run = fold && g.scale_b.block_columns < count ? g.scale_b.block_columns : count;
+    const bool changes = fold && g.scale_b.block_columns < g.k && g.scale_b.block_columns < count;  // at a multiple of 16
+    const int64_t run = changes ? g.scale_b.block_columns : count;
     for (int64_t start = 0; start < count; start += run) {
         const int64_t end = start + run < count ? start + run : count;
         alignas(64) float scale[16];

@@ -9,6 +9,9 @@ from isobit.kernels.reference import attention, pointwise, product, routing, sam
 from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import QTensor, QuantSpec, quantize
 
+ORDERS = {"exact": "exact", "bitwise": tdp32.ORDER, "fast": "libraries"}
+"""Of products on a CPU, by `consistency`."""
+
 
 class ReferenceOps(Composed):
     """`isobit.kernels.types.Ops` in PyTorch, on the device that it is given: an operator computes where its inputs
@@ -18,6 +21,7 @@ class ReferenceOps(Composed):
 
     def __init__(self, consistency: str = "bitwise", why: str = "", device: torch.device | str = "cpu") -> None:
         self.consistency = consistency
+        self.order = ORDERS[consistency]
         self.why = why
         self.device = torch.device(device)
 

@@ -26,7 +26,7 @@ from isobit.precision import BLOCK, QTensor, expand_scale
 
 ORDER = "tdp32-v1"
 _DEPTH = 32
-_CHUNK = 1 << 18  # partial sums at a time
+_CHUNK = 1 << 16  # partial sums at a time
 _SMALLEST = 2.0**-126
 _LOST = (1 << 29) - 1  # the bits of a float64 that float32 lacks
 
@@ -70,15 +70,38 @@ def ordered_sums(left: Tensor, right: Tensor) -> Tensor:
     missing = groups * _DEPTH - left.shape[1]
     parts = [functional.pad(x, (0, missing)).view(x.shape[0], groups, 16, 2).permute(2, 3, 1, 0) for x in (left, right)]
     total = left.new_zeros(left.shape[0], right.shape[0])
+    add = _add_narrow if _is_narrow(left, right) else _add
     step = max(1, _CHUNK // (2 * groups * right.shape[0] + 1))
     for start in range(0, left.shape[0], step):
         chains = left.new_zeros(2, groups, min(step, left.shape[0] - start), right.shape[0])
         for x, y in zip(parts[0][..., start : start + step], parts[1]):
-            chains = fused(x.unsqueeze(3) * y.unsqueeze(2), chains)
+            chains = add(chains, x.unsqueeze(3), y.unsqueeze(2))
+        rows = total[start : start + step]
         for both in flushed((chains[0] + chains[1]).float()).double():
-            rows = slice(start, start + step)
-            total[rows] = flushed((total[rows] + both).float()).double()
+            rows.copy_(flushed((rows + both).float()))
     return total
+
+
+def _is_narrow(left: Tensor, right: Tensor) -> bool:
+    """Whether all sums that occur are multiples of one power of two, which is no subnormal number, and have no more than
+    53 bits: float64 then adds exactly, and nothing is flushed."""
+    unit, largest = 1.0, 17.0
+    for x in (left, right):
+        magnitudes = x.abs()
+        nonzero = magnitudes[magnitudes > 0]
+        if nonzero.numel() == 0:
+            return True
+        unit *= float(torch.frexp(nonzero.min()).exponent.double().sub(8).exp2())
+        largest *= float(nonzero.max())
+    return unit >= _SMALLEST and largest <= unit * 2.0**53
+
+
+def _add_narrow(chains: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.addcmul(chains, x, y).float().double()
+
+
+def _add(chains: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return fused(x * y, chains)
 
 
 def fused(products: Tensor, addend: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class TritonOps(Ops):
     """The operators on one device."""
 
     backend = "triton"
+    order = "triton"
     fused_head = True
 
     def __init__(self, consistency: str, why: str, device: torch.device) -> None:

@@ -1,0 +1,314 @@
+"""The order `tdp32-v1`: its definition against rational arithmetic, C++ against the definition on every instruction set
+that is here, and the error of a sum; with negative controls, which other orders are."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.errors import IsobitError
+from isobit.kernels import Operand, Ops, get_ops
+from isobit.kernels.native import build, ordered
+from isobit.kernels.native.interface import declare
+from isobit.kernels.reference import tdp32
+from isobit.precision import E4M3, E5M2, QuantSpec, quantize
+
+from .helpers import bits, draw, same, threads
+
+REFERENCE, EXACT = get_ops("reference"), get_ops("native", "exact")
+HERE = [
+    name for i, name in enumerate(ordered.ISAS) if declare(build.library()).isobit_tdp32_isa(i) == i
+]  # "portable", and what this processor has
+DTYPES = (torch.bfloat16, torch.float32)
+SHAPES = ((1, 1, 1), (1, 96, 512), (2, 42, 126), (3, 40, 100), (4, 72, 256), (5, 16, 31), (21, 33, 300))
+
+
+def native(monkeypatch: pytest.MonkeyPatch, isa: str) -> Ops:
+    monkeypatch.setenv("ISOBIT_ISA", isa)
+    return get_ops("native")
+
+
+# ---- data that is hard to add ----
+
+
+def wide(random: torch.Generator, rows: int, columns: int) -> Tensor:
+    """Exponents of 2^±30: in most sums one term hides the others."""
+    x = draw(random, rows, columns, dtype=torch.float32)
+    return torch.ldexp(x, torch.randint(-30, 31, x.shape, generator=random)).bfloat16()
+
+
+def cancelling(random: torch.Generator, rows: int, columns: int) -> Tensor:
+    """Few magnitudes of either sign, 2^8 apart: ties, and sums that vanish."""
+    pick = torch.randint(0, 4, (rows, columns), generator=random) * 2.0**-7 + 1
+    sign = torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1
+    return torch.ldexp(pick * sign, 8 * torch.randint(0, 3, (rows, columns), generator=random)).bfloat16()
+
+
+def tiny(random: torch.Generator, rows: int, columns: int) -> Tensor:
+    """Products about the smallest normal float32, so that sums are subnormal."""
+    x = draw(random, rows, columns, dtype=torch.float32)
+    return torch.ldexp(x, torch.randint(-66, -60, x.shape, generator=random)).bfloat16()
+
+
+def raw(random: torch.Generator, rows: int, columns: int) -> Tensor:
+    """Any finite BF16 number, subnormal ones too, below 2^63."""
+    words = torch.randint(-(1 << 15), 1 << 15, (rows, columns), generator=random).to(torch.int16)
+    x = words.view(torch.bfloat16)
+    return torch.where(x.abs() < 2.0**60, x, x.sign()).nan_to_num(1.0)
+
+
+def plain(random: torch.Generator, rows: int, columns: int) -> Tensor:
+    return draw(random, rows, columns)
+
+
+DATA: list[Callable[[torch.Generator, int, int], Tensor]] = [plain, wide, cancelling, tiny, raw]
+
+
+# ---- the definition ----
+
+
+def nearest(x: Fraction) -> Fraction:
+    """Rounded to 24 bits, ties to even, with any exponent; then zero below 2^-126."""
+    if x == 0:
+        return x
+    exponent = abs(x.numerator).bit_length() - x.denominator.bit_length()
+    exponent -= abs(x) < Fraction(2) ** exponent
+    unit = Fraction(2) ** (exponent - 23)
+    found = round(x / unit) * unit
+    return found if abs(found) >= Fraction(2) ** -126 else Fraction(0)
+
+
+def by_definition(a: list[float], b: list[float]) -> float:
+    values = [[Fraction(x) if abs(x) >= 2.0**-126 else Fraction(0) for x in row] for row in (a, b)]
+    total = Fraction(0)
+    for start in range(0, len(a), 32):
+        chain = [Fraction(0), Fraction(0)]
+        for i in range(start, min(start + 32, len(a))):
+            chain[i % 2] = nearest(values[0][i] * values[1][i] + chain[i % 2])
+        total = nearest(total + nearest(chain[0] + chain[1]))
+    return float(total)
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_the_definition_is_scalar_arithmetic(data: Callable[[torch.Generator, int, int], Tensor]) -> None:
+    random = torch.Generator().manual_seed(1)
+    for rows, columns, inner in ((6, 5, 150), (4, 6, 32), (3, 3, 7)):
+        a, b = data(random, rows, inner), data(random, columns, inner)
+        found = REFERENCE.product(a, b, None, torch.float32)
+        assert found.tolist() == [[by_definition(x, y) for y in b.tolist()] for x in a.tolist()]
+
+
+def test_halfway_in_float64_is_rounded_once() -> None:
+    """1 + 2^-24 + 2^-70: float64 loses the last term, and ties to even would then lose the one before it. The control:
+    the sum without the correction."""
+    a = torch.tensor([[1.0, 0.0, 2.0**-24, 0.0]]).bfloat16()
+    chains = torch.tensor([1.0 + 0.0], dtype=torch.float64)
+    product = torch.tensor([2.0**-24 + 2.0**-70], dtype=torch.float64)
+    assert tdp32.fused(product + 0.0, chains).item() == 1.0 + 2.0**-23
+    assert (product + chains).float().item() == 1.0
+    assert REFERENCE.product(a, torch.ones_like(a), None, torch.float32).item() == 1.0
+
+
+# ---- other orders are noticed ----
+
+
+def left_to_right(a: Tensor, b: Tensor) -> Tensor:
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
+    for k in range(a.shape[1]):
+        total = tdp32.fused(a[:, k : k + 1].double() * b[:, k].double(), total)
+    return total.float()
+
+
+def as_vdpbf16ps(a: Tensor, b: Tensor) -> Tensor:
+    """One chain, of every pair the odd product first."""
+    return left_to_right(*(torch.stack((x[:, 1::2], x[:, ::2]), 2).flatten(1) for x in (a, b)))
+
+
+def without_flushing(a: Tensor, b: Tensor) -> Tensor:
+    total = torch.zeros(a.shape[0], b.shape[0])
+    for start in range(0, a.shape[1], 32):
+        chains = [torch.zeros_like(total), torch.zeros_like(total)]
+        for k in range(start, start + 32):
+            chains[k % 2] = (a[:, k : k + 1].double() * b[:, k].double() + chains[k % 2].double()).float()
+        total = total + (chains[0] + chains[1])
+    return total
+
+
+@pytest.mark.parametrize("other", [left_to_right, as_vdpbf16ps])
+@pytest.mark.parametrize("isa", HERE)
+def test_negative_control_another_order(
+    isa: str, other: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = draw(2, 16, 256), draw(3, 64, 256)
+    found = native(monkeypatch, isa).product(a, b, None, torch.float32)
+    assert same(found, REFERENCE.product(a, b, None, torch.float32))
+    assert int((bits(found) != bits(other(a, b))).sum()) > found.numel() // 20
+
+
+def test_negative_control_subnormal_numbers() -> None:
+    random = torch.Generator().manual_seed(4)
+    a, b = tiny(random, 16, 256), tiny(random, 64, 256)
+    assert not same(REFERENCE.product(a, b, None, torch.float32), without_flushing(a, b))
+    a, b = plain(random, 8, 64), plain(random, 8, 64)
+    assert same(REFERENCE.product(a, b, None, torch.float32), without_flushing(a, b))
+
+
+# ---- C++ ----
+
+
+def quantized(x: Tensor, y: Tensor) -> list[tuple[Operand, Operand]]:
+    """Pairs of operands in all granularities that C++ reads, along rows and transposed."""
+    pairs: list[tuple[Operand, Operand]] = []
+    for scale in ("ue8m0", "fp32"):
+        for left, right in (("1x128", "128x128"), ("1x128", "1x128"), ("row", "tensor"), ("row", "row")):
+            for form in (E4M3, E5M2):
+                pairs.append((quantize(x, QuantSpec(form, left, scale)), quantize(y, QuantSpec(form, right, scale))))
+        along = QuantSpec(E4M3, "128x1", scale)
+        pairs.append(tuple(quantize(z.t().contiguous(), along).transpose() for z in (x, y)))
+    pairs.append(tuple(quantize(z, QuantSpec(E4M3, "1x32")) for z in (x, y)))
+    pairs.append((x, quantize(y, QuantSpec(E4M3, "128x128"))))
+    pairs.append((quantize(x, QuantSpec(E4M3, "1x128")), y))
+    return pairs
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("isa", HERE)
+def test_cpp_is_the_definition_bit_for_bit(
+    isa: str, data: Callable[[torch.Generator, int, int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes that fill no panel and no block, alone and prepared, with and without a bias."""
+    ops, random = native(monkeypatch, isa), torch.Generator().manual_seed(5)
+    for rows, columns, inner in SHAPES:
+        x, y, bias = data(random, rows, inner), data(random, columns, inner), draw(random, columns)
+        pairs = [(x, y), (x.t().contiguous().t(), y.t().contiguous().t())]
+        if data is not raw:  # the quantizer refuses nothing there, but codes then span no more than the others
+            pairs += quantized(x, y)
+        for a, b in pairs:
+            assert tdp32.computes(a, b)
+            for out, added in ((torch.float32, None), (torch.bfloat16, bias)):
+                wanted = REFERENCE.product(a, b, added, out)
+                assert same(ops.product(a, b, added, out), wanted)
+                assert same(ops.product(a, ops.prepare(b), added, out), wanted)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_shapes_agree_on_every_instruction_set(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any shape and data, one thread and two: the same bits as the portable code, which the test above holds."""
+    random = torch.Generator().manual_seed(100 + seed)
+    rows, columns, inner = (int(torch.randint(1, top, (1,), generator=random)) for top in (300, 400, 700))
+    rows = rows if seed % 2 else rows % 8 + 1
+    x, y = (DATA[seed % 5](random, n, inner) for n in (rows, columns))
+    pairs = [(x, y), *(quantized(x, y) if seed % 5 < 4 else [])]
+    a, b = pairs[seed % len(pairs)]
+    wanted = native(monkeypatch, "portable").product(a, b, None, torch.float32)
+    for isa in HERE:
+        for count in (1, 2):
+            with threads(count):
+                assert same(native(monkeypatch, isa).product(a, b, None, torch.float32), wanted)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "folded", "blocks"])
+@pytest.mark.parametrize("isa", HERE)
+def test_a_row_is_the_same_in_every_batch(isa: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and at every place of batches of 1 to 300 rows."""
+    ops, x, y = native(monkeypatch, isa), draw(6, 300, 400), draw(7, 200, 400)
+    scale = "ue8m0" if kind == "folded" else "fp32"
+    weight = ops.prepare(y if kind == "bf16" else quantize(y, QuantSpec(E4M3, "128x128", scale)))
+
+    def product(rows: Tensor) -> Tensor:
+        a = rows if kind == "bf16" else quantize(rows, QuantSpec(E4M3, "1x128", scale))
+        return ops.product(a, weight, None, torch.float32)
+
+    whole = product(x)
+    for count in (1, 2, 3, 4, 5, 8, 16, 31, 127, 128, 129):
+        for start in (0, 100, 300 - count):
+            assert same(product(x[start : start + count]), whole[start : start + count])
+    shuffled = torch.randperm(300, generator=torch.Generator().manual_seed(8))
+    assert same(product(x[shuffled]), whole[shuffled])
+
+
+@pytest.mark.parametrize("data", [plain, wide, cancelling])
+def test_the_error_of_a_sum_is_bounded(data: Callable[[torch.Generator, int, int], Tensor]) -> None:
+    """γ(17 + ⌈K / 32⌉) · Σ|a·b|, element by element, and BF16 rounds on top of it. The control: some errors are more
+    than a hundredth of the bound, so that it is not idle."""
+    random, ops = torch.Generator().manual_seed(9), get_ops("native")
+    for inner in (32, 100, 1024):
+        a, b = data(random, 40, inner), data(random, 60, inner)
+        wide_a, wide_b = a.double(), b.double()
+        error = (ops.product(a, b, None, torch.float32).double() - wide_a @ wide_b.t()).abs()
+        roundings = 17 + -(-inner // 32)
+        bound = roundings * 2.0**-24 / (1 - roundings * 2.0**-24) * (wide_a.abs() @ wide_b.abs().t())
+        bound += inner * 2.0**-53 * (wide_a.abs() @ wide_b.abs().t())  # of the float64 product that it is compared with
+        assert bool((error <= bound).all())
+        assert data is cancelling or bool((error > bound / 100).any())
+        rounded = ops.product(a, b).double()
+        assert bool(((rounded - wide_a @ wide_b.t()).abs() <= bound + (rounded.abs() + bound) * 2.0**-8).all())
+
+
+def test_other_products_stay_exact() -> None:
+    """FP32 operands, and FP8 codes with FP32 scales against BF16: the bits of `exact`. The control: BF16 operands."""
+    ops, x, y = get_ops("native"), draw(10, 9, 200), draw(11, 33, 200)
+    scaled = quantize(y, QuantSpec(E4M3, "128x128", "fp32"))
+    for a, b in ((x.float(), y.float()), (x.float(), y), (x, scaled)):
+        assert same(ops.product(a, b, None, torch.float32), EXACT.product(a, b, None, torch.float32))
+        assert same(ops.product(a, ops.prepare(b), None, torch.float32), EXACT.product(a, b, None, torch.float32))
+    assert not same(ops.product(x, y, None, torch.float32), EXACT.product(x, y, None, torch.float32))
+
+
+def test_the_mode_of_the_thread_is_restored() -> None:
+    """Subnormal numbers are zeros during a product, and only then."""
+    smallest = torch.tensor([2.0**-149]).double()
+    get_ops("native").product(draw(12, 64, 512), draw(13, 512, 512))
+    assert (smallest.float() * 1.0).item() == 2.0**-149
+
+
+# ---- the choice and its test ----
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_self_test_passes(isa: str) -> None:
+    assert declare(build.library()).isobit_tdp32_self_test(ordered.ISAS.index(isa)) == 0
+
+
+@pytest.mark.slow
+def test_the_self_test_notices_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its negative control: a library that adds each chain to the sum by itself."""
+    for path in build._HERE.glob("*.[ch]*"):
+        text = path.read_text()
+        if path.name == "tdp32_kernel.h":
+            right = "add(sum[r][p], add(even[r][p], odd[r][p]))"
+            assert right in text
+            text = text.replace(right, "add(add(sum[r][p], even[r][p]), odd[r][p])")
+        (tmp_path / path.name).write_text(text)
+    monkeypatch.setattr(build, "_HERE", tmp_path)
+    wrong = declare(build.build(build.compiler(), tmp_path))
+    assert all(wrong.isobit_tdp32_self_test(ordered.ISAS.index(isa)) > 0 for isa in HERE)
+
+
+def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Wrong:
+        _name = str(tmp_path / "library.so")
+
+        def isobit_tdp32_isa(self, wanted: int) -> int:
+            return 0 if wanted <= 0 else -1
+
+        def isobit_tdp32_self_test(self, isa: int) -> int:
+            return 7
+
+    monkeypatch.setattr(ordered, "declare", lambda lib: Wrong())
+    ordered._chosen.cache_clear()
+    try:
+        for name, message in (
+            ("portable", "7 sums by portable differ from scalar ones; set ISOBIT_ISA=portable, or consistency: exact"),
+            ("amx", "ISOBIT_ISA=amx: this processor"),
+            ("sse", "ISOBIT_ISA=sse: choose from portable, avx2, avx512, amx"),
+        ):
+            monkeypatch.setenv("ISOBIT_ISA", name)
+            with pytest.raises(IsobitError, match=message):
+                ordered.instruction_set()
+        assert not list(tmp_path.iterdir())  # nothing is marked as passed
+    finally:
+        ordered._chosen.cache_clear()
