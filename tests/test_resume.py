@@ -243,6 +243,26 @@ def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Pat
     assert resume(run_dir, ["steps=2"]).metrics[-1]["step"] == 2
 
 
+def test_a_run_from_before_orders_were_recorded_goes_on_under_exact(tmp_path: Path, base_model: Path) -> None:
+    """Its `consistency: bitwise` had the sums that `exact` has now. The control: a run of another order is refused."""
+    config = write_config(tmp_path, base_model, steps=2, consistency="exact")
+    run_dir = tmp_path / "old"
+    unbroken = fingerprint(train(load_config(config)).run_dir)
+    train(load_config(config, ["steps=1", f"run.dir={run_dir}"]))
+    machine = json.loads((run_dir / "machine.json").read_text())
+    assert (machine["consistency"], machine["order"]) == ("exact", "exact")
+    text = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(text.replace("consistency: exact", "consistency: bitwise"))
+    with pytest.raises(IsobitError, match="added its products in the order exact, and here it would go on in tdp32-v1"):
+        resume(run_dir, ["steps=2"])
+    (run_dir / "config.yaml").write_text(text.replace("consistency: exact", "consistency: bitwise"))
+    del machine["order"]
+    (run_dir / "machine.json").write_text(json.dumps(machine | {"consistency": "bitwise"}))
+    resume(run_dir, ["steps=2"])
+    assert "consistency: exact" in (run_dir / "config.yaml").read_text()
+    assert fingerprint(run_dir) == unbroken
+
+
 def test_what_cannot_be_resumed_is_said(tmp_path: Path, base_model: Path) -> None:
     with pytest.raises(IsobitError, match="not a run directory"):
         resume(tmp_path)

@@ -11,7 +11,7 @@ from isobit.engine.types import Completion, Sampling
 from isobit.model import Model
 from isobit.model.config import ModelConfig
 from isobit.model.tokenizer import Tokenizer
-from tests.models import ALPHABET, require
+from tests.models import ALPHABET, level, require
 
 # hidden sizes that are not multiples of 128, grouped heads, three layers
 CONFIG = ModelConfig("llama", 64, 144, 208, 3, 4, 2, 36, max_positions=96, eos_ids=(2,))
@@ -22,15 +22,15 @@ def options(preset: object) -> tuple[tuple[str, object], ...] | str:
 
 
 def fresh(
-    precision: Any, backend: str = "reference", seed: int = 5, consistency: str = "bitwise", **changes: int
+    precision: Any, backend: str = "reference", seed: int = 5, consistency: str | None = None, **changes: int
 ) -> Model:
     """A random model of the test's own."""
     config = replace(CONFIG, **changes)
-    return Model.init(config, Tokenizer.characters(ALPHABET), precision, seed, backend, consistency)
+    return Model.init(config, Tokenizer.characters(ALPHABET), precision, seed, backend, consistency or level(backend))
 
 
 @lru_cache(maxsize=16)
-def _tiny(precision: object, backend: str, consistency: str) -> Model:
+def _tiny(precision: object, backend: str, consistency: str | None) -> Model:
     chosen = dict(precision) if isinstance(precision, tuple) else precision
     model = fresh(chosen, backend, 3, consistency)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def _tiny(precision: object, backend: str, consistency: str) -> Model:
     return model
 
 
-def tiny(precision: object = "float32", backend: str = "reference", consistency: str = "bitwise") -> Model:
+def tiny(precision: object = "float32", backend: str = "reference", consistency: str | None = None) -> Model:
     """A random model, shared by the tests: do not change its weights."""
     require(backend)
     return _tiny(options(precision), backend, consistency)

@@ -24,7 +24,7 @@ def test_an_unknown_backend_is_refused_with_the_choices(name: str) -> None:
 
 
 def test_an_unknown_consistency_is_refused_with_the_choices() -> None:
-    with pytest.raises(IsobitError, match=r"unknown consistency 'loose': choose from bitwise, fast"):
+    with pytest.raises(IsobitError, match=r"unknown consistency 'loose': choose from exact, bitwise, fast"):
         get_ops("reference", "loose")
 
 
@@ -33,6 +33,8 @@ def test_without_a_compiler_auto_is_the_reference_and_says_why() -> None:
     ops = get_ops()
     assert ops.backend == "reference"
     assert "no C++ compiler found" in ops.why
+    assert (ops.consistency, ops.order) == ("exact", "exact")  # `tdp32-v1` in PyTorch is for tests
+    assert get_ops("reference").order == "tdp32-v1"
     with pytest.raises(IsobitError, match="native cannot be built: no C\\+\\+ compiler found; use backend: auto"):
         get_ops("native")
 
@@ -95,6 +97,14 @@ def test_a_gpu_without_fp8_is_refused_with_the_reason(
 )
 def test_gpus_are_told_apart(capability: tuple[int, int], reason: str) -> None:
     assert reason in str(gpu.refusal(Gpu("A GPU", capability, 1 << 30, 132)))
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_exact_sums_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    _gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(table, "triton_refusal", lambda: None)
+    with pytest.raises(IsobitError, match="consistency: exact is a CPU's; on a GPU use consistency: bitwise"):
+        get_ops(backend, "exact")
 
 
 def test_hopper_is_not_refused() -> None:

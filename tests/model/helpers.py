@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.kernels import Layout
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
-from tests.models import ALPHABET, require
+from tests.models import ALPHABET, level, require
 
 VOCABULARY = 61
 
@@ -121,7 +121,7 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
 def random_model(precision: Any = "fp8", backend: str = "reference", family: str = "llama", **changes: Any) -> Model:
     """Random weights of some size, so that the distributions are not flat; biases and norms too."""
     require(backend)
-    model = Model.init(config(family, **changes), Tokenizer.characters(ALPHABET), precision, 3, backend)
+    model = Model.init(config(family, **changes), Tokenizer.characters(ALPHABET), precision, 3, backend, level(backend))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():

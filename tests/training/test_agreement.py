@@ -57,7 +57,9 @@ def stale_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(folder: Path, model: Path, *overrides: str):  # type: ignore[no-untyped-def]
-    return load_config(write_config(folder, model), ["backend=reference", "run.checkpoint_every=1", *overrides])
+    return load_config(
+        write_config(folder, model), ["backend=reference", "consistency=exact", "run.checkpoint_every=1", *overrides]
+    )
 
 
 def test_a_broken_operator_stops_the_run_before_it_learns(
@@ -157,7 +159,7 @@ def test_a_comparison_keeps_the_stop_as_a_result(
     tmp_path: Path, base_model: Path, broken_operator: Broken, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken_operator()
-    path = write_config(tmp_path, base_model, backend="reference", steps=1)
+    path = write_config(tmp_path, base_model, backend="reference", consistency="exact", steps=1)
     compare(load_compare_config(path, ["fp8", "fp8-rollout"], 1, str(tmp_path / "out")))
     assert "differ in" in (tmp_path / "out" / "fp8" / "seed-0" / "outcome.json").read_text()
     assert list(read_jsonl(tmp_path / "out" / "fp8-rollout" / "seed-0" / "metrics.jsonl"))

@@ -146,7 +146,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Train:
 
     def trained(*overrides: str) -> TrainResult:
         folder = tmp_path_factory.mktemp("flipped")
-        changes = ["steps=2", "run.checkpoint_every=1", "backend=reference", f"run.dir={folder / 'run'}"]
+        changes = [
+            "steps=2",
+            "run.checkpoint_every=1",
+            "backend=reference",
+            "consistency=exact",
+            f"run.dir={folder / 'run'}",
+        ]
         changes += [override.replace("JUDGE", str(judge)) for override in overrides]
         return train(load_config(write_config(folder, base_model), changes))
 

@@ -15,7 +15,7 @@ from isobit.report import write_report
 from isobit.run.directory import read_jsonl
 from isobit.training.quantization import LearnerTotals
 from isobit.training.train import resume, train
-from tests.models import require, tiny_model
+from tests.models import level, require, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
 from tests.runs import fingerprint, write_config
 
@@ -85,7 +85,7 @@ def test_what_is_watched_is_what_is_quantized(backend: str, family: str) -> None
     """Each figure is that of the output gradient itself and of the codes of the one quantizer, for DGrad and WGrad."""
     require(backend)
     small = tiny_model("fp8", family)
-    model = Model.init(small.config, small.tokenizer, "fp8", 0, backend)
+    model = Model.init(small.config, small.tokenizer, "fp8", 0, backend, level(backend))
     gradients: list[torch.Tensor] = []
     totals = LearnerTotals(model)
     with totals.watching(True):

@@ -49,7 +49,9 @@ _Precision = Annotated[
 ]
 _Consistency = Annotated[
     str | None,
-    typer.Option(help="bitwise, exact or fast; default: bitwise, or the run's", autocompletion=completion.consistencies),
+    typer.Option(
+        help="bitwise, exact or fast; default: bitwise, or the run's", autocompletion=completion.consistencies
+    ),
 ]
 _Backend = Annotated[
     str | None,

@@ -112,7 +112,7 @@ class Config:
                 "the learner: set fleet.engines: 0, ranks: 1, or kl_in_reward: false"
             )
         if self.run.check_gradients_every and self.consistency == "fast":
-            raise IsobitError("run.check_gradients_every needs consistency: bitwise or exact; fast does not promise to repeat")
+            raise IsobitError("run.check_gradients_every needs consistency: bitwise or exact; fast may not repeat")
         if self.rollouts_ahead > self.replay.max_staleness:
             raise IsobitError(
                 f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness {self.replay.max_staleness}"

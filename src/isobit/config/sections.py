@@ -20,7 +20,8 @@ CONSISTENCY = (
     "fast: the libraries' own products"
 )
 ON_MISMATCH = (
-    "what a token does whose bits differ between rollout and learner, under one flow and consistency: bitwise or exact; "
+    "what a token does whose bits differ between rollout and learner, under one flow and consistency: bitwise or "
+    "exact; "
     "correct: such a batch is weighed by token TIS"
 )
 CHAT_TEMPLATE = "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"

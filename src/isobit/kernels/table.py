@@ -22,8 +22,9 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     """The operators of a backend.
 
     `triton` runs on an H100 or H200; `native` is C++ and needs a compiler on first use; `reference` is PyTorch. `auto`
-    is triton where there is such a GPU, else native where that works. The result's `why` names the choice
-    and the reason. Raises IsobitError for an unknown name, and if the named backend cannot work here.
+    is triton where there is such a GPU, else native where that works, else reference, for `bitwise` at the level
+    `exact`. The result's `why` names the choice and the reason. Raises IsobitError for an unknown name, and if the
+    named backend cannot work here.
     """
     if backend not in BACKENDS:
         raise IsobitError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
@@ -62,14 +63,18 @@ def triton_ops(consistency: str) -> "TritonOps":
 
 
 def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
-    from isobit.kernels.native import NativeOps, available  # here: it may compile
+    from isobit.kernels.native import NativeOps, available, instruction_set  # here: it may compile
 
     works, reason = available()
     if works:
-        return NativeOps(consistency, f"native backend: {reason}{unused}")
+        sums = f", sums by {instruction_set()}" if consistency == "bitwise" else ""
+        return NativeOps(consistency, f"native backend: {reason}{sums}{unused}")
     if backend == "native":
         raise IsobitError(f"backend: native cannot be built: {reason}; use backend: auto or reference")
-    return ReferenceOps(consistency, f"reference backend, because native cannot be built: {reason}{unused}")
+    why = f"reference backend, because native cannot be built: {reason}{unused}"
+    if consistency == "bitwise":  # whose order takes PyTorch a hundred times as long
+        return ReferenceOps("exact", f"{why}; exact sums")
+    return ReferenceOps(consistency, why)
 
 
 def separate_ops(learner: Ops) -> Ops:

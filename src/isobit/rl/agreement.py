@@ -1,8 +1,8 @@
 """Whether the learner computes the bits that the rollout recorded, where the flow promises that it does.
 
-Under a unified precision and `consistency: bitwise` or `exact` a single differing token means that an operator depends on its
-batch, or that weights, scales or cache were not what they should be. So the learner compares before its first optimizer
-step changes anything, and nothing is learned from a batch that disagrees (tests/training/test_agreement.py). Left out:
+Under a unified precision and `consistency: bitwise` or `exact` a single differing token means that an operator depends
+on its batch, or that weights, scales or cache were not what they should be. So the learner compares before its first
+optimizer step changes anything, and nothing is learned from a batch that disagrees (tests/training/test_agreement.py). Left out:
 where the difference begins (`inspection/locate.py`) and what the user is told (`training/agreement.py`).
 """
 

@@ -27,8 +27,8 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "tdp32_avx512.cpp": _AVX512,
     "tdp32_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
 }
-"""Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a compiler
-that does not know the flags, such a file is empty."""
+"""Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a
+compiler that does not know the flags, such a file is empty."""
 _SOURCES = (
     "product.cpp", "quantize.cpp", "pointwise.cpp", "attention.cpp", "attention_backward.cpp", "sampling.cpp",
     "tdp32.cpp", *_PATHS,

@@ -22,7 +22,7 @@ from isobit.kernels.composed import Composed
 from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
 from isobit.kernels.native.build import BuildFailed, compiler, library
 from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
-from isobit.kernels.native.ordered import OrderedProducts, instruction_set, is_packed
+from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.tdp32 import computes
 from isobit.kernels.types import KVStore, Layout, Temperature
@@ -62,7 +62,6 @@ class NativeOps(Composed):
         self._ordered: OrderedProducts | None = None
         if consistency == "bitwise":
             self._ordered = OrderedProducts()
-            self.why = f"{why}, sums by {instruction_set()}"
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         kind = _PLAIN.get(x.dtype)

@@ -68,7 +68,10 @@ def ordered_sums(left: Tensor, right: Tensor) -> Tensor:
     """The sums of left [M, K] · right [N, K]ᵀ: [M, N]; BF16 numbers and float32 results, held as float64."""
     groups = -(-left.shape[1] // _DEPTH)
     missing = groups * _DEPTH - left.shape[1]
-    parts = [functional.pad(x, (0, missing)).view(x.shape[0], groups, 16, 2).permute(2, 3, 1, 0) for x in (left, right)]
+    parts = [
+        functional.pad(x, (0, missing)).view(x.shape[0], groups, 16, 2).permute(2, 3, 1, 0).contiguous()
+        for x in (left, right)
+    ]
     total = left.new_zeros(left.shape[0], right.shape[0])
     add = _add_narrow if _is_narrow(left, right) else _add
     step = max(1, _CHUNK // (2 * groups * right.shape[0] + 1))
@@ -83,8 +86,8 @@ def ordered_sums(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _is_narrow(left: Tensor, right: Tensor) -> bool:
-    """Whether all sums that occur are multiples of one power of two, which is no subnormal number, and have no more than
-    53 bits: float64 then adds exactly, and nothing is flushed."""
+    """Whether all sums that occur are multiples of one power of two, which is no subnormal number, and have no more
+    than 53 bits: float64 then adds exactly, and nothing is flushed."""
     unit, largest = 1.0, 17.0
     for x in (left, right):
         magnitudes = x.abs()
