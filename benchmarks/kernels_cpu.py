@@ -1,10 +1,12 @@
-"""The native operators' times, beside the reference backend and PyTorch's own products.
+"""The native operators' times: products at each level of `consistency`, beside PyTorch's own (oneDNN).
 
-Shapes are those of decoding and learning at hidden 512, 8 layers, intermediate 1536, vocabulary 4096.
+Products are those of a gate and up projection and of a down projection at hidden 512 and 1024, from one row to a
+micro-batch; the other shapes are those of decoding at hidden 512.
 """
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -13,11 +15,12 @@ from isobit.kernels import KVStore, Layout, get_ops
 from isobit.precision import BF16, E4M3, QuantSpec
 
 ACTIVATION, WEIGHT, KEYS = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "row")
-PRODUCTS = ((1, 512, 512), (32, 512, 512), (32, 1536, 512), (32, 3072, 512), (32, 512, 1536), (32, 4096, 512),
-            (512, 1536, 512), (2048, 1536, 512))  # fmt: skip
+MATRICES = ((3072, 512), (512, 1536), (6144, 1024), (1024, 3072))  # N, K
+ROWS = (1, 16, 32, 256, 2048)
 SEQUENCES, HEADS, DIM, CONTEXT, PAGE = 32, 8, 64, 160, 16
 
-NATIVE, FAST, REFERENCE = get_ops("native"), get_ops("native", "fast"), get_ops("reference")
+NATIVE, EXACT, FAST = (get_ops("native", level) for level in ("bitwise", "exact", "fast"))
+REFERENCE = get_ops("reference", "exact")
 
 
 def run(rounds: int) -> Result:
@@ -27,18 +30,14 @@ def run(rounds: int) -> Result:
 
 def products(rounds: int) -> list[Row]:
     rows: list[Row] = []
-    for m, n, k in PRODUCTS:
+    for (n, k), m in product(MATRICES, ROWS):
         x, w = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
         codes_x, codes_w = NATIVE.quantize(x, ACTIVATION), NATIVE.quantize(w, WEIGHT)
-        wide_x, wide_w = x.double(), w.double().t().contiguous()
-        contestants = {
-            "fp8 native": partial(NATIVE.product, codes_x, codes_w),
-            "bf16 native": partial(NATIVE.product, x, w),
-            "fp8 reference": partial(REFERENCE.product, codes_x, codes_w),
-            "bf16 reference": partial(REFERENCE.product, x, w),
-            "float64 MKL alone": partial(torch.mm, wide_x, wide_w),
-            "bf16 oneDNN (fast)": partial(FAST.product, x, w),
-        }
+        contestants: Contestants = {}
+        for level, ops in (("bitwise", NATIVE), ("exact", EXACT)):
+            contestants[f"fp8 {level}"] = partial(ops.product, codes_x, ops.prepare(codes_w))
+            contestants[f"bf16 {level}"] = partial(ops.product, x, ops.prepare(w))
+        contestants["bf16 oneDNN (fast)"] = partial(FAST.product, x, FAST.prepare(w))
         rows += race(f"product {m}x{n}x{k}", contestants, rounds, amount=2e-9 * m * n * k, unit="GFLOP")
     return rows
 

@@ -15,7 +15,7 @@ from isobit import Engine, Model, Sampling
 from isobit.engine.types import EngineSize
 
 BATCH, PROMPT, NEW = 32, 32, 128
-FLOWS = (("bf16", "fast"), ("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "fast"))
+FLOWS = (("bf16", "fast"), ("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "exact"), ("fp8", "fast"))
 
 
 def run(rounds: int) -> Result:
@@ -28,8 +28,9 @@ def run(rounds: int) -> Result:
     float32, bfloat16 = result.median("transformers float32"), result.median("transformers bfloat16")
     for name, peer, target in (
         ("isobit bf16 fast", bfloat16, 3.0),
-        ("isobit bf16 bitwise", float32, 1.5),
-        ("isobit fp8 bitwise", float32, 1.5),
+        ("isobit bf16 bitwise", bfloat16, 2.0),
+        ("isobit fp8 bitwise", bfloat16, 2.0),
+        ("isobit fp8 exact", float32, 1.5),
     ):
         peer_name = "bfloat16" if peer is bfloat16 else "float32"
         result.claims.append(Claim(f"{name} over transformers {peer_name}", peer / result.median(name), ">=", target))
