@@ -55,7 +55,7 @@ def test_config_files(tmp_path: Path) -> None:
         ("isobit train c.yaml sampling.t", ["sampling.temperature=", "sampling.top_k=", "sampling.top_p="]),
         ("isobit train c.yaml steps=5 prompts_", ["prompts_per_step=", "prompts_per_step=8"]),
         ("isobit train c.yaml model.pa", ["model.path=", "model.path=..."]),
-        ("isobit train c.yaml consistency=", ["bitwise", "fast"]),
+        ("isobit train c.yaml consistency=", ["exact", "bitwise", "fast"]),
         ("isobit train c.yaml consistency=f", ["fast"]),
         ("isobit train c.yaml run.report=", ["true", "false"]),
         ("isobit train c.yaml precision=fp8-r", ["fp8-rollout", "fp8-rollout-kv"]),
