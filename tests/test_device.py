@@ -84,15 +84,15 @@ def bits(tensor: Tensor) -> list[int]:
 def test_learning_has_the_bits_of_the_cpu(precision: str, family: str, changes: dict[str, float]) -> None:
     recompute = precision == "fp8-rollout"
     objective = Objective(recompute_old=recompute, **changes)  # type: ignore[arg-type]
-    samples = samples_of(on(ReferenceOps(), precision, family))
-    wanted = learn(ReferenceOps(), precision, family, objective, samples)
+    samples = samples_of(on(ReferenceOps("exact"), precision, family))
+    wanted = learn(ReferenceOps("exact"), precision, family, objective, samples)
     with PretendDevice():
-        found = learn(ReferenceOps(device=DEVICE), precision, family, objective, samples)
+        found = learn(ReferenceOps("exact", device=DEVICE), precision, family, objective, samples)
     assert repr(found) == repr(wanted)  # NaN is equal to itself
 
 
 def test_checkpointed_activations_too() -> None:
-    samples = samples_of(on(ReferenceOps(), "fp8"))
+    samples = samples_of(on(ReferenceOps("exact"), "fp8"))
 
     def trained(ops: ReferenceOps, recompute: bool) -> tuple[object, ...]:
         model = on(ops, "fp8")
@@ -100,9 +100,9 @@ def test_checkpointed_activations_too() -> None:
         found = supervised_update(model, optimizer, samples, 1e-2, 20, recompute)
         return found, [bits(p.detach().cpu()) for p in model.parameters()]
 
-    wanted = trained(ReferenceOps(), False)
+    wanted = trained(ReferenceOps("exact"), False)
     with PretendDevice():
-        assert trained(ReferenceOps(device=DEVICE), True) == wanted
+        assert trained(ReferenceOps("exact", device=DEVICE), True) == wanted
 
 
 def test_a_forgotten_move_raises() -> None:
@@ -119,7 +119,7 @@ def test_a_forgotten_move_raises() -> None:
         ):
             with pytest.raises(Mixed):
                 mixed()
-        model = on(ReferenceOps(device=DEVICE), "bf16")
+        model = on(ReferenceOps("exact", device=DEVICE), "bf16")
         model.transformer._tables = model.config.rope.tables(64, model.config.head_dim)
         with pytest.raises(Mixed):
             model.logprobs([[3, 4, 5]])
@@ -191,10 +191,10 @@ def test_moments_in_8_bits_are_where_their_parameter_is() -> None:
 
 
 def test_saved_from_there_it_is_the_file_of_the_cpu(tmp_path: Path) -> None:
-    wanted = on(ReferenceOps(), "fp8")
+    wanted = on(ReferenceOps("exact"), "fp8")
     wanted.save(tmp_path / "here")
     with PretendDevice():
-        on(ReferenceOps(device=DEVICE), "fp8").save(tmp_path / "there")
+        on(ReferenceOps("exact", device=DEVICE), "fp8").save(tmp_path / "there")
     names = sorted(path.name for path in (tmp_path / "here").iterdir())
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == names
     assert all((tmp_path / "here" / n).read_bytes() == (tmp_path / "there" / n).read_bytes() for n in names)
@@ -209,9 +209,9 @@ def test_fp8_blocks_of_a_model_there(tmp_path: Path) -> None:
         model.write(folder, fp8_blocks.block_checkpoint(model).tensors, {})
         return (folder / "model.safetensors").read_bytes()
 
-    here = written(ReferenceOps(), tmp_path / "here")
+    here = written(ReferenceOps("exact"), tmp_path / "here")
     with PretendDevice():
-        there = written(ReferenceOps(device=DEVICE), tmp_path / "there")
+        there = written(ReferenceOps("exact", device=DEVICE), tmp_path / "there")
     assert here == there
 
 
@@ -227,14 +227,14 @@ def test_scores_and_log_probabilities_and_what_is_measured_of_a_model() -> None:
         health = weight_health(model), activation_health(model, sequences)
         return learned, rolled, judge.score(sequences), totals.metrics(), totals.by_tensor(), health
 
-    wanted = everything(ReferenceOps())
+    wanted = everything(ReferenceOps("exact"))
     with PretendDevice():
-        assert everything(ReferenceOps(device=DEVICE)) == wanted
+        assert everything(ReferenceOps("exact", device=DEVICE)) == wanted
 
 
 def test_the_weights_are_measured_without_waiting_for_each() -> None:
     with PretendDevice() as mode:
-        model = on(ReferenceOps(device=DEVICE), "fp8")
+        model = on(ReferenceOps("exact", device=DEVICE), "fp8")
         mode.waits.clear()
         totals = WeightTotals(model)
         assert not mode.waits
@@ -243,12 +243,13 @@ def test_the_weights_are_measured_without_waiting_for_each() -> None:
 
 
 def test_a_separate_engine_is_on_the_learners_device() -> None:
-    assert separate_ops(ReferenceOps(device=DEVICE)).device == DEVICE
+    assert separate_ops(ReferenceOps("exact", device=DEVICE)).device == DEVICE
 
 
 def test_more_logits_at_a_time_on_a_gpu() -> None:
     with PretendDevice():
-        rows = [on(ops, "bf16", "llama").transformer.head_rows for ops in (ReferenceOps(), ReferenceOps(device=DEVICE))]
+        both = (ReferenceOps("exact"), ReferenceOps("exact", device=DEVICE))
+        rows = [on(ops, "bf16", "llama").transformer.head_rows for ops in both]
     assert rows[1] // rows[0] == 64
 
 

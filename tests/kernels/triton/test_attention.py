@@ -16,7 +16,7 @@ from isobit.precision import BF16, E4M3, FP32, QuantSpec
 from ..helpers import draw, same
 from .helpers import DEVICE, HAS_GPU, moved
 
-REFERENCE = get_ops("reference")
+REFERENCE = get_ops("reference", "exact")
 STORES = {
     "fp32": (FP32, None),
     "bf16": (BF16, None),

@@ -23,7 +23,7 @@ from .helpers import DEVICE, moved
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-OPS = get_ops("reference")
+OPS = get_ops("reference", "exact")
 CACHES = {
     "bf16": (BF16, None),
     "fp32": (FP32, None),

@@ -17,7 +17,7 @@ from .helpers import DEVICE, HAS_GPU, there
 
 ROWS, EXPERTS, INNER, COLUMNS = 20, 5, 160, 96
 OFFSETS = torch.tensor([0, 3, 3, 4, 15, 20])  # the second expert has no row
-reference = get_ops("reference")
+reference = get_ops("reference", "exact")
 on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="NumPy's product, in the interpreter, depends on the tile")
 
 

@@ -16,7 +16,7 @@ from ..helpers import draw, keys_of, same
 from .helpers import DEVICE
 from .test_sampling import UNIT, check_draws, entropy_bound, logprob_bound
 
-REFERENCE = get_ops("reference")
+REFERENCE = get_ops("reference", "exact")
 T, V, C = 70, 300, 48
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -24,7 +24,7 @@ from .helpers import DEVICE, moved
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-OPS = get_ops("reference")
+OPS = get_ops("reference", "exact")
 STORES = {
     "bf16": (BF16, None),
     "fp32": (FP32, None),

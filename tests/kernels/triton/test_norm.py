@@ -14,7 +14,7 @@ from ..helpers import draw, same
 from .helpers import DEVICE
 from .test_quantize import equal, flag, host
 
-REFERENCE = get_ops("reference")
+REFERENCE = get_ops("reference", "exact")
 DTYPES = (torch.bfloat16, torch.float32)
 UNIT = 2.0**-24
 """The largest relative error of one float32 operation."""

@@ -12,7 +12,7 @@ from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, quantize
 from ..helpers import bits, draw, same
 from .helpers import DEVICE, HAS_GPU, there
 
-REFERENCE = get_ops("reference")
+REFERENCE = get_ops("reference", "exact")
 GRANULARITIES = ("1x128", "128x1", "128x128", "row")
 SCALES = ("ue8m0", "fp32")
 DTYPES = (torch.bfloat16, torch.float32)
