@@ -1,6 +1,12 @@
-"""The C interface of the native operators: argument structs and signatures, as the `.cpp` files declare them."""
+"""The C interface of the native operators: argument structs and signatures, as the `.cpp` files declare them.
+
+Structs are compared with what the library's own compiler made of them (`interface.cpp`) whenever one is loaded, and
+signatures with the sources by a test (`tests/kernels/test_interface.py`).
+"""
 
 import ctypes
+
+from isobit.errors import IsobitError
 
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
@@ -28,6 +34,13 @@ class AttentionArguments(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Field(ctypes.Structure):
+    """A field as C++ has it; the last one has no name and the size of the struct."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("offset", _I), ("size", _I)]
+
+
+_STRUCTS = {"isobit_product_fields": ProductArguments, "isobit_attention_fields": AttentionArguments}
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_product": (None, [_P]),
@@ -51,8 +64,35 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the signatures once, so that calls need no conversion of their own."""
+    """Set the signatures once, so that calls need no conversion of their own. Raises IsobitError where the library has
+    other structs than these."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
+    for name, struct in _STRUCTS.items():
+        ours, theirs = _layout(struct), _layout_of(lib, name)
+        if ours != theirs:
+            odd = next(field for field in {**ours, **theirs} if ours.get(field) != theirs.get(field))
+            raise IsobitError(
+                f"{lib._name}: {struct.__name__}.{odd} has (offset, size) {theirs.get(odd)} in C++ and "
+                f"{ours.get(odd)} in Python: interface.py, interface.cpp and the struct must list the same fields"
+            )
     return lib
+
+
+def _layout(struct: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
+    """Offset and size of each field in bytes, and under `size` those of the whole."""
+    fields = {name: getattr(struct, name) for name, *_ in struct._fields_}
+    return {name: (field.offset, field.size) for name, field in fields.items()} | {"size": (0, ctypes.sizeof(struct))}
+
+
+def _layout_of(lib: ctypes.CDLL, name: str) -> dict[str, tuple[int, int]]:
+    """The same as the library says."""
+    function = getattr(lib, name)
+    function.restype = ctypes.POINTER(_Field)
+    found, fields = {}, function()
+    for field in fields:
+        found[field.name.decode() if field.name else "size"] = (field.offset, field.size)
+        if not field.name:
+            break
+    return found

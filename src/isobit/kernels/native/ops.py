@@ -6,12 +6,11 @@ place (`tests/kernels/test_native.py`). `prepare` packs a weight for the inner l
 anew. What C++ does not cover (E5M2, scales along K in blocks other than 128 or a whole row, routing) goes to the
 reference operators.
 
-Left out: the build (`build.py`) and the C interface (`interface.py`).
+Left out: the library (`build.py`) and the C interface (`interface.py`).
 """
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from torch.nn import functional
 from isobit.errors import NonFiniteError
 from isobit.kernels.composed import Composed
 from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
-from isobit.kernels.native.build import BuildFailed, compiler, library
-from isobit.kernels.native.interface import AttentionArguments, ProductArguments, declare
+from isobit.kernels.native.build import BuildFailed, library, origin
+from isobit.kernels.native.interface import AttentionArguments, ProductArguments
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.tdp32 import computes
@@ -39,12 +38,11 @@ _ONEDNN_PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_
 
 @cache
 def available() -> tuple[bool, str]:
-    """(whether the backend works here, why): builds it at the first call."""
+    """(whether the backend works here, why): loads or compiles it at the first call."""
     try:
-        declare(library())
+        return True, origin()
     except BuildFailed as error:
         return False, str(error)
-    return True, f"compiled by {Path(compiler()).name}"
 
 
 class NativeOps(Composed):
@@ -55,7 +53,7 @@ class NativeOps(Composed):
     def __init__(self, consistency: str = "bitwise", why: str = "") -> None:
         self.consistency = consistency
         self.why = why
-        self._lib = declare(library())
+        self._lib = library()
         self._reference = ReferenceOps(consistency, why)
         self.order = self._reference.order
         self._fast = consistency == "fast"

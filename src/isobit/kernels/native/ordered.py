@@ -1,23 +1,21 @@
 """Products in the order `tdp32-v1` (`reference/tdp32.py`), in C++ (`tdp32.h`): packs, arguments, the instruction set.
 
 The instruction set is the best that processor and build have, or $ISOBIT_ISA; all give the same bits. The chosen one is
-first tested against scalar fused multiply-adds; a mark beside the library, whose name stands for sources, compiler and
-processor, keeps that from being done again.
+first tested against scalar fused multiply-adds; a mark in the cache keeps that from being done again.
 """
 
 import ctypes
 import os
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
-from isobit.kernels.native.build import library
-from isobit.kernels.native.interface import ProductArguments, declare
+from isobit.kernels.native.build import library, passed
+from isobit.kernels.native.interface import ProductArguments
 from isobit.kernels.reference.tdp32 import has_block_scales
 from isobit.precision import QTensor
 
@@ -37,11 +35,11 @@ def instruction_set() -> str:
 def _chosen(wanted: str) -> int:
     if wanted and wanted not in ISAS:
         raise IsobitError(f"ISOBIT_ISA={wanted}: choose from {', '.join(ISAS)}, or leave it unset")
-    lib = declare(library())
+    lib = library()
     isa: int = lib.isobit_tdp32_isa(ISAS.index(wanted) if wanted else -1)
     if isa < 0:
         raise IsobitError(f"ISOBIT_ISA={wanted}: this processor, or the compiler that built the operators, lacks it")
-    mark = Path(lib._name).with_suffix(f".{ISAS[isa]}.passed")
+    mark = passed(lib, ISAS[isa])
     if not mark.exists():
         different = lib.isobit_tdp32_self_test(isa)
         if different:
@@ -59,7 +57,7 @@ class OrderedProducts:
 
     def __init__(self) -> None:
         self._isa = ISAS.index(instruction_set())
-        self._lib = declare(library())
+        self._lib = library()
 
     def prepare(self, weight: Operand, kept: Packed | None) -> Packed:
         data = weight.data if isinstance(weight, QTensor) else weight

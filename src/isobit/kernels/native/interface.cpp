@@ -1,0 +1,34 @@
+// The structs that cross to Python, field by field as the compiler lays them out; `interface.py` compares.
+#include <cstddef>
+
+#include "attention.h"
+#include "product.h"
+
+namespace {
+
+struct Field {
+    const char* name;
+    int64_t offset, size;
+};
+
+#define FIELD(name) {#name, offsetof(STRUCT, name), sizeof(STRUCT::name)}
+#define STRUCT Product
+const Field product[] = {
+    FIELD(kind_a), FIELD(m), FIELD(n), FIELD(k), FIELD(a), FIELD(a_row), FIELD(a_column), FIELD(kind_b), FIELD(packed),
+    FIELD(bias), FIELD(bias_kind), FIELD(out), FIELD(out_kind), FIELD(threads), FIELD(scaled), FIELD(scale_a),
+    FIELD(scale_b), FIELD(isa), {nullptr, 0, sizeof(STRUCT)},
+};
+#undef STRUCT
+#define STRUCT Attention
+const Field attention[] = {
+    FIELD(kind), FIELD(store_kind), FIELD(q), FIELD(k), FIELD(v), FIELD(k_scale), FIELD(v_scale), FIELD(row_start),
+    FIELD(context), FIELD(page_table), FIELD(pages), FIELD(page_size), FIELD(sequences), FIELD(heads), FIELD(kv_heads),
+    FIELD(dim), FIELD(scale), FIELD(out), FIELD(lse), FIELD(dout), FIELD(dq), FIELD(dk), FIELD(dv), FIELD(threads),
+    FIELD(rows), FIELD(single), FIELD(scale_step), {nullptr, 0, sizeof(STRUCT)},
+};
+
+}  // namespace
+
+// The fields of a struct, the last one without a name and as large as the struct.
+EXPORT const Field* isobit_product_fields() { return product; }
+EXPORT const Field* isobit_attention_fields() { return attention; }

@@ -1,0 +1,151 @@
+"""How the C++ operators are compiled: files, flags, compiler, and the libraries for x86-64 that a wheel carries.
+
+Only the standard library is imported: `setup.py` runs this file before isobit and PyTorch are installed. Left out:
+which library is loaded (`build.py`).
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PREBUILT = HERE / "prebuilt"
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi")
+_PATHS: dict[str, tuple[str, ...]] = {
+    "tdp32_portable.cpp": (),
+    "tdp32_avx2.cpp": _AVX2,
+    "tdp32_avx512.cpp": _AVX512,
+    "tdp32_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+}
+"""Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a
+compiler that does not know the flags, such a file is empty."""
+SOURCES = (
+    "product.cpp", "quantize.cpp", "pointwise.cpp", "attention.cpp", "attention_backward.cpp", "sampling.cpp",
+    "interface.cpp", "tdp32.cpp", *_PATHS,
+)  # fmt: skip
+HEADERS = (
+    "native.h", "tile.h", "product.h", "quantize.h", "attention.h", "attention_rows.h", "tdp32.h", "tdp32_kernel.h",
+    "tdp32_avx512.h",
+)  # fmt: skip
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden")
+WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Werror")
+"""Of the tests; the last but one is wrong about GCC's own AVX-512 headers. A user's build shows no warnings: a newer
+compiler's would be no reason to do without the library."""
+_V3 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe")
+LEVELS: dict[str, tuple[str, ...]] = {
+    "x86-64-v4": (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    "x86-64-v3": _V3,
+}
+"""The libraries of a wheel, the best first: their `-march`, and what /proc/cpuinfo must list. Below them the general
+files would have no fused multiply-add, and so other bits. The paths of `tdp32` are in both."""
+_COMPILERS = ("g++", "c++", "clang++")
+_TIMEOUT_S = 300
+
+
+class BuildFailed(Exception):
+    """The library cannot be had here; the message says why, in one line."""
+
+
+def compiler() -> str:
+    """Path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that exists. Raises BuildFailed."""
+    named = os.environ.get("CXX")
+    for name in (named,) if named else _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise BuildFailed(f"CXX={named} is not a program" if named else f"no C++ compiler found ({', '.join(_COMPILERS)})")
+
+
+def digest(*further: str, sources: Path = HERE) -> str:
+    """Names a library after what it is made of: all files, the flags that never change, and what else is given."""
+    found = hashlib.sha256()
+    for name in (*SOURCES, *HEADERS):
+        found.update((sources / name).read_bytes())
+    found.update("\n".join([*FLAGS, *(" ".join(flags) for flags in _PATHS.values()), *further]).encode())
+    return found.hexdigest()[:24]
+
+
+def prebuilt(level: str, folder: Path = PREBUILT) -> Path:
+    """Where the library of a level is, if it was made of the files that are here."""
+    return folder / f"{level}-{digest(level)}.so"
+
+
+def build_levels(folder: Path) -> list[Path]:
+    """Compile the libraries that a wheel carries into `folder`, which then holds nothing else. They need the C library
+    and the GNU OpenMP that PyTorch has loaded, nothing more. Raises BuildFailed, also where none are carried."""
+    if platform.system() != "Linux" or not on_x86():
+        raise BuildFailed(
+            f"a wheel's libraries are for Linux on x86-64, not {platform.system()} on {platform.machine()}"
+        )
+    program = compiler()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for level in LEVELS:
+        path = prebuilt(level, folder)
+        general = [f"-march={level}", "-mtune=generic", "-fopenmp"]
+        compile_library(program, path, general, ["-static-libstdc++", "-static-libgcc", "-s"])
+        if b"GOMP_parallel" not in path.read_bytes():
+            path.unlink()
+            raise BuildFailed(f"{program} does not use GNU's OpenMP; set CXX=g++")
+    return [prebuilt(level, folder) for level in LEVELS]
+
+
+def on_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def compile_library(
+    program: str, path: Path, general: Iterable[str], linking: Iterable[str], sources: Path = HERE,
+    everywhere: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """Write the library `path`, whole or not at all: several processes may do it at once.
+
+    `general` are flags of the files that are compiled for one kind of processor only; those of `_PATHS` have their own,
+    and of `general` only what names no processor. `everywhere` holds in all commands. Raises BuildFailed.
+    """
+    general = list(general)
+    plain = [flag for flag in general if not flag.startswith(("-march=", "-mcpu=", "-mtune="))]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        objects = {name: os.path.join(folder, f"{Path(name).stem}.o") for name in SOURCES}
+
+        def start(name: str, flags: Iterable[str]) -> "subprocess.Popen[str]":
+            return _start([program, *FLAGS, *flags, *everywhere, "-c", str(sources / name), "-o", objects[name]])
+
+        paths: Mapping[str, tuple[str, ...]] = _PATHS if on_x86() else dict.fromkeys(_PATHS, ())
+        running = {n: start(n, [*plain, *paths[n]] if n in paths else general) for n in SOURCES}
+        for name, process in running.items():
+            try:
+                _finish(process)
+            except BuildFailed:
+                if not paths.get(name):
+                    raise
+                _finish(start(name, plain))
+        target = os.path.join(folder, path.name)
+        _finish(_start([program, "-shared", *objects.values(), *linking, *everywhere, "-o", target]))
+        os.replace(target, path)
+
+
+def _start(command: list[str]) -> "subprocess.Popen[str]":
+    try:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise BuildFailed(f"{command[0]}: {error.strerror}") from error
+
+
+def _finish(process: "subprocess.Popen[str]") -> None:
+    assert isinstance(process.args, list)
+    program = str(process.args[0])
+    try:
+        _, errors = process.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        raise BuildFailed(f"{program} took longer than {_TIMEOUT_S} s") from error
+    if process.returncode:
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()[:1]
+        raise BuildFailed(f"{program} failed (exit {process.returncode})" + (f": {lines[0]}" if lines else ""))
