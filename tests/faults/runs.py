@@ -6,7 +6,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from isobit.kernels.native.build import compiler
+from isobit.kernels.native.recipe import compiler
 from tests import warm
 from tests.runs import fingerprint, write_config
 

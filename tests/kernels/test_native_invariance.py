@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Operand, Ops, Packed, get_ops
-from isobit.kernels.native import available, build
+from isobit.kernels.native import available, build, recipe
 from isobit.model.working import tensors_of
 from isobit.precision import BF16, E4M3, FP32, QuantSpec, quantize
 
@@ -265,7 +265,7 @@ def test_processes_may_build_at_once_and_portable_code_agrees(tmp_path: Path, ra
     source = str(Path(__file__).parents[2] / "src")
     running = []
     for index in range(3):
-        flags = "-O1 -Werror -DISOBIT_PORTABLE" if index % 2 else "-O1 -Werror"
+        flags = " ".join(("-O1", *recipe.WARNINGS, *(["-DISOBIT_PORTABLE"] if index % 2 else [])))
         environment = os.environ | {"ISOBIT_CACHE": str(tmp_path), "ISOBIT_CXXFLAGS": flags, "PYTHONPATH": source}
         command = [sys.executable, "-c", script, str(tmp_path / f"{index}.pt")]
         running.append(subprocess.Popen(command, env=environment))

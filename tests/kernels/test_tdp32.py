@@ -11,8 +11,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import Operand, Ops, get_ops
-from isobit.kernels.native import build, ordered
-from isobit.kernels.native.interface import declare
+from isobit.kernels.native import build, ordered, recipe
 from isobit.kernels.reference import tdp32
 from isobit.precision import E4M3, E5M2, QuantSpec, quantize
 
@@ -20,7 +19,7 @@ from .helpers import bits, draw, same, threads
 
 REFERENCE, EXACT = get_ops("reference"), get_ops("native", "exact")
 HERE = [
-    name for i, name in enumerate(ordered.ISAS) if declare(build.library()).isobit_tdp32_isa(i) == i
+    name for i, name in enumerate(ordered.ISAS) if build.library().isobit_tdp32_isa(i) == i
 ]  # "portable", and what this processor has
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((1, 1, 1), (1, 96, 512), (2, 42, 126), (3, 40, 100), (4, 72, 256), (5, 16, 31), (21, 33, 300))
@@ -270,21 +269,20 @@ def test_the_mode_of_the_thread_is_restored() -> None:
 
 @pytest.mark.parametrize("isa", HERE)
 def test_the_self_test_passes(isa: str) -> None:
-    assert declare(build.library()).isobit_tdp32_self_test(ordered.ISAS.index(isa)) == 0
+    assert build.library().isobit_tdp32_self_test(ordered.ISAS.index(isa)) == 0
 
 
 @pytest.mark.slow
-def test_the_self_test_notices_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_notices_another_order(tmp_path: Path) -> None:
     """Its negative control: a library that adds each chain to the sum by itself."""
-    for path in build._HERE.glob("*.[ch]*"):
+    for path in recipe.HERE.glob("*.[ch]*"):
         text = path.read_text()
         if path.name == "tdp32_kernel.h":
             right = "add(sum[r][p], add(even[r][p], odd[r][p]))"
             assert right in text
             text = text.replace(right, "add(add(sum[r][p], even[r][p]), odd[r][p])")
         (tmp_path / path.name).write_text(text)
-    monkeypatch.setattr(build, "_HERE", tmp_path)
-    wrong = declare(build.build(build.compiler(), tmp_path))
+    wrong = build.build(recipe.compiler(), tmp_path, tmp_path)
     assert all(wrong.isobit_tdp32_self_test(ordered.ISAS.index(isa)) > 0 for isa in HERE)
 
 
@@ -298,7 +296,8 @@ def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.M
         def isobit_tdp32_self_test(self, isa: int) -> int:
             return 7
 
-    monkeypatch.setattr(ordered, "declare", lambda lib: Wrong())
+    monkeypatch.setattr(ordered, "library", Wrong)
+    monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path))
     ordered._chosen.cache_clear()
     try:
         for name, message in (
@@ -309,6 +308,6 @@ def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.M
             monkeypatch.setenv("ISOBIT_ISA", name)
             with pytest.raises(IsobitError, match=message):
                 ordered.instruction_set()
-        assert not list(tmp_path.iterdir())  # nothing is marked as passed
+        assert not list(tmp_path.rglob("*.passed"))  # nothing is marked as passed
     finally:
         ordered._chosen.cache_clear()

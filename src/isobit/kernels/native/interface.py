@@ -69,6 +69,12 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
+    compare_structs(lib)
+    return lib
+
+
+def compare_structs(lib: ctypes.CDLL) -> None:
+    """Raises IsobitError where a struct's size or a field's name, offset or size differs between the two languages."""
     for name, struct in _STRUCTS.items():
         ours, theirs = _layout(struct), _layout_of(lib, name)
         if ours != theirs:
@@ -77,7 +83,6 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
                 f"{lib._name}: {struct.__name__}.{odd} has (offset, size) {theirs.get(odd)} in C++ and "
                 f"{ours.get(odd)} in Python: interface.py, interface.cpp and the struct must list the same fields"
             )
-    return lib
 
 
 def _layout(struct: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:

@@ -147,5 +147,5 @@ def _finish(process: "subprocess.Popen[str]") -> None:
         process.kill()
         raise BuildFailed(f"{program} took longer than {_TIMEOUT_S} s") from error
     if process.returncode:
-        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()[:1]
+        lines = [line for line in errors.splitlines() if "error:" in line] or errors.splitlines()[:1]
         raise BuildFailed(f"{program} failed (exit {process.returncode})" + (f": {lines[0]}" if lines else ""))

@@ -1,0 +1,72 @@
+"""What pyproject.toml cannot say: a wheel carries the compiled operators, where a compiler is found that can make them.
+
+They are called through ctypes and not linked with Python, so the wheel is for every Python 3 on the platform. Without a
+compiler, on other platforms, in an editable installation and with ISOBIT_PREBUILT=0 it carries none, and is pure;
+ISOBIT_PREBUILT=1 makes it an error that they cannot be compiled.
+"""
+
+import os
+import runpy
+from pathlib import Path
+
+from setuptools import Command, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+
+NATIVE = Path("isobit/kernels/native")
+RECIPE = runpy.run_path(str(Path(__file__).parent / "src" / NATIVE / "recipe.py"))
+WANTED = os.environ.get("ISOBIT_PREBUILT", "")
+
+
+class BuildNative(Command):
+    """Compiles the libraries into the build folder; `libraries` are their files."""
+
+    def initialize_options(self) -> None:
+        self.build_lib = ""
+        self.editable_mode = False
+        self.libraries: list[str] = []
+
+    def finalize_options(self) -> None:
+        self.build_lib = self.build_lib or self.get_finalized_command("build_py").build_lib
+
+    def run(self) -> None:
+        if self.editable_mode or WANTED == "0":
+            return
+        folder = Path(self.build_lib) / NATIVE / RECIPE["PREBUILT"].name
+        try:
+            self.libraries = [str(path) for path in RECIPE["build_levels"](folder)]
+        except RECIPE["BuildFailed"] as error:
+            if WANTED == "1":
+                raise SystemExit(f"ISOBIT_PREBUILT=1: {error}") from None
+            self.warn(f"the operators will be compiled on first use: {error}")
+
+    def get_outputs(self) -> list[str]:
+        return self.libraries
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+    def get_source_files(self) -> list[str]:
+        return []
+
+
+class Build(build):
+    sub_commands = [*build.sub_commands, ("build_native", None)]
+
+
+class Wheel(bdist_wheel):
+    """Of a platform if it carries libraries, and then for every Python 3."""
+
+    def run(self) -> None:
+        self.run_command("build_native")  # decides what the wheel is before its files are laid out
+        libraries = self.get_finalized_command("build_native").libraries
+        self.root_is_pure = not libraries
+        self.distribution.has_ext_modules = lambda: bool(libraries)  # files then go where a platform's go
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+
+
+setup(cmdclass={"build": Build, "build_native": BuildNative, "bdist_wheel": Wheel})

@@ -1,0 +1,72 @@
+"""How the native library is compiled: warnings are errors for the tests and nothing to users; and which of a wheel's
+libraries a processor gets."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from isobit.kernels.native import build, recipe
+from isobit.kernels.native.recipe import HEADERS, HERE, LEVELS, SOURCES, WARNINGS, BuildFailed, compile_library
+
+COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
+NONE = pytest.mark.skipif(not COMPILERS, reason="no C++ compiler")
+
+
+def test_the_recipe_names_every_file() -> None:
+    assert {path.name for path in HERE.glob("*.[ch]*")} == {*SOURCES, *HEADERS}
+
+
+@NONE
+@pytest.mark.parametrize("program", COMPILERS)
+def test_a_warning_is_an_error_here_and_no_hindrance_to_a_user(program: str, tmp_path: Path) -> None:
+    """Every source but one is empty, and that one compares signed with unsigned numbers. That all files compile without
+    a warning: `test_native_invariance.py`, which builds with `WARNINGS`, and below."""
+    for name in (*SOURCES, *HEADERS):
+        (tmp_path / name).write_text("")
+    (tmp_path / SOURCES[0]).write_text("bool less(int a, unsigned b) { return a < b; }\n")
+    library = tmp_path / "library.so"
+    compile_library(program, library, [], [], tmp_path)
+    assert library.is_file()
+    library.unlink()
+    with pytest.raises(BuildFailed, match=r"failed \(exit 1\): .*sign-compare"):
+        compile_library(program, library, [], [], tmp_path, WARNINGS)
+    assert not library.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("clang++" not in COMPILERS, reason="clang++ is not here")
+def test_clang_has_no_warnings(tmp_path: Path) -> None:
+    compile_library(str(shutil.which("clang++")), tmp_path / "library.so", ["-O0"], [], everywhere=WARNINGS)
+
+
+def test_a_processor_gets_the_best_library_that_it_can_run(tmp_path: Path) -> None:
+    """By its features; none where a library was made of other sources, or the features are too few."""
+    for level in LEVELS:
+        recipe.prebuilt(level, tmp_path).touch()
+    best, other = LEVELS
+    all_features = frozenset(LEVELS[best])
+    for features, level in (
+        (all_features, best),
+        (all_features | {"amx_tile"}, best),
+        (all_features - {"avx512vl"}, other),
+        (frozenset(LEVELS[other]), other),
+        (all_features - {"fma"}, None),
+        (frozenset(), None),
+    ):
+        found = build.prebuilt_here(features, tmp_path)
+        assert found == (None if level is None else (level, recipe.prebuilt(level, tmp_path)))
+    recipe.prebuilt(best, tmp_path).rename(tmp_path / f"{best}-{'0' * 24}.so")
+    assert build.prebuilt_here(all_features, tmp_path) == (other, recipe.prebuilt(other, tmp_path))
+
+
+def test_the_fingerprint_is_of_every_file(tmp_path: Path) -> None:
+    for name in (*SOURCES, *HEADERS):
+        (tmp_path / name).write_bytes((HERE / name).read_bytes())
+    assert recipe.digest("flag", sources=tmp_path) == recipe.digest("flag")
+    assert recipe.digest("flags", sources=tmp_path) != recipe.digest("flag")
+    for name in (*SOURCES, *HEADERS):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text + "\n")
+        assert recipe.digest("flag", sources=tmp_path) != recipe.digest("flag")
+        (tmp_path / name).write_text(text)
