@@ -15,7 +15,7 @@ LOCKED = $(PIP) --constraint $(VENV)/.locked
 # The last line of `make install` and `make quickstart`: what to type next.
 NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 
-.PHONY: help install quickstart test lint docs bench gpu kernels relock floor ceiling clean
+.PHONY: help install quickstart test lint docs bench gpu kernels wheel relock floor ceiling clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench        the benchmarks; results under benchmarks/results"
 	@echo "make gpu          on a GPU (with TORCH=torch): the tests that need one, then its benchmarks"
 	@echo "make kernels      the Triton kernels compiled for sm_90, without a GPU; the tables of docs/gpu.md"
+	@echo "make wheel        a source distribution, and a wheel with the compiled operators, in dist"
 	@echo "make install      only the environment, in $(VENV)"
 	@echo "make relock       requirements.lock anew, with the newest versions before LOCKED_AS_OF"
 	@echo "make floor        tests with the oldest versions that pyproject.toml allows; make ceiling: with the newest"
@@ -86,6 +87,9 @@ gpu: $(VENV)/.gpu
 kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.gpu.page
+
+wheel: $(VENV)/.dev
+	ISOBIT_PREBUILT=1 $(BIN)/python -m build --no-isolation
 
 # For every Python and platform at once, of what was published before a moment some weeks ago: a bad release has had time
 # to be found, and the same moment gives the same lock. What is PyTorch's binaries is left out again.

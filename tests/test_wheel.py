@@ -1,5 +1,5 @@
-"""The wheel: built from a source distribution and installed where there is no compiler, it computes in C++, with the bits
-of the library that is compiled for this processor alone."""
+"""The wheel: built from a source distribution and installed where there is no compiler, it computes in C++, with the
+bits of the library that is compiled for this processor alone."""
 
 import json
 import os
@@ -166,13 +166,14 @@ def test_without_a_compiler_the_wheel_computes_in_cpp_with_the_bits_of_a_compile
         assert found.pop("why").startswith("native backend: prebuilt for x86-64-v")
         assert found == here
     assert computed(installed, tmp_path, "exact", **bare)["bf16"] != here["bf16"]
-    copy = tmp_path / "copy"
+    copy, used = tmp_path / "copy", []
     shutil.copytree(installed, copy)
     for level in LEVELS:
         found = dict(computed(copy, tmp_path, **bare))
-        if found.pop("why") == f"native backend: prebuilt for {level}":
-            assert found == here
+        used.append(found.pop("why"))
+        assert found == here
         libraries(copy)[level].unlink()
+    assert used[-1].startswith("native backend: prebuilt for x86-64-v3")
     without = computed(copy, tmp_path, **bare)
     assert without["why"].startswith("reference backend, because native cannot be built: no C++ compiler found")
     assert not list((tmp_path / "cache").rglob("*.so"))
@@ -190,9 +191,10 @@ def test_a_library_of_other_sources_or_that_cannot_be_loaded_is_not_used(
     shutil.copytree(installed, copy)
     source = copy / "isobit/kernels/native/product.cpp"
     source.write_text(source.read_text() + "\n")
-    assert computed(copy, tmp_path, **bare)["why"].endswith("no C++ compiler found (g++, c++, clang++)")
-    asked = computed(installed, tmp_path, **bare, CXX="none")
-    assert asked["why"].endswith("CXX=none is not a program")
+    without = computed(copy, tmp_path, **bare)["why"]
+    assert "no C++ compiler found (g++, c++, clang++)" in without
+    assert "cannot load" not in without
+    assert "CXX=none is not a program" in computed(installed, tmp_path, **bare, CXX="none")["why"]
 
 
 def test_other_installations_are_pure(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_the_self_test_notices_another_order(tmp_path: Path) -> None:
             assert right in text
             text = text.replace(right, "add(add(sum[r][p], even[r][p]), odd[r][p])")
         (tmp_path / path.name).write_text(text)
-    wrong = build.build(recipe.compiler(), tmp_path, tmp_path)
+    wrong = build.load(build.compiled(recipe.compiler(), tmp_path, tmp_path))
     assert all(wrong.isobit_tdp32_self_test(ordered.ISAS.index(isa)) > 0 for isa in HERE)
 
 

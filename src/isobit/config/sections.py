@@ -25,7 +25,7 @@ ON_MISMATCH = (
     "correct: such a batch is weighed by token TIS"
 )
 CHAT_TEMPLATE = "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
-BACKEND = "auto: triton on an H100 or H200, else native where a C++ compiler is found"
+BACKEND = "auto: triton on an H100 or H200, else native: C++, from the wheel or compiled on first use"
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ CONSISTENCIES = ("exact", "bitwise", "fast")
 def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     """The operators of a backend.
 
-    `triton` runs on an H100 or H200; `native` is C++ and needs a compiler on first use; `reference` is PyTorch. `auto`
-    is triton where there is such a GPU, else native where that works, else reference, for `bitwise` at the level
+    `triton` runs on an H100 or H200; `native` is C++, from the wheel or compiled on first use; `reference` is PyTorch.
+    `auto` is triton where there is such a GPU, else native where that works, else reference, for `bitwise` at the level
     `exact`. The result's `why` names the choice and the reason. Raises IsobitError for an unknown name, and if the
     named backend cannot work here.
     """

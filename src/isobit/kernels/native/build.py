@@ -31,7 +31,7 @@ from isobit.kernels.native.recipe import (
     prebuilt,
 )
 
-__all__ = ["BuildFailed", "build", "cache_directory", "library", "load", "origin", "passed", "prebuilt_here"]
+__all__ = ["BuildFailed", "cache_directory", "compiled", "library", "load", "origin", "passed", "prebuilt_here"]
 
 
 def cache_directory() -> Path:
@@ -72,7 +72,7 @@ def _opened() -> tuple[ctypes.CDLL, str]:
                 unusable = f"; {error}"
     try:
         program = compiler()
-        return build(program, cache_directory()), f"compiled by {Path(program).name}"
+        return load(compiled(program, cache_directory())), f"compiled by {Path(program).name}"
     except BuildFailed as error:
         raise BuildFailed(f"{error}{unusable}") from error
 
@@ -86,8 +86,8 @@ def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[st
     return next(((level, path) for level, path in places.items() if path.is_file()), None)
 
 
-def build(program: str, directory: Path, sources: Path = HERE) -> ctypes.CDLL:
-    """Compile `sources` with `program` into `directory`, unless that was done before, and load. Raises BuildFailed."""
+def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
+    """The library in `directory` that `program` makes of `sources`, now if not before. Raises BuildFailed."""
     extra = os.environ.get("ISOBIT_CXXFLAGS", "").split()
     openmp, linking = _openmp_flags(program)
     general = ["-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native", *openmp]
@@ -95,7 +95,7 @@ def build(program: str, directory: Path, sources: Path = HERE) -> ctypes.CDLL:
     path = directory / f"isobit-{name}.so"
     if not path.exists():
         compile_library(program, path, general, linking, sources, extra)
-    return load(path)
+    return path
 
 
 def load(path: Path) -> ctypes.CDLL:
