@@ -97,6 +97,7 @@ def build_levels(folder: Path) -> list[Path]:
 
 
 def on_x86() -> bool:
+    """Whether this machine's processor is an x86-64 one."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
