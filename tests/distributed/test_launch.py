@@ -13,6 +13,9 @@ import torch.distributed as dist
 from isobit import cli
 from isobit.distributed import launch
 from isobit.errors import IsobitError, RankLost
+from isobit.model import model
+from tests.distributed import threads
+from tests.distributed.sessions import session, written
 from tests.runs import write_config
 
 
@@ -83,3 +86,13 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     other.close()
     with launch.joined(30) as ranks:
         assert ranks.gather("here") == ["here"]
+
+
+def test_ranks_that_add_in_other_orders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one machine has a compiler and the other has none. The control: alike, they go on."""
+    config = written(tmp_path)
+    threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'alike'}", "steps=1"], ranks))
+    orders, get_ops = iter(["exact", "bitwise"]), model.get_ops
+    monkeypatch.setattr(model, "get_ops", lambda backend, _: get_ops(backend, next(orders)))
+    with pytest.raises(IsobitError, match=r"^the ranks differ: order is \S+ on rank 0 .* and \S+ on rank 1"):
+        threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'other'}"], ranks))

@@ -205,12 +205,13 @@ def test_other_models_and_flows(ray: Any, family: str, precision: str) -> None:
         fleet.close()
 
 
-def test_an_engine_that_might_compute_other_bits_is_refused(ray: Any, engine: Engine) -> None:
+@pytest.mark.parametrize("fact", ["torch", "order"])
+def test_an_engine_that_might_compute_other_bits_is_refused(ray: Any, engine: Engine, fact: str) -> None:
     fleet = fleet_of(engine, engines=1)
-    fleet._facts = fleet._facts | {"torch": "1.0"}
+    fleet._facts = fleet._facts | {fact: "1.0"}
     try:
         with pytest.raises(
-            RunFailed, match=r"no engine is left; .* other bits than the learner: it has torch \S+, not 1"
+            RunFailed, match=rf"no engine is left; .* other bits than the learner: it has {fact} \S+, not 1"
         ):
             found(fleet)
     finally:

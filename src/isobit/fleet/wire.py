@@ -65,7 +65,7 @@ def check_digest(name: str, buffer: Any, expected: str, version: int) -> None:
 def facts(model: Model) -> dict[str, str]:
     """What can change a bit, of the process that asks: an engine must have the learner's."""
     ops, gpu = model.ops, find_gpu()
-    found = {"backend": ops.backend, "consistency": ops.consistency, "device": ops.device.type}
+    found = {name: getattr(ops, name) for name in ("backend", "consistency", "order")} | {"device": ops.device.type}
     return found | versions() | ({"gpu": str(gpu)} if gpu is not None else {})
 
 

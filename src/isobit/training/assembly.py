@@ -10,6 +10,7 @@ from pathlib import Path
 
 from isobit.config import Config
 from isobit.distributed import ALONE, Ranks
+from isobit.distributed.launch import check_alike
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
@@ -75,6 +76,7 @@ def _open_models(
         Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
     )
     model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency, ranks)
+    check_alike(ranks, {"backend": model.ops.backend, "order": model.ops.order})  # one machine may have no compiler
     if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
         model.tokenizer.use_template(config.model.chat_template)
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
