@@ -96,7 +96,16 @@ def run(name: str, folder: Path) -> list[str]:
     sanitizer = SANITIZERS[name]
     environment = prepare(sanitizer, folder)
     wrong = reports(sanitizer, environment)
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        *TESTS,
+    ]  # -s: a report outlives its process
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     print(f"{name}: {done.stdout.splitlines()[-1] if done.stdout else 'no output'}")
     return wrong + ([(done.stdout + done.stderr)[-8000:]] if done.returncode else [])
