@@ -209,7 +209,7 @@ def _learning(job: Job) -> Item:
     saved = [saved_bytes(config, job.precision, layer) for layer in range(config.num_layers)]
     kept, again = sum(saved) + 2 * hidden, gate_bytes(config)
     if job.config.optimizer.activation_checkpointing:
-        kept, again = 2 * hidden * config.num_layers, max(saved)
+        kept, again = 2 * hidden * config.num_layers, max(saved) - 2 * hidden  # whose inputs are among the kept
     rows = min(tokens, max(16, HEAD_ELEMENTS // config.vocab_size))
     outside = 4 * config.vocab_size * config.hidden_size
     # the head's gradient is added up over chunks of logits, so it is there twice
