@@ -1,4 +1,4 @@
-"""The operators on the CPU."""
+"""The operators on the CPU, with exact sums: what float64 is expected to give."""
 
 import pytest
 
@@ -9,4 +9,4 @@ from tests.models import require
 @pytest.fixture(params=["reference", "native"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     require(request.param)
-    return get_ops(request.param)
+    return get_ops(request.param, "exact")

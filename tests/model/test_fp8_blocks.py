@@ -14,6 +14,7 @@ from isobit.model import Experts
 from isobit.model.checkpoint import read_json, read_weights, write_json
 from isobit.model.fp8_blocks import block_checkpoint
 from isobit.precision import QTensor
+from tests.models import level
 
 from .helpers import logits, oracle_logits, random_model, tokens
 
@@ -79,12 +80,12 @@ def test_every_byte_is_the_rollouts(family: str, precision: str, tmp_path: Path)
 def test_the_checkpoint_computes_the_bits_of_the_model_that_was_exported(tmp_path: Path) -> None:
     """Powers of two: the values are restored exactly, and quantize to the same codes again."""
     model, sequence = whole_model("llama"), tokens(60, 2)
-    again = Model.load(export(model, tmp_path / "fp8"), "fp8", "reference")
+    again = Model.load(export(model, tmp_path / "fp8"), "fp8", "reference", level("reference"))
     wanted = model.logprobs([sequence])[0]
     assert torch.equal(again.logprobs([sequence])[0].view(torch.int32), wanted.view(torch.int32))
     # the control: other numbers in the blocks, other bits
     whole_model("llama").save(tmp_path / "bf16", torch.bfloat16)
-    other = Model.load(tmp_path / "bf16", "fp8", "reference").logprobs([sequence])[0]
+    other = Model.load(tmp_path / "bf16", "fp8", "reference", level("reference")).logprobs([sequence])[0]
     assert not torch.equal(other.view(torch.int32), wanted.view(torch.int32))
 
 
