@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.commands.evaluate import evaluation_config
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.periodic import HeldOut
@@ -20,7 +21,7 @@ from isobit.run.directory import LOCK, REPORT, read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import Given
 from isobit.training.opening import open_resumed
-from isobit.training.train import resume, train
+from isobit.training.train import replay, resume, train
 from isobit.view.watch import Watched
 from tests import warm
 from tests.runs import fingerprint, write_config
@@ -243,7 +244,9 @@ def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Pat
     assert resume(run_dir, ["steps=2"]).metrics[-1]["step"] == 2
 
 
-def test_a_run_from_before_orders_were_recorded_goes_on_under_exact(tmp_path: Path, base_model: Path) -> None:
+def test_a_run_from_before_orders_were_recorded_goes_on_under_exact(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its `consistency: bitwise` had the sums that `exact` has now. The control: a run of another order is refused."""
     config = write_config(tmp_path, base_model, steps=2, consistency="exact")
     run_dir = tmp_path / "old"
@@ -258,6 +261,12 @@ def test_a_run_from_before_orders_were_recorded_goes_on_under_exact(tmp_path: Pa
     (run_dir / "config.yaml").write_text(text.replace("consistency: exact", "consistency: bitwise"))
     del machine["order"]
     (run_dir / "machine.json").write_text(json.dumps(machine | {"consistency": "bitwise"}))
+    assert evaluation_config(run_dir, {}).consistency == "exact"
+    capsys.readouterr()
+    replay(run_dir, tmp_path / "again", quiet=False)
+    replay(run_dir, tmp_path / "other", ["consistency=bitwise"], quiet=False)  # the control
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("tokens may differ") == 1
     resume(run_dir, ["steps=2"])
     assert "consistency: exact" in (run_dir / "config.yaml").read_text()
     assert fingerprint(run_dir) == unbroken

@@ -52,16 +52,16 @@ def track(
     isobit track runs/quickstart
     isobit track runs/quickstart tracking.trackers=[wandb] tracking.wandb.entity=mine
     """
-    from isobit.config import load_config
+    from isobit.config import load_run_config
     from isobit.options.declare import plain
-    from isobit.run.directory import CONFIG, require_run
+    from isobit.run.directory import require_run
     from isobit.trackers.process import send_run
 
     require_run(run)
     changes = ["tracking.close_s=600", *(overrides or [])]
     if wrong := [change for change in changes if not change.startswith("tracking.")]:
         raise IsobitError(f"override {wrong[0]!r}: only tracking.* may change, because the run is already there")
-    config = load_config(run / CONFIG, changes)
+    config = load_run_config(run, changes)
     if not config.tracking.trackers:
         raise IsobitError("no tracker to send it to: give tracking.trackers, such as tracking.trackers=[tensorboard]")
     raise typer.Exit(send_run(run, plain(config.tracking), plain(config)))

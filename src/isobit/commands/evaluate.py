@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isobit.config import Config, load_config, parse_config
+from isobit.config import Config, load_run_config, parse_config
 from isobit.data.dataset import Example
 from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.comparison import check_same_prompts
@@ -60,7 +60,7 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
     A task that is named replaces the run's whole, a file its files, a number of samples its k. Raises IsobitError for
     values that cannot be.
     """
-    values: dict[str, Any] = plain(load_config(run / runs.CONFIG)) if run is not None else dict(_EMPTY)
+    values: dict[str, Any] = plain(load_run_config(run)) if run is not None else dict(_EMPTY)
     for section, found in given.items():
         replaced = not isinstance(found, Mapping) or (section == "task" and "name" in found)
         values[section] = found if replaced else {**values.get(section, {}), **found}

@@ -4,6 +4,7 @@ from isobit.config.load import (
     dump_config,
     load_compare_config,
     load_config,
+    load_run_config,
     load_sft_config,
     parse_config,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "dump_config",
     "load_compare_config",
     "load_config",
+    "load_run_config",
     "load_sft_config",
     "parse_config",
 ]

@@ -18,6 +18,7 @@ from isobit.config.sections import RewardsConfig
 from isobit.errors import IsobitError
 from isobit.options.declare import plain
 from isobit.options.reading import OptionError, read
+from isobit.run.directory import CONFIG, was_exact
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
 
@@ -30,6 +31,13 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
     Raises IsobitError, in one line, for a missing or malformed file and for every key or value that is not right.
     """
     return _load(Config, source, overrides)
+
+
+def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run directory as it was meant: `consistency: bitwise` of a run from before orders of sums were
+    recorded is what is called `exact` now. Raises IsobitError as `load_config`."""
+    meant = ["consistency=exact"] if was_exact(directory) else []
+    return load_config(directory / CONFIG, [*meant, *overrides])
 
 
 def load_sft_config(source: Source, overrides: Sequence[str] = ()) -> SftConfig:

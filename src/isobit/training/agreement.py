@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from isobit.config import Config, load_config
+from isobit.config import Config, load_run_config
 from isobit.errors import Corruption, NonFiniteError, RunFailed
 from isobit.inspection.locate import locate
 from isobit.options.declare import options_of
@@ -69,11 +69,11 @@ def _where(found: Disagreement, learner: Learner) -> str:
 def unlike(recorded: Path, config: Config, machine: Mapping[str, object]) -> list[str]:
     """What makes a replay under `config`, on this machine, compute other bits than the run that it learns from: the
     sections of the config and the facts of the machine that differ."""
-    before = load_config(recorded / runs.CONFIG)
+    before = load_run_config(recorded)
     free = {"run", "tracking", "evaluation", "rewards", "engine", "backend", "on_mismatch", "mismatch"}
     if config.optimizer.schedule == "constant":
         free.add("steps")
     sections = [n for n in options_of(Config) if n not in free and getattr(before, n) != getattr(config, n)]
-    path = recorded / runs.MACHINE
+    path, said = recorded / runs.MACHINE, {"why", "consistency"}  # the latter by the config
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return sections + [name for name, value in machine.items() if name != "why" and facts.get(name, value) != value]
+    return sections + [name for name, value in machine.items() if name not in said and facts.get(name, value) != value]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isobit.config import Config, check_resumed, dump_config, load_config
+from isobit.config import Config, check_resumed, dump_config, load_run_config
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
@@ -72,7 +72,7 @@ def _resumed(
     run_dir: Path, overrides: Sequence[str], given: Given, lock: runs.Lock | None, ranks: Ranks, *, quiet: bool
 ) -> Session:
     """The directory is this run's alone before anything in it is read or cleared away."""
-    config = load_config(run_dir / runs.CONFIG, [*_as_meant(run_dir), f"run.dir={run_dir}", *overrides])
+    config = load_run_config(run_dir, [f"run.dir={run_dir}", *overrides])
     objects, config = given.again(config), _of_ranks(config, ranks)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         parts = _open_all(config, quiet, objects, ranks)
@@ -98,11 +98,6 @@ def _resumed(
     else:
         session.best.restore(counted.get("best"))
     return session
-
-
-def _as_meant(directory: Path) -> list[str]:
-    """What its config said with other words: `consistency: bitwise` of a run without a recorded order is `exact`."""
-    return ["consistency=exact"] if runs.was_exact(directory) else []
 
 
 def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[str, int], ranks: Ranks) -> bool:
@@ -162,8 +157,8 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     steps = sum(1 for row in runs.read_jsonl(recorded / runs.METRICS) if row["step"] > 0)
     if steps == 0:
         raise IsobitError(f"{recorded}: no step was recorded")
-    groups = recorded_groups(recorded, load_config(recorded / runs.CONFIG))
-    config = load_config(recorded / runs.CONFIG, [*_as_meant(recorded), f"steps={steps}", *overrides, f"run.dir={out}"])
+    groups = recorded_groups(recorded, load_run_config(recorded))
+    config = load_run_config(recorded, [f"steps={steps}", *overrides, f"run.dir={out}"])
     ranks.on_first(lambda: runs.refuse_existing(out))
     config = _of_ranks(config, ranks)
     parts = open_parts(config, quiet=quiet, ranks=ranks)
