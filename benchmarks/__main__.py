@@ -11,6 +11,7 @@ NAMES = (
     "grpo_step",
     "kv_bytes",
     "decode_scaling",
+    "growth",
     "recipes",
     "overlapped_rewards",
     "kernels_cpu",
@@ -21,18 +22,23 @@ NAMES = (
     "exposed",
     "ranks",
     "idle_groups",
+    "compare_presets",
 )
+LARGE = ("large_model",)
+"""Only by name: they take many minutes and GiB."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Times, ratios and the claims they hold.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(NAMES)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(NAMES)}; by name also {', '.join(LARGE)}"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write one JSON file per benchmark")
     parser.add_argument("--rounds", type=int, default=7, help="counted runs of every contestant")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    if unknown := sorted(set(arguments.names) - set(NAMES)):
-        parser.error(f"unknown benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
+    if unknown := sorted(set(arguments.names) - {*NAMES, *LARGE}):
+        parser.error(f"unknown benchmark {unknown[0]!r}; there are {', '.join(NAMES + LARGE)}")
     if arguments.rounds < 1 or arguments.threads < 1:
         parser.error("--rounds and --threads must be at least 1")
     torch.set_num_threads(arguments.threads)

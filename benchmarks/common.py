@@ -6,6 +6,7 @@ medians and ratios of medians are reported, and the least time beside them.
 
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -109,7 +110,10 @@ def machine() -> dict[str, object]:
 
 
 def _git(*arguments: str) -> str:
+    """What git says, or "" where there is no git, or no repository: a copy of the tree on a machine that is lent."""
     here = Path(__file__).resolve().parent
+    if shutil.which("git") is None:
+        return ""
     return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
 
 

@@ -50,13 +50,21 @@ def rows_of_32(rounds: int) -> list[Row]:
     cases: dict[str, Callable[..., object]] = {
         "quantize 32x512": lambda ops: ops.quantize(x, ACTIVATION),
         "rms_norm 32x512 + residual": lambda ops: ops.rms_norm(x, weight, 1e-5, x),
+        "rms_norm 32x512 + residual, quantized": lambda ops: ops.rms_norm_quantized(
+            x, weight, 1e-5, x, ACTIVATION, "x"
+        ),
         "silu_mul 32x1536": lambda ops: ops.silu_mul(gate_up),
+        "silu_mul 32x1536, quantized": lambda ops: ops.silu_mul_quantized(gate_up, ACTIVATION, ""),
         "sample 32x4096": lambda ops: ops.sample(logits, keys, 1.0),
         "token_logprobs 32x4096": lambda ops: ops.token_logprobs(logits, tokens, 1.0),
     }
     rows: list[Row] = []
     for name, case in cases.items():
-        contestants = {"native": partial(case, NATIVE), "reference": partial(case, REFERENCE)}
+        contestants = {
+            "native": partial(case, NATIVE),
+            "native exact": partial(case, EXACT),
+            "reference": partial(case, REFERENCE),
+        }
         rows += race(name, contestants, rounds)
     return rows
 
@@ -77,15 +85,17 @@ def attention(rounds: int) -> list[Row]:
         cases: dict[str, Contestants] = {
             f"attention decode, {name} cache": {
                 "native": partial(NATIVE.attention, one, store, step, 0.125),
-                "native fast": partial(FAST.attention, one, store, step, 0.125),
+                "native exact": partial(EXACT.attention, one, store, step, 0.125),
                 "reference": partial(REFERENCE.attention, one, store, step, 0.125),
             },
             f"attention prefill, {name} cache": {
                 "native": partial(NATIVE.attention, q, store, prompt, 0.125),
+                "native exact": partial(EXACT.attention, q, store, prompt, 0.125),
                 "reference": partial(REFERENCE.attention, q, store, prompt, 0.125),
             },
             f"attention backward, {name} cache": {
                 "native": partial(NATIVE.attention_backward, *backward),
+                "native exact": partial(EXACT.attention_backward, *backward),
                 "reference": partial(REFERENCE.attention_backward, *backward),
             },
         }

@@ -9,6 +9,11 @@ from isobit.model import Experts, ModelConfig, Tokenizer
 _CHARACTERS = string.digits + string.ascii_letters + "+-*= ."
 
 
+def tokenizer() -> Tokenizer:
+    """Of single characters."""
+    return Tokenizer.characters(_CHARACTERS)
+
+
 def save_model(
     directory: Path,
     hidden: int,
@@ -22,11 +27,11 @@ def save_model(
 
     With `experts` a Qwen3-MoE, of which `per_token` experts together are as wide as the dense model's MLP.
     """
-    tokenizer = Tokenizer.characters(_CHARACTERS)
+    known = tokenizer()
     head = 64 if hidden >= 256 else 32
     config = ModelConfig(
         family="qwen3_moe" if experts else "qwen3",
-        vocab_size=max(vocabulary, tokenizer.vocab_size),
+        vocab_size=max(vocabulary, known.vocab_size),
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_layers=layers,
@@ -36,8 +41,8 @@ def save_model(
         qk_norm=True,
         tie_embeddings=True,
         max_positions=positions,
-        eos_ids=tokenizer.eos_ids,
+        eos_ids=known.eos_ids,
         experts=Experts(experts, per_token, 3 * hidden // per_token) if experts else None,
     )
-    Model.init(config, tokenizer, "float32", seed=0).save(directory)
+    Model.init(config, known, "float32", seed=0).save(directory)
     return directory

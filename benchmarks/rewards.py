@@ -15,6 +15,11 @@ def slow_digits(prompts: list[str], completions: list[str], **columns: object) -
     return digits(prompts, completions)
 
 
+def in_turn(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """1 for every other completion: groups have a spread whatever a random model says."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
 def digits_of_half(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
     """The same for half of the prompts; to completions of the others no answer is better than any."""
     rewards = digits(prompts, completions)

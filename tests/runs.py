@@ -45,11 +45,14 @@ def digit_reward_file(folder: Path) -> Path:
 
 
 def fingerprint(run: Path) -> dict[str, Any]:
-    """Weights, optimizer, all else of the last checkpoint, metrics without timings, completions, and the best model
-    where one is kept: what an exact repetition has in common."""
+    """Weights (as `model.safetensors`, also where they are an adapter's), optimizer, all else of the last checkpoint,
+    metrics without timings, completions, and the best model where one is kept: what an exact repetition has in
+    common."""
     newest = all_checkpoints(run / "checkpoints")[-1]
-    files = ["model.safetensors", "trainer/optimizer.safetensors", "manifest.json"]
-    hashes = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in files}
+    files = {name: newest / name for name in ("model.safetensors", "trainer/optimizer.safetensors", "manifest.json")}
+    if (newest / "adapter_model.safetensors").is_file():
+        files["model.safetensors"] = newest / "adapter_model.safetensors"
+    hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
     lines = {"completions": COMPLETIONS, "quantization": QUANTIZATION}
     hashes |= {name: hashlib.sha256((run / file).read_bytes()).hexdigest() for name, file in lines.items()}

@@ -61,7 +61,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("precision={preset: fp8, wgrad: int8}", "precision.wgrad"),
         ("precision={preset: fp8, activation_granularity: tensor}", "consistency: bitwise cannot hold"),
         ("reference.precision=fp7", "unknown precision preset 'fp7'"),
-        ("sampling.top_p=0.9", "cannot be used in training"),
+        ("sampling.top_p=1.1", "sampling.top_p: expected at most 1"),
         ("sampling.group_size=1", "at least 2"),
         ("model.path=null", "exactly one of path"),
         ("model.sft=x", "exactly one of path"),

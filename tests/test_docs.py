@@ -30,6 +30,7 @@ from tests.documents import (
 )
 
 MEASURED = ROOT / "docs" / "measured.md"
+RESULTS = ("rollout", "large_model")
 
 
 @pytest.fixture(scope="module")
@@ -209,13 +210,19 @@ def test_what_documents_name_exists(path: Path) -> None:
 
 
 def test_the_measured_figures_are_those_of_the_results() -> None:
-    """Every claim that was measured holds, and the ratios of the page's table are among them."""
+    """The ratios of the page's table are among the claims that were measured, and a claim that does not hold is said to
+    be missed."""
     results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
     claims = [claim for result in results for claim in result["claims"]]
-    assert all(claim["holds"] for claim in claims)
     table = MEASURED.read_text()
     ratios = re.findall(r"\| ([\d.]+) × \|", table)
     assert len(ratios) == 9
+    for claim in claims:
+        assert claim["holds"] or f"{claim['value']:.2f} (aim {claim['target']:g}: missed)" in table, claim["what"]
+    aims = {(f"{claim['value']:.2f}", f"{claim['target']:g}", not claim["holds"]) for claim in claims}
+    shown = re.findall(r"([\d.]+) \(aim ([\d.]+)(: missed)?\)", table)
+    assert len(shown) >= 9
+    assert {(value, aim, bool(missed)) for value, aim, missed in shown} <= aims
     assert set(ratios) <= {f"{claim['value']:.2f}" for claim in claims}
     repeated = re.findall(r"^\| .+ \| [\d.]+ × \|$", (ROOT / "docs/how-to/choose-a-preset.md").read_text(), re.M)
     assert len(repeated) == 4
@@ -223,6 +230,28 @@ def test_the_measured_figures_are_those_of_the_results() -> None:
     rates = {f"{row['rate']:,.0f}" for result in results for row in result["rows"] if row["rate"]}
     for pair in re.findall(r"([\d,]+) against ([\d,]+)", table):
         assert set(pair) <= rates
+
+
+def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
+    text = " ".join(MEASURED.read_text().split())
+    rollout, large = (json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()) for name in RESULTS)
+    rate = {(row["case"], row["contestant"]): row["rate"] for row in rollout["rows"]}
+    seconds = {(row["case"], row["contestant"]): row["median_s"] for row in large["rows"]}
+    small, wide, one = (
+        f"hidden {h}, {n} layers, batch {b}" for h, n, b in ((512, 8, 32), (1024, 12, 16), (1024, 12, 1))
+    )
+    single, bf16 = (rate["2,048 cubed", f"product in {kind}"] for kind in ("float32", "BF16"))
+    reached = rate[wide, "computed by isobit fp8 bitwise"]
+    for sentence in (
+        f"the rollout of `fp8` has {rate[small, 'isobit fp8 exact']:,.0f} tokens per second",
+        f"has {single:.0f} GFLOP/s in float32 and {bf16:.0f} in BF16, a copy {rate['256 MiB', 'copy']:.0f} GB/s",
+        f"make {reached:.0f} GFLOP/s of all that a rollout does, {reached / single:.0%} of".replace("%", " %"),
+        f"weights are read at {rate[one, 'weights read by isobit fp8 bitwise']:.0f} GB/s",
+        f"{seconds['rollout', 'exact']:.1f} s under `exact` and {seconds['rollout', 'bitwise']:.1f} s under `bitwise`",
+        f"learning {seconds['learn', 'exact']:.1f} s and {seconds['learn', 'bitwise']:.1f} s",
+        f"`fast` takes {seconds['learn', 'fast']:.1f} s",
+    ):
+        assert sentence in text, sentence
 
 
 def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:

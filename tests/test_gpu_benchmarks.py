@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.__main__ import STAGES
+from benchmarks.gpu.results import FILE, measured
 from benchmarks.gpu.shapes import SHAPES, shortened
-from benchmarks.gpu.targets import NOT_MEASURED, table, targets
+from benchmarks.gpu.targets import NOT_MEASURED, bits_table, ceilings_table, table, targets
+from benchmarks.gpu.tests import GROUPS
 from benchmarks.roofline import H200, grpo_step, largest_batch
-from isobit.plan.memory import num_parameters
+from isobit.plan.memory import cache_bytes_of_a_token, num_parameters, saved_bytes, weights
 from isobit.plan.work import Work, decode, floor, learn
 from isobit.precision import PRESETS
 
@@ -28,36 +31,70 @@ def _run(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[st
 
 
 @pytest.mark.slow
-def test_every_stage_runs_in_a_rehearsal(tmp_path: Path) -> None:
-    _run("--rehearse", "--out", str(tmp_path))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["rehearsal"] is True
-    assert summary["tests"]["failed"] == 0 < summary["tests"]["passed"]
-    assert set(summary["stages"].values()) == {"ended"}
-    for stage in summary["stages"]:
-        found = json.loads((tmp_path / f"{stage}.json").read_text())
-        assert found["rows"], stage
-        assert found["missing"] == []
-        assert found["machine"]["commit"]
-    steps = json.loads((tmp_path / "grpo.json").read_text())["rows"]
-    differing = {row["contestant"]: row["differing_tokens"] for row in steps}
+def test_the_first_minutes_on_a_gpu_are_rehearsed(tmp_path: Path) -> None:
+    """Every stage, as one call after the other runs it: the second call finds nothing left."""
+    printed = _run("first", "--rehearse", "--out", str(tmp_path)).stdout
+    lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert lines[0]["rehearsal"] is True
+    assert lines[0]["machine"]["commit"]
+    assert {line["stage"]: line["ended"] for line in lines if "ended" in line} == dict.fromkeys(STAGES, "ended")
+    cases = [line for line in lines if line.get("status", "started") != "started"]
+    assert {line["status"] for line in cases} == {"done"}
+    assert {line["stage"] for line in cases} == set(STAGES)
+    rows = {name: [row for line in cases if line["stage"] == name for row in line.get("rows", [])] for name in STAGES}
+    assert all(rows.values())
+    assert {row["expected"] for row in rows["bits"] if "expected" in row} == {"equal", "different"}
+    assert all(row["holds"] for name in ("bits", "tests", "sanitizer") for row in rows[name] if "holds" in row)
+    differing = {row["contestant"]: row["differing_tokens"] for row in rows["grpo"]}
     assert differing["fp8, bitwise"] == differing["bf16, bitwise"] == 0 < differing["fp8-rollout, bitwise"]
+    assert all("share" in row for row in rows["decode"]), "floors are of the ceilings that were measured"
+    assert "0 failed" in printed
+    again = tmp_path / "again"
+    printed = _run("kernels", "--rehearse", "--out", str(again), "--resume", str(tmp_path)).stdout
+    assert "kernels: ended before" in printed
+    assert measured(tmp_path, "grpo") == [], "a rehearsal measures nothing"
+
+
+MISSING = ("pydantic", "transformers", "pyarrow", "datasets", "torchao", "math_verify", "rapidfuzz", "playwright",
+           "ray", "wandb", "trackio", "mlflow", "tensorboard", "matplotlib")  # fmt: skip
+"""What a machine with a GPU may lack of what isobit or its tests can use."""
+_BLOCKED = f"import sys\nfor name in {MISSING!r}: sys.modules[name] = None\n"
+
+
+def _python(code: str, tmp_path: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """A process that finds this tree and not an installed isobit, and lacks the packages above."""
+    given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    given |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-c", _BLOCKED + code]
+    return subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_stages_need_little(tmp_path: Path) -> None:
-    """A machine with a GPU may have PyTorch, Triton and not much else: configurations are not read."""
-    names = ", ".join(
-        f"benchmarks.gpu.{name}" for name in ("ceilings", "kernels", "decode", "learner", "grpo", "__main__")
-    )
-    code = f"import sys; sys.modules['transformers'] = None; import {names}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+    """A machine with a GPU may have PyTorch, Triton and not much else: neither packages nor configurations are read."""
+    names = ", ".join(f"benchmarks.gpu.{name}" for name in (*STAGES, "__main__", "page", "two_processes"))
+    done = _python(f"import {names}\nprint([m for m in sys.modules if m.startswith('isobit.c')])", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "isobit.commands" not in done.stdout
+    assert "isobit.cli" not in done.stdout
+    control = _python("import pydantic", tmp_path)
+    assert "ModuleNotFoundError" in control.stderr
+
+
+@pytest.mark.slow
+def test_the_tests_of_that_machine_need_little_too(tmp_path: Path) -> None:
+    """They are collected without the packages: what a conftest imports would end all of them."""
+    chosen = [str(ROOT / path) for paths, _ in GROUPS.values() for path in paths]
+    code = "import pytest\n"
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *chosen]
+    code += f"sys.exit(pytest.main({options!r}))"
+    done = _python(code, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--out", "x", "--only", "speed"), "unknown stage 'speed'"),
+        (("speed", "--out", "x"), "unknown stage 'speed'"),
         (("--out", "x"), "PyTorch sees no GPU; --rehearse runs toy sizes on the CPU"),
     ],
 )
@@ -104,21 +141,31 @@ def test_fp8_wins_at_most_what_its_bytes_and_rate_allow() -> None:
     assert largest_batch(small, PRESETS["fp8"], 8192) > 1.8 * largest_batch(small, PRESETS["bf16"], 8192)
 
 
-def _stage(folder: Path, name: str, rows: list[dict[str, object]], rehearsal: bool = False) -> None:
-    (folder / f"{name}.json").write_text(json.dumps({"rows": rows, "rehearsal": rehearsal}))
+def _stage(folder: Path, name: str, rows: list[dict[str, object]], rehearsal: bool = False, gpu: str = "H100") -> None:
+    """As a session on that GPU would have written it."""
+    session = f"{name} {rehearsal} {gpu}"
+    begin = {"session": session, "machine": {"gpu": {"name": gpu}}, "rehearsal": rehearsal, "source": "a"}
+    case = {"session": session, "stage": name, "case": "all", "status": "done", "rows": rows}
+    with (folder / FILE).open("a") as file:
+        file.write(json.dumps(begin) + "\n" + json.dumps(case) + "\n")
 
 
-def _step(contestant: str, rollout: float, learn: float, peak: int, differing: float = 0.0) -> dict[str, object]:
+def _step(contestant: str, rollout: float, learn: float, peak: int, working: int) -> dict[str, object]:
     values = {"rollout_s": rollout, "seconds": rollout + learn, "peak_bytes": {"rollout": 1, "learn": peak}}
-    return {"case": "a", "contestant": contestant, "differing_tokens": differing, **values}
+    memory = {"working_bytes": working, "kv_bytes_per_token": working / 2, "kv_bytes": 10, "parameter_bytes": 5}
+    return {"case": "a", "contestant": contestant, "differing_tokens": 0.0, **values, **memory}
 
 
 def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
     assert all(target.measured == NOT_MEASURED for target in targets(tmp_path))
     assert table(tmp_path).count(NOT_MEASURED) == len(targets(tmp_path)) + 1
-    contestants = [("bf16, bitwise", 8.0, 4.0, 100), ("fp8, bitwise", 4.0, 2.0, 60), ("fp8, fast", 3.0, 2.0, 60)]
+    contestants = [
+        ("bf16, bitwise", 8.0, 4.0, 118, 8),
+        ("fp8, bitwise", 4.0, 2.0, 84, 4),
+        ("fp8, fast", 3.0, 2.0, 60, 4),
+    ]
     steps = [_step(*contestant) for contestant in contestants]
-    alone = {**_step("bf16, bitwise", 1.0, 1.0, 1), "case": "without a partner"}
+    alone = {**_step("bf16, bitwise", 1.0, 1.0, 1, 1), "case": "without a partner"}
     _stage(tmp_path, "grpo", [*steps, alone])
     parts = (("forward and backward", 3.0, 1.5), ("update and sync", 1.0, 0.5), ("prefill", 9.0, 1.0))
     _stage(
@@ -134,8 +181,45 @@ def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
     _stage(tmp_path, "decode", shares)
     _stage(tmp_path, "kernels", [{"case": "a o, 1 tokens", "contestant": "fp8 loses", "seconds": 3.0, "floor_s": 2.0}])
     values = [target.values for target in targets(tmp_path)]
-    assert values == [(0.0, 0.0, 0.0), (2.0,), (2.0,), (2.0,), (1.2,), (0.5, 0.75), (0.6,)]
+    # memory: of parts; of the peak, less 4 x 5 bytes of what is in float32 under any preset, weights and cache
+    assert values == [(0.0, 0.0, 0.0), (2.0,), (2.0,), (2.0,), (1.2,), (0.5, 0.75), (0.5,), (0.5,), (0.625,)]
     assert targets(tmp_path)[5].measured == "0.50 to 0.75 of it, 2 cases"
     assert "a o, 1 tokens: 1.50 × BF16's time" in table(tmp_path)
-    _stage(tmp_path, "grpo", steps, rehearsal=True)
-    assert targets(tmp_path)[1].measured == NOT_MEASURED
+    assert "on one H100 |" in table(tmp_path)
+    _stage(tmp_path, "decode", [], gpu="H200")
+    assert targets(tmp_path)[1].measured == NOT_MEASURED, "what another GPU did is not beside it"
+
+
+def test_the_targets_of_memory_are_possible() -> None:
+    """What the plan counts for each part keeps its target; the former one, of the whole, did not hold."""
+    for config in SHAPES.values():
+        low, wide = PRESETS["fp8"], PRESETS["bf16"]
+        working = [sum(vars(weights(config, precision)).values()) for precision in (low, wide)]
+        cache = [cache_bytes_of_a_token(config, precision) for precision in (low, wide)]
+        layers = range(config.num_layers)
+        saved = [sum(saved_bytes(config, precision, layer) for layer in layers) for precision in (low, wide)]
+        assert working[0] / working[1] <= 0.65
+        assert cache[0] / cache[1] <= 0.55
+        assert saved[0] / saved[1] <= 0.9
+        float32 = 16 * num_parameters(config)
+        assert (float32 + working[0]) / (float32 + working[1]) > 0.65, "so no whole could be halved"
+
+
+def test_a_rehearsal_measures_nothing(tmp_path: Path) -> None:
+    _stage(tmp_path, "grpo", [_step("bf16, bitwise", 8.0, 4.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)], True)
+    assert all(target.measured == NOT_MEASURED for target in targets(tmp_path))
+    _stage(tmp_path, "grpo", [_step("bf16, bitwise", 8.0, 4.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)])
+    assert targets(tmp_path)[1].values == (2.0,)
+
+
+def test_the_page_says_what_was_compared_and_reached(tmp_path: Path) -> None:
+    assert bits_table(tmp_path).count(NOT_MEASURED) == 7
+    assert ceilings_table(tmp_path).count(NOT_MEASURED) == 3
+    _stage(tmp_path, "ceilings", [{"what": "copy", "rate": rate} for rate in (2.9e12, 3.05e12)])
+    assert "| 3.05 TB/s |" in ceilings_table(tmp_path)
+    claim = {"case": "tiles, fp8, x", "contestant": "N = 32", "compared": 4096, "differing": 1, "expected": "equal"}
+    control = {**claim, "contestant": "changed", "differing": 9, "expected": "different", "holds": True}
+    beside = {"case": "cuBLAS against Triton", "contestant": "x", "compared": 200, "differing": 50}
+    _stage(tmp_path, "bits", [{**claim, "holds": False}, control, beside])
+    assert "| 4,096 | 1 | 1 of 1 |" in bits_table(tmp_path)
+    assert "25.0% to 25.0% of elements" in bits_table(tmp_path)

@@ -1,46 +1,94 @@
-"""What the GPU benchmarks share: time by events, contestants in turns, a budget, rows with their floor, and rehearsals.
+"""What the GPU benchmarks share: a stage and its cases, models that fit, and rehearsals.
 
-A *rehearsal* runs the same code at toy sizes on the CPU, in Triton's interpreter. Its times mean nothing; that it runs
-is what it is for. What the budget or the memory does not allow is listed as missing, with the reason.
+A case that fails is recorded with its message and ends nothing else, unless the GPU itself no longer answers: then the
+process ends, and the command goes on with the next case in a new one. A *rehearsal* runs the same code at toy sizes on
+the CPU, in Triton's interpreter. Its times mean nothing; that it runs is what it is for.
 """
 
 import gc
-import json
-import statistics
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.gpu.results import Results
 from benchmarks.gpu.shapes import SHAPES, shortened
+from benchmarks.gpu.timing import Rotation, Timer, Timing, race
 from isobit import Model
-from isobit.errors import IsobitError
-from isobit.kernels import find_gpu, get_ops, versions
+from isobit.kernels import get_ops
 from isobit.model import Experts, ModelConfig, Tokenizer
 from isobit.model.transformer import Transformer, parameter_shapes
+from isobit.plan.work import Rates
 from isobit.precision import precision_from
 
 GIB = 1 << 30
 PRESETS = ("bf16", "fp8-rollout", "fp8")
-_L2_BYTES = 60 << 20
+GPU_LOST = 3
+"""The exit status of a process whose GPU no longer answers: an illegal address, say, which stays until it ends."""
+
+
+@dataclass
+class Case:
+    """One case while it runs: its rows, and which of its contestants failed."""
+
+    name: str
+    rehearsal: bool
+    rows: list[dict[str, object]] = field(default_factory=list)
+    failures: list[dict[str, str]] = field(default_factory=list)
+
+    def row(
+        self, contestant: str, timing: Timing | float | None = None, floor_s: float | None = None, **more: object
+    ) -> None:
+        """One measurement; `share` is the part of the floor that it reaches."""
+        found = timing.fields() if isinstance(timing, Timing) else {"seconds": timing}
+        seconds = found["seconds"]
+        share = floor_s / seconds if floor_s is not None and isinstance(seconds, float) else None
+        values = {"case": self.name, "contestant": contestant, **found, "floor_s": floor_s, "share": share, **more}
+        self.rows.append({key: value for key, value in values.items() if value is not None})
+
+    def fail(self, contestant: str, error: BaseException) -> None:
+        self.failures.append({"contestant": contestant, **described(error)})
+
+    def time(self, contestants: Mapping[str, Rotation], samples: int | None = None) -> dict[str, Timing]:
+        """Each contestant's time; one that fails is recorded, and the others are timed."""
+        timers: dict[str, Timer] = {}
+        for name, contestant in contestants.items():
+            with self.attempt(name):
+                timers[name] = Timer(contestant, self.rehearsal)
+        return race(timers, samples)
+
+    @contextmanager
+    def attempt(self, contestant: str) -> Iterator[None]:
+        """Inside, an error is recorded as this contestant's. A Triton kernel that does not compile raises a plain
+        Exception, so nothing narrower would do."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(contestant, error)
+            if not answers(self.rehearsal):
+                raise
 
 
 @dataclass
 class Bench:
-    """One stage: its rows, what is missing, and how much of its budget is left."""
+    """One stage: where its cases are written, and how much of its time is left."""
 
     name: str
-    rehearsal: bool = False
+    results: Results
     budget_s: float = 60.0
-    rounds: int = 20
-    rows: list[dict[str, object]] = field(default_factory=list)
-    missing: list[dict[str, str]] = field(default_factory=list)
     failed: bool = False
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.results.rehearsal
 
     @property
     def device(self) -> torch.device:
@@ -50,96 +98,117 @@ class Bench:
     def left_s(self) -> float:
         return self.budget_s - (time.perf_counter() - self.started)
 
-    def has_time(self, case: str) -> bool:
-        """Whether to go on; if not, the case is missing."""
-        if self.left_s > 0 or self.rehearsal:
-            return True
-        self.miss(case, f"the budget of {self.budget_s:.0f} s was spent")
-        return False
+    @property
+    def rates(self) -> Rates | None:
+        """What this machine reached at most (`ceilings.py`); None where that was not measured: then there is no
+        floor."""
+        most: dict[str, float] = {}
+        for row in self.results.rows("ceilings"):
+            most[row["what"]] = max(row["rate"], most.get(row["what"], 0.0))
+        if not {"copy", "bf16", "fp8"} <= most.keys():
+            return None
+        return Rates(most["copy"], most["bf16"], most["fp8"])
 
-    def fits(self, case: str, nbytes: float) -> bool:
-        """Whether that many bytes are free; if not, the case is missing."""
+    def wants(self, case: str, nbytes: float = 0.0) -> bool:
+        """Whether to run the case: not if it is done, nor without the time or the memory, which is recorded."""
+        if self.results.settled(self.name, case):
+            return False
         if self.rehearsal:
             return True
+        if self.left_s <= 0:
+            self.miss(case, f"the {self.budget_s:.0f} s of this stage were spent")
+            return False
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        if nbytes < 0.95 * free:
-            return True
-        self.miss(case, f"needs {nbytes / GIB:.0f} GiB, {free / GIB:.0f} are free")
-        return False
+        if nbytes > 0.95 * free:
+            self.miss(case, f"needs {nbytes / GIB:.0f} GiB, {free / GIB:.0f} are free")
+            return False
+        return True
 
     def miss(self, case: str, why: str) -> None:
-        self.missing.append({"case": case, "why": why})
-
-    def row(self, case: str, contestant: str, seconds: float, floor_s: float | None = None, **more: object) -> None:
-        """One measurement; `share` is the part of the floor that it reaches."""
-        share = None if floor_s is None else floor_s / seconds
-        values = {"case": case, "contestant": contestant, "seconds": seconds, "floor_s": floor_s, "share": share}
-        self.rows.append({key: value for key, value in (values | more).items() if value is not None})
-
-    def time(
-        self, case: str, contestants: Mapping[str, Callable[[], object]], rounds: int | None = None
-    ) -> dict[str, float]:
-        """Median seconds of each contestant, which run in turns. One that fails is missing. A rehearsal takes the first
-        call, which is the compiler's and the caches' too."""
-        first: dict[str, float] = {}
-        for name, call in contestants.items():
-            with self.attempt(f"{case}, {name}"):
-                first[name] = self._once(call)
-        if self.rehearsal:
-            return first
-        samples: dict[str, list[float]] = {name: [] for name in first}
-        for turn in range((rounds or self.rounds) + 2):
-            for name in first:
-                seconds = self._once(contestants[name])
-                if turn >= 2:
-                    samples[name].append(seconds)
-        return {name: statistics.median(found) for name, found in samples.items()}
+        self.results.case(self.name, case, "missing", why=why)
 
     @contextmanager
-    def attempt(self, case: str) -> Iterator[None]:
-        """Inside, an error makes the case missing and the stage failed, and ends nothing else."""
+    def case(self, name: str) -> Iterator[Case]:
+        """Inside, the case runs; its line is written when it ends, however it ends."""
+        case, start = Case(name, self.rehearsal), time.perf_counter()
+        self.results.case(self.name, name, "started")
+        lost = False
+        try:
+            yield case
+            if not self.rehearsal:
+                torch.cuda.synchronize()
+        except Exception as error:  # a kernel may raise anything, and the other cases are wanted
+            case.failures += [] if _recorded(case, error) else [{"contestant": "the case", **described(error)}]
+            lost = not answers(self.rehearsal)
+        bad = bool(case.failures) or not all(row.get("holds", True) for row in case.rows)
+        self.failed |= bad
+        more = {"failures": case.failures} if case.failures else {}
+        status = "failed" if bad else "done"
+        self.results.case(self.name, name, status, rows=case.rows, took_s=time.perf_counter() - start, **more)
+        _print(self.name, name, case)
+        if lost:
+            sys.exit(GPU_LOST)
+        release()
+
+    @contextmanager
+    def setting_up(self, what: str) -> Iterator[None]:
+        """Around what several cases share: an error in it is a failed case of its own."""
         try:
             yield
-            self.wait()
-        except (RuntimeError, ValueError, NotImplementedError, IsobitError) as error:
+        except Exception as error:
             self.failed = True
-            self.miss(case, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
-
-    def wait(self) -> None:
-        if not self.rehearsal:
-            torch.cuda.synchronize()
-
-    def _once(self, call: Callable[[], object]) -> float:
-        if self.rehearsal:
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    def write(self, folder: Path) -> None:
-        """One JSON file: machine, versions, commit, rows, what is missing."""
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "name": self.name,
-            "rehearsal": self.rehearsal,
-            "machine": gpu_machine(),
-            "rows": self.rows,
-            "missing": self.missing,
-            "took_s": time.perf_counter() - self.started,
-        }
-        (folder / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            self.results.case(self.name, what, "failed", failures=[{"contestant": "the case", **described(error)}])
+            if not answers(self.rehearsal):
+                sys.exit(GPU_LOST)
+        release()
 
 
-def gpu_machine() -> dict[str, object]:
-    """The machine, the GPU, and the versions that can change a bit."""
-    gpu = find_gpu()
-    name = None if gpu is None else {"name": gpu.name, "architecture": gpu.architecture, "memory": gpu.memory}
-    return machine() | versions() | {"gpu": name}
+def run_limited(command: Sequence[str], limit: float, **more: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a process of its own session; TimeoutExpired, when it and all that it has started were killed at the limit.
+    What outlived it would run beside what is timed next."""
+    process = subprocess.Popen(command, start_new_session=True, text=True, **more)
+    try:
+        out, errors = process.communicate(timeout=limit)
+        return subprocess.CompletedProcess(command, process.returncode, out, errors)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """An error for a reader who has only the file: its type, its message, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames[-4:]))
+    return {"error": type(error).__name__, "message": str(error)[:1500], "where": where}
+
+
+def answers(rehearsal: bool) -> bool:
+    """Whether the GPU still does. After some errors every later call fails alike, until the process ends."""
+    if rehearsal or not torch.cuda.is_available():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _recorded(case: Case, error: BaseException) -> bool:
+    message = described(error)["message"]
+    return any(failure["message"] == message for failure in case.failures)
+
+
+def _print(stage: str, name: str, case: Case) -> None:
+    """A line for a row, at once: a call that is cut off has shown what it found."""
+    for row in case.rows:
+        seconds = f"{1e3 * row['seconds']:10.4f} ms" if isinstance(row.get("seconds"), float) else ""
+        share = f" {row['share']:5.0%} of the floor" if "share" in row else ""
+        verdict = {True: " holds", False: " DOES NOT HOLD"}.get(row.get("holds"), "")  # type: ignore[call-overload]
+        bits = f" {row['differing']} of {row['compared']} differ" if "differing" in row else ""
+        print(f"{stage}: {row['case']}, {row['contestant']}: {seconds}{share}{bits}{verdict}", flush=True)
+    for failure in case.failures:
+        print(f"{stage}: {name}, {failure['contestant']}: FAILED: {failure['error']}: {failure['message'][:300]}")
 
 
 def release() -> None:
@@ -147,11 +216,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def copies(nbytes: int, rehearsal: bool) -> int:
-    """How many sets of inputs of this size to rotate among, so that the cache holds none of them."""
-    return 1 if rehearsal else max(1, -(-4 * _L2_BYTES // max(nbytes, 1)))
 
 
 def shapes(bench: Bench) -> dict[str, ModelConfig]:
@@ -173,7 +237,7 @@ def shapes(bench: Bench) -> dict[str, ModelConfig]:
     return {"toy": toy}
 
 
-def random_model(config: ModelConfig, precision: str, bench: Bench, consistency: str = "bitwise") -> Model:
+def random_model(config: ModelConfig, precision: str, consistency: str = "bitwise") -> Model:
     """Weights of the model, random; made on the device, since nobody waits for 8 billion on a CPU."""
     ops = get_ops("triton", consistency)
     generator = torch.Generator(ops.device).manual_seed(0)
@@ -188,11 +252,12 @@ def random_model(config: ModelConfig, precision: str, bench: Bench, consistency:
 
 
 def that_fits(name: str, config: ModelConfig, bench: Bench, per_parameter: float) -> tuple[str, ModelConfig]:
-    """The model, or as many of its layers as 60 % of the free memory hold at so many bytes a parameter; and its
-    name, which says so."""
+    """The model, or as many of its layers as 60 % of the GPU's memory hold at so many bytes a parameter; and its
+    name, which says so. Of its whole memory, so that a case has the same name in every session."""
     if bench.rehearsal:
         return name, config
-    fitting = shortened(config, 0.6 * torch.cuda.mem_get_info()[0], per_parameter)
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    fitting = shortened(config, 0.6 * memory, per_parameter)
     layers = fitting.num_layers
     return (name if layers == config.num_layers else f"{name}, {layers} of its {config.num_layers} layers"), fitting
 

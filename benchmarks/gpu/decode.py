@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu.common import GIB, Bench, presets, random_model, release, shapes, that_fits
-from benchmarks.roofline import H200
+from benchmarks.gpu.common import GIB, Bench, presets, random_model, shapes, that_fits
+from benchmarks.gpu.timing import Rotation
 from isobit import Model
 from isobit.kernels import KVStore, Layout
+from isobit.model import ModelConfig
 from isobit.plan.work import decode, floor
 from isobit.precision import PRESETS as FLOWS
 
@@ -21,38 +22,37 @@ _PAGE = 16
 
 
 def run(bench: Bench) -> None:
-    """Every model, preset and case that the budget allows, the telling ones first."""
-    cases = [(2, 20)] if bench.rehearsal else _FIRST + [case for case in _CASES if case not in _FIRST]
-    for index, (name, config) in enumerate(shapes(bench).items()):
-        name, config = that_fits(name, config, bench, 6)
-        for preset in presets(bench):
-            if not bench.has_time(f"{name}, {preset}"):
+    """Every model, preset and case that the time allows, the telling ones first."""
+    first = [(2, 20)] if bench.rehearsal else _FIRST
+    for cases in (first,) if bench.rehearsal else (first[:3], first, [c for c in _CASES if c not in first]):
+        for name, config in shapes(bench).items():
+            name, config = that_fits(name, config, bench, 6)
+            for preset in presets(bench):
+                _measure_model(name, config, preset, cases, bench)
+
+
+def _measure_model(name: str, config: ModelConfig, preset: str, cases: list[tuple[int, int]], bench: Bench) -> None:
+    sizes = {f"{name}, batch {batch}, context {context}": (batch, context) for batch, context in cases}
+    left = {case: size for case, size in sizes.items() if not bench.results.settled(bench.name, f"{case}, {preset}")}
+    if not left or not bench.wants(f"{name}, {preset}: the model"):
+        return
+    with bench.setting_up(f"{name}, {preset}: the model"):
+        model = random_model(config, preset)
+        for what, (batch, context) in left.items():
+            needed = batch * (context + _PAGE) * _kv_bytes(model) + 2 * GIB
+            if not bench.wants(f"{what}, {preset}", needed):
                 continue
-            model = random_model(config, preset, bench)
-            for batch, context in cases if index == 0 else cases[:3]:
-                _measure(f"{name}, batch {batch}, context {context}", model, batch, context, bench)
-            del model
-            release()
+            with bench.case(f"{what}, {preset}") as case:
+                step = Rotation([decode_step(model, batch, context)], calls=1)
+                for contestant, timing in case.time({preset: step}).items():
+                    rates = bench.rates
+                    least = None if rates is None else floor(decode(config, FLOWS[preset], batch, context), rates)
+                    case.row(contestant, timing, least, tokens_per_s=batch / timing.seconds)
+                    case.rows[-1]["case"] = what
+                del step
 
 
-def _measure(case: str, model: Model, batch: int, context: int, bench: Bench) -> None:
-    preset = model.precision.name
-    needed = batch * (context + _PAGE) * _kv_bytes(model) + 2 * GIB
-    if not bench.has_time(f"{case}, {preset}") or not bench.fits(f"{case}, {preset}", needed):
-        return
-    step: Callable[[], object] | None = None
-    with bench.attempt(f"{case}, {preset}"):
-        step = graphed(decode_step(model, batch, context, bench), bench)
-    if step is None:
-        return
-    for contestant, seconds in bench.time(case, {preset: step}, rounds=8).items():
-        least = floor(decode(model.config, FLOWS[preset], batch, context), H200)
-        bench.row(case, contestant, seconds, least, tokens_per_s=batch / seconds)
-    del step
-    release()
-
-
-def decode_step(model: Model, batch: int, context: int, bench: Bench) -> Callable[[], object]:
+def decode_step(model: Model, batch: int, context: int) -> Callable[[], object]:
     """A call computes the next token of `batch` sequences that have `context` keys each, at static addresses."""
     config, transformer = model.config, model.transformer
     ops, flow = transformer.ops["rollout"], model.precision.rollout
@@ -74,22 +74,6 @@ def decode_step(model: Model, batch: int, context: int, bench: Bench) -> Callabl
         return ops.head_sample(hidden, head, keys, 1.0)
 
     return step
-
-
-def graphed(call: Callable[[], object], bench: Bench) -> Callable[[], object]:
-    """The call as a CUDA graph's replay; itself in a rehearsal."""
-    if bench.rehearsal:
-        return call
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def _kv_bytes(model: Model) -> float:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu.common import PRESETS, Bench, consistencies, random_model, release, shapes, that_fits
+from benchmarks.gpu.common import PRESETS, Bench, Case, consistencies, random_model, shapes, that_fits
 from benchmarks.roofline import grpo_step
 from isobit import Engine, Model, Sampling
 from isobit.precision import PRESETS as FLOWS
@@ -21,27 +21,36 @@ from isobit.rl.optim import Optimizer
 from isobit.rl.schedule import OptimizerSettings
 from isobit.training.rollouts import sample_of
 
+_LARGE = 120 << 30  # bytes: more than an H100 has, and less than an H200
 
-def run(bench: Bench, prompts: int = 64, group: int = 8, prompt_tokens: int = 512, new_tokens: int = 512) -> None:
-    """One counted step of each preset after one that warms up, for every model that the budget allows."""
+
+def run(
+    bench: Bench, prompts: int | None = None, group: int = 8, prompt_tokens: int = 512, new_tokens: int = 512
+) -> None:
+    """One counted step of each preset after one that warms up, for every model that the time allows.
+
+    All completions decode at once, so that `bf16` is not measured short of memory: 64 prompts on an H200, 32 on an
+    H100, whose 80 GB would not hold the keys and values of 512 completions beside the smallest model's activations."""
     if bench.rehearsal:
         prompts, group, prompt_tokens, new_tokens = 1, 2, 3, 2
+    elif prompts is None:
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        prompts = 64 if memory > _LARGE else 32
     for name, config in shapes(bench).items():
         name, config = that_fits(name, config, bench, 20)
         for preset in PRESETS:
             for consistency in consistencies(preset, bench):
-                case = f"{name}, {prompts} x {group} completions of {new_tokens}"
-                if not bench.has_time(f"{case}, {preset}, {consistency}"):
+                what = f"{name}, {prompts} x {group} completions of {new_tokens}"
+                if not bench.wants(f"{what}, {preset}, {consistency}"):
                     continue
-                with bench.attempt(f"{case}, {preset}, {consistency}"):
-                    model = random_model(config, preset, bench, consistency)
-                    _measure(case, model, prompts, group, prompt_tokens, new_tokens, bench)
+                with bench.case(f"{what}, {preset}, {consistency}") as case:
+                    model = random_model(config, preset, consistency)
+                    _measure(case, what, model, prompts, group, prompt_tokens, new_tokens, bench)
                     del model
-                release()
 
 
 def _measure(
-    case: str, model: Model, prompts: int, group: int, prompt_tokens: int, new_tokens: int, bench: Bench
+    case: Case, what: str, model: Model, prompts: int, group: int, prompt_tokens: int, new_tokens: int, bench: Bench
 ) -> None:
     choose = random.Random(0)
     tokens = [[choose.randrange(model.config.vocab_size) for _ in range(prompt_tokens)] for _ in range(prompts)]
@@ -62,34 +71,41 @@ def _measure(
         advantages = [choose.uniform(-1, 1) for _ in samples]
         learned = _phase("learn", lambda s=samples, a=advantages, n=step: learner.learn(s, a, n), bench, times, peaks)
         metrics = dict(learned.metrics)
-    least = grpo_step(
-        model.config, FLOWS[model.precision.name], prompts, group, prompt_tokens, new_tokens, min(sequences, 512)
-    )
+    rates, least = bench.rates, None
+    if rates is not None:
+        sizes = (prompts, group, prompt_tokens, new_tokens, min(sequences, 512))
+        least = sum(grpo_step(model.config, FLOWS[model.precision.name], *sizes, rates).values())
     free = 0 if bench.rehearsal else torch.cuda.mem_get_info()[0] + engine.kv_bytes
-    bench.row(
-        case,
-        f"{model.precision.name}, {model.ops.consistency}",
-        sum(times.values()),
-        sum(least.values()),
-        rollout_s=times["rollout"],
-        learn_s=times["learn"],
-        rollout_tokens_per_s=sequences * new_tokens / times["rollout"],
-        peak_bytes=peaks,
-        kv_bytes_per_token=engine.kv_bytes_per_token,
-        largest_batch=int(free // (engine.kv_bytes_per_token * (prompt_tokens + new_tokens))),
-        differing_tokens=metrics.get("mismatch/differing_tokens"),
-        kl_k3=metrics.get("mismatch/kl_k3"),
-    )
+    found = {
+        "rollout_s": times["rollout"],
+        "learn_s": times["learn"],
+        "rollout_tokens_per_s": sequences * new_tokens / times["rollout"],
+        "peak_bytes": peaks,
+        "kv_bytes": engine.kv_bytes,
+        "parameter_bytes": 4 * sum(p.numel() for p in model.parameters()),
+        "working_bytes": sum(model.transformer.working_bytes()),
+        "kv_bytes_per_token": engine.kv_bytes_per_token,
+        "largest_batch": int(free // (engine.kv_bytes_per_token * (prompt_tokens + new_tokens))),
+        "differing_tokens": metrics.get("mismatch/differing_tokens"),
+        "kl_k3": metrics.get("mismatch/kl_k3"),
+    }
+    case.row(f"{model.precision.name}, {model.ops.consistency}", sum(times.values()), least, **found)
+    case.rows[-1]["case"] = what
 
 
 def _phase(name: str, call, bench: Bench, times: dict[str, float], peaks: dict[str, int]):  # type: ignore[no-untyped-def]
     """Run, and keep seconds and the peak of allocated memory."""
     if not bench.rehearsal:
         torch.cuda.reset_peak_memory_stats()
-    bench.wait()
+    _wait(bench)
     start = time.perf_counter()
     result = call()
-    bench.wait()
+    _wait(bench)
     times[name] = time.perf_counter() - start
     peaks[name] = 0 if bench.rehearsal else torch.cuda.max_memory_allocated()
     return result
+
+
+def _wait(bench: Bench) -> None:
+    if not bench.rehearsal:
+        torch.cuda.synchronize()

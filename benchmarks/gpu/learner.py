@@ -2,8 +2,8 @@
 
 import torch
 
-from benchmarks.gpu.common import Bench, consistencies, presets, random_model, release, shapes, that_fits
-from benchmarks.roofline import H200
+from benchmarks.gpu.common import Bench, Case, consistencies, presets, random_model, shapes, that_fits
+from benchmarks.gpu.timing import Rotation
 from isobit import Model
 from isobit.kernels import KVStore, Layout
 from isobit.plan.work import floor, learn, prefill
@@ -19,19 +19,22 @@ def run(bench: Bench) -> None:
         name, config = that_fits(name, config, bench, 20)
         for preset in presets(bench):
             for consistency in consistencies(preset, bench):
-                if not bench.has_time(f"{name}, {preset}, {consistency}"):
+                who = f"{preset}, {consistency}"
+                sizes = {f"{name}, {count} x {length} tokens": (length, count) for length, count in lengths}
+                left = {c: s for c, s in sizes.items() if not bench.results.settled(bench.name, f"{c}, {who}")}
+                if not left or not bench.wants(f"{name}, {who}: the model"):
                     continue
-                with bench.attempt(f"{name}, {preset}, {consistency}"):
-                    model = random_model(config, preset, bench, consistency)
-                    for length, sequences in lengths:
-                        _measure(f"{name}, {sequences} x {length} tokens", model, length, sequences, bench)
+                with bench.setting_up(f"{name}, {who}: the model"):
+                    model = random_model(config, preset, consistency)
+                    for what, (length, sequences) in left.items():
+                        if bench.wants(f"{what}, {who}"):
+                            with bench.case(f"{what}, {who}") as case:
+                                _measure(case, what, model, length, sequences, bench)
                     del model
-                release()
 
 
-def _measure(case: str, model: Model, length: int, sequences: int, bench: Bench) -> None:
+def _measure(case: Case, what: str, model: Model, length: int, sequences: int, bench: Bench) -> None:
     transformer, flow, device = model.transformer, FLOWS[model.precision.name], model.ops.device
-    contestant = f"{model.precision.name}, {model.ops.consistency}"
     layout = Layout.packed([length] * sequences).to(device)
     tokens = torch.arange(length * sequences, device=device) % model.config.vocab_size
     targets = tokens.roll(-1)
@@ -54,23 +57,23 @@ def _measure(case: str, model: Model, length: int, sequences: int, bench: Bench)
     def fill() -> None:
         transformer.hidden(tokens, layout, stores, use="rollout")
 
-    if not bench.rehearsal:
-        torch.cuda.reset_peak_memory_stats()
-    found = bench.time(
-        f"{case}, {contestant}",
-        {"forward and backward": forward_backward, "update and sync": update, "prefill": fill},
-        rounds=3,
-    )
-    peak = 0 if bench.rehearsal else torch.cuda.max_memory_allocated()
+    count, rates = length * sequences, bench.rates
+    least: dict[str, float] = {}
+    if rates is not None:
+        work = learn(model.config, flow, count, length)
+        least = {
+            "forward and backward": floor({kind: w for kind, w in work.items() if kind != "optimizer"}, rates),
+            "update and sync": floor({"optimizer": work["optimizer"]}, rates),
+            "prefill": floor(prefill(model.config, flow, sequences, length), rates),
+        }
+    for part, call in (("forward and backward", forward_backward), ("update and sync", update), ("prefill", fill)):
+        if not bench.rehearsal:
+            torch.cuda.reset_peak_memory_stats()
+        for timing in case.time({part: Rotation([call], eager=True, calls=1)}, samples=3).values():
+            more: dict[str, object] = {} if part == "update and sync" else {"tokens_per_s": count / timing.seconds}
+            peak = 0 if bench.rehearsal else torch.cuda.max_memory_allocated()
+            case.row(
+                f"{model.precision.name}, {model.ops.consistency}", timing, least.get(part), peak_bytes=peak, **more
+            )
+            case.rows[-1]["case"] = f"{what}, {part}"
     optimizer.zero_grad()
-    count = length * sequences
-    least = {
-        "forward and backward": floor(
-            {k: w for k, w in learn(model.config, flow, count, length).items() if k != "optimizer"}, H200
-        ),
-        "update and sync": floor({"optimizer": learn(model.config, flow, count, length)["optimizer"]}, H200),
-        "prefill": floor(prefill(model.config, flow, sequences, length), H200),
-    }
-    for what, seconds in found.items():
-        rate = {} if what == "update and sync" else {"tokens_per_s": count / seconds}
-        bench.row(f"{case}, {what}", contestant, seconds, least[what], peak_bytes=peak, **rate)

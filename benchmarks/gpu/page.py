@@ -23,6 +23,8 @@ def tables() -> dict[str, str]:
         "kernels": table(kernels),
         "targets": roofline.target_table(),
         "decoding": roofline.decode_table(),
+        "ceilings": targets.ceilings_table(KERNELS.parent),
+        "bits": targets.bits_table(KERNELS.parent),
         "reached": targets.table(KERNELS.parent),
     }
 

@@ -94,5 +94,5 @@ def test_ranks_that_add_in_other_orders_are_refused(tmp_path: Path, monkeypatch:
     threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'alike'}", "steps=1"], ranks))
     orders, get_ops = iter(["exact", "bitwise"]), model.get_ops
     monkeypatch.setattr(model, "get_ops", lambda backend, _: get_ops(backend, next(orders)))
-    with pytest.raises(IsobitError, match=r"^the ranks differ: order is \S+ on rank 0 .* and \S+ on rank 1"):
+    with pytest.raises(IsobitError, match=r"^the ranks differ: consistency is \S+ on rank 0 .* and \S+ on rank 1"):
         threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'other'}"], ranks))

@@ -22,9 +22,11 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "fp8-unified": ("qwen3", ["precision=fp8-unified", "optimizer.sum_group=2"]),
     "bf16": ("qwen3", ["precision=bf16"]),
     "mixture of experts": ("qwen3_moe", ["algorithm.router_aux_coefficient=0.01", "algorithm.updates_per_batch=2"]),
+    "adapter": ("qwen3", ["adapter={rank: 8, alpha: 32}", "optimizer.learning_rate=0.02"]),
     "calibrated cache": ("qwen3", ["precision=fp8-rollout-kv"]),
     "dynamic sampling": ("qwen3", ["algorithm.dynamic_sampling=true", "sampling.temperature=0.6", "steps=3"]),
     "ahead, replay": ("qwen3", ["rollouts_ahead=2", "replay.groups_per_step=1", "replay.capacity=8", "steps=3"]),
+    "top-p": ("qwen3", ["sampling.top_p=0.9", "sampling.top_k=9", "steps=2"]),
     "reference, evaluation": (
         "qwen3",
         ["algorithm.kl_coefficient=0.01", "algorithm.kl_in_reward=true", "evaluation.every=2", "steps=3"],

@@ -37,7 +37,7 @@ def test_zero_bits_differ(preset: object, backend: str, temperature: float, make
 
 @pytest.mark.parametrize("preset", ["float32", "bf16", "fp8-unified", "fp8"])
 def test_zero_bits_differ_on_a_real_model(preset: str, stories: Path, make_engine: MakeEngine) -> None:
-    model = Model.load(stories, preset, "reference")
+    model = Model.load(stories, preset)
     engine = make_engine(model, kv_pages=24, page_size=8, max_batch_tokens=31)
     prompts = ["Once upon a time", "Lily and Tom went to the park.", "The dog"]
     groups = engine.generate(prompts, Sampling(n=4, max_new_tokens=40, seed=1))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.types import Sampling
+from tests.kernels.helpers import threads
 
 from .helpers import Outcome, outcome, rollout, tiny
 
@@ -68,6 +71,20 @@ def test_page_size(preset: str, backend: str, page_size: int, make_engine: MakeE
     engine = make_engine(tiny(preset, backend), kv_pages=1600 // page_size, page_size=page_size)
     check(preset, backend, engine)
     assert engine.stats.shared_pages > sum(length // page_size for length in LENGTHS)
+
+
+@pytest.mark.parametrize("preset", ["bf16[engines=separate]", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e"])
+def test_two_engines_repeat_their_rollouts_on_any_number_of_threads(preset: str) -> None:
+    """The same work gives the same bits; the order of work is not promised here. The control is another seed."""
+    found = []
+    for count in (1, 2, 1):
+        with threads(count):
+            model = tiny(preset, "native")
+            if model.precision.calibrated:
+                Calibrator(model).calibrate(["abc"])
+            found.append(outcome(Engine(model, kv_pages=200, max_sequences=9).generate(PROMPTS, SAMPLING, PROMPT_IDS)))
+    assert found[0] == found[1] == found[2]
+    assert found[0] != outcome(Engine(model, kv_pages=200).generate(PROMPTS, replace(SAMPLING, seed=1), PROMPT_IDS))
 
 
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)

@@ -24,7 +24,10 @@ def fill(parameters: dict[str, torch.nn.Parameter], kind: str, seed: int) -> Non
         if parameter.ndim == 1:
             parameter.copy_(_vector(name.endswith("norm"), parameter.numel(), own, generator))
             continue
-        values = _matrix(tuple(parameter.shape), own, large, generator)
+        # a gate multiplies two inputs, and where their number is odd the third matrix does not cancel: a norm's squares
+        # must not overflow
+        most = 2.0**16 if any(part in name for part in ("gate", "up", "down", "experts")) else large
+        values = _matrix(tuple(parameter.shape), own, min(large, most), generator)
         if name != "embed":
             values *= (head if name == "head" else gain) / parameter.shape[1] ** 0.5
         parameter.copy_(values)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu.common import Bench, random_model
+from benchmarks.gpu.common import random_model
 from benchmarks.gpu.shapes import SHAPES
 from isobit import Engine, Model, Sampling
 from isobit.engine.types import Completion
@@ -22,7 +22,7 @@ _LENGTHS = (1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 129, 500, 1500)
 
 
 def _model(name: str, precision: str) -> Model:
-    return random_model(replace(SHAPES[name], num_layers=2), precision, Bench("tests"))
+    return random_model(replace(SHAPES[name], num_layers=2), precision)
 
 
 def _prompts(model: Model) -> list[list[int]]:

@@ -13,7 +13,7 @@ from isobit.precision import BF16, E4M3, FP32, QuantSpec, quantize
 
 from .helpers import draw, ordinals, same, threads
 
-OPS = get_ops("reference")
+OPS = get_ops("reference", "exact")
 CACHES = {
     "bf16": (BF16, None),
     "fp32": (FP32, None),

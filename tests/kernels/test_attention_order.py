@@ -15,7 +15,7 @@ from isobit.precision import BF16, E4M3, QuantSpec
 from .helpers import draw, same, threads
 from .test_attention import CACHES, filled, inputs
 
-OPS = get_ops("reference")
+OPS = get_ops("reference", "exact")
 CALIBRATED = QuantSpec(E4M3, "tensor", "fp32")
 
 

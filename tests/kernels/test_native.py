@@ -1,4 +1,5 @@
-"""The native operators against the reference: bit for bit where the arithmetic is exact, else within an ulp.
+"""The native operators against the reference: bit for bit where the arithmetic is exact, else within an ulp. What
+`bitwise` adds in float32 is in `test_tdp32.py` and `test_rows32.py`.
 
 Sums that are not exact run in another order in float64, so a result can differ only where the float64 sum lies within
 about 2^-50 of a rounding boundary: the count of differing elements is asserted, not only their size.
@@ -27,16 +28,6 @@ CACHES = {
     "e4m3 ue8m0": (torch.bfloat16, QuantSpec(E4M3, "row", "ue8m0")),
     "e4m3 fp32": (torch.bfloat16, QuantSpec(E4M3, "row", "fp32")),
 }
-
-
-@pytest.fixture(scope="module")
-def native() -> Ops:
-    return get_ops("native")
-
-
-@pytest.fixture(scope="module")
-def reference() -> Ops:
-    return get_ops("reference")
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +181,8 @@ def test_mixed_and_e5m2_operands(exact: tuple[Ops, Ops], random: torch.Generator
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (33, 512), (7, 100)])
-def test_pointwise(
-    native: Ops, reference: Ops, random: torch.Generator, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_pointwise(exact: tuple[Ops, Ops], random: torch.Generator, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    native, reference = exact
     rows, columns = shape
     x, residual, dy = (draw(random, rows, columns, dtype=dtype) for _ in range(3))
     weight = draw(random, columns, dtype=dtype)
@@ -292,9 +282,8 @@ def test_many_samples_are_the_reference(native: Ops, reference: Ops, random: tor
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("heads", [(8, 8, 64), (4, 2, 40), (6, 1, 16), (2, 2, 128), (3, 3, 7)])
-def test_attention(
-    native: Ops, reference: Ops, random: torch.Generator, cache: str, heads: tuple[int, int, int]
-) -> None:
+def test_attention(exact: tuple[Ops, Ops], random: torch.Generator, cache: str, heads: tuple[int, int, int]) -> None:
+    native, reference = exact
     dtype, kv = CACHES[cache]
     num_heads, kv_heads, dim = heads
     lengths = [5, 1, 33, 70, 16]

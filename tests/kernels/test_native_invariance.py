@@ -30,9 +30,9 @@ INNER, COLUMNS = 320, 112
 CACHES = {"bf16": None, "e4m3": QuantSpec(E4M3, "row"), "fp32": None}
 
 
-@pytest.fixture(scope="module")
-def native() -> Ops:
-    return get_ops("native")
+@pytest.fixture(scope="module", params=["bitwise", "exact"])
+def native(request: pytest.FixtureRequest) -> Ops:
+    return get_ops("native", request.param)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_prepared_weight_is_multiplied_as_it_was_when_it_was_prepared(
 def test_new_weights_at_an_old_address(native: Ops, random: torch.Generator) -> None:
     """Requantizing frees a weight and may reuse its memory and even its identity: each product is of its own weight."""
     x = native.quantize(torch.randn(3, INNER, generator=random), QuantSpec(E4M3, "1x128"))
-    reference, addresses = get_ops("reference"), set()
+    reference, addresses = get_ops("reference", native.consistency), set()
     for _ in range(50):
         weight = native.quantize(torch.randn(COLUMNS, INNER, generator=random), QuantSpec(E4M3, "128x128"))
         addresses.add((id(weight.data), weight.data.data_ptr()))
@@ -274,5 +274,5 @@ def test_processes_may_build_at_once_and_portable_code_agrees(tmp_path: Path, ra
     results = [torch.load(tmp_path / f"{index}.pt", weights_only=True) for index in range(3)]
     for index, result in enumerate(results):
         for place, (ours, first) in enumerate(zip(result, results[0], strict=True)):
-            fused_matters = index % 2 and place in (2, 3, 4, 5)
+            fused_matters = index % 2 and place == 5  # what is float64 there; float32 is fused everywhere
             assert torch.allclose(ours.float(), first.float(), rtol=1e-2) if fused_matters else same(ours, first), place

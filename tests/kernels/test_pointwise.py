@@ -13,7 +13,7 @@ from isobit.kernels import get_ops
 
 from .helpers import draw, ordinals, same, threads
 
-OPS = get_ops("reference")
+OPS = get_ops("reference", "exact")
 DTYPES = (torch.bfloat16, torch.float32)
 CHANNELS = 200
 

@@ -34,7 +34,7 @@ def test_without_a_compiler_auto_is_the_reference_and_says_why() -> None:
     assert ops.backend == "reference"
     assert "no C++ compiler found" in ops.why
     assert (ops.consistency, ops.order) == ("exact", "exact")  # `tdp32-v1` in PyTorch is for tests
-    assert get_ops("reference").order == "tdp32-v1"
+    assert get_ops("reference").order == "tdp32-v1+rows32-v1"
     with pytest.raises(IsobitError, match="native cannot be built: no C\\+\\+ compiler found; use backend: auto"):
         get_ops("native")
 

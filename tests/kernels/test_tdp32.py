@@ -303,7 +303,7 @@ def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.M
         for name, message in (
             ("portable", "7 sums by portable differ from scalar ones; set ISOBIT_ISA=portable, or consistency: exact"),
             ("amx", "ISOBIT_ISA=amx: this processor"),
-            ("sse", "ISOBIT_ISA=sse: choose from portable, avx2, avx512, amx"),
+            ("sse", "ISOBIT_ISA=sse: choose from portable, neon, avx2, avx512, amx"),
         ):
             monkeypatch.setenv("ISOBIT_ISA", name)
             with pytest.raises(IsobitError, match=message):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Composed, Heads, KVStore, Layout, Ops, get_ops
+from isobit.kernels.truncation import Truncation
 from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.head import head_logprobs
@@ -280,13 +281,20 @@ class _Spy:
         return getattr(self._ops, name)
 
 
-def _head(hidden: Tensor, dtype: torch.dtype, chunk: int, ops: Ops, gradient: Tensor | None) -> tuple:
+def _head(
+    hidden: Tensor,
+    dtype: torch.dtype,
+    chunk: int,
+    ops: Ops,
+    gradient: Tensor | None,
+    truncation: Truncation | None = None,
+) -> tuple:
     master = torch.nn.Parameter(_random(97, hidden.shape[1], seed=7, dtype=torch.float32) * 0.3)
     head = Weight("head", master, master.detach().to(dtype), None, None)
     targets = torch.arange(hidden.shape[0]) * 5 % 97
     hidden = hidden.clone().requires_grad_(gradient is not None)
     with torch.set_grad_enabled(gradient is not None):
-        logprobs, entropy = head_logprobs(hidden, head, targets, 0.7, chunk, ops)
+        logprobs, entropy = head_logprobs(hidden, head, targets, 0.7, chunk, ops, truncation)
     if gradient is not None:
         logprobs.backward(gradient)
     return logprobs.detach(), entropy, hidden.grad, master.grad, head.working, targets
@@ -313,6 +321,55 @@ def test_head_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
     whole = _head(hidden, torch.bfloat16, 100, ops, None)
     for chunk in (1, 7, 29):
         for part, wanted in zip(_head(hidden, torch.bfloat16, chunk, ops, None)[:2], whole):
+            assert torch.equal(part, wanted)
+
+
+@pytest.mark.parametrize("truncation", [(20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (20, 0.9, 0.01)], ids=str)
+def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, truncation: Truncation) -> None:
+    """In float64, over the support written out; some targets are outside it. The control is the whole softmax."""
+    hidden = _random(29, 40, dtype=torch.float32)
+    gradient, every = _random(29, seed=8, dtype=torch.float32), torch.arange(29)
+    spy = _Spy(ops)
+    logprobs, entropy, dhidden, dweight, weight, targets = _head(hidden, torch.float32, 8, spy, gradient, truncation)
+    assert max(spy.rows) == 8, "of logits at a time"
+    exact, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    z = exact @ exact_weight.T / 0.7
+    kept = _kept(z.detach(), truncation)
+    outside = ~kept[every, targets]
+    assert 0 < int(outside.sum()) < 29
+    kept[every, targets] = True
+    distribution = z.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    distribution[every, targets].backward(gradient.double())
+    close = torch.testing.assert_close
+    close(logprobs.double(), distribution[every, targets], rtol=1e-6, atol=1e-6)
+    terms = torch.where(kept, distribution.exp() * distribution, 0.0)
+    close(entropy.double(), -terms.sum(-1), rtol=1e-6, atol=1e-6)
+    close(dhidden.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    close(dweight.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
+    whole = _head(hidden, torch.float32, 8, ops, gradient)
+    assert float((whole[2] - exact.grad).norm() / exact.grad.norm()) > 0.02
+    assert float((whole[3] - exact_weight.grad).norm() / exact_weight.grad.norm()) > 0.02
+
+
+def _kept(z: Tensor, truncation: Truncation) -> Tensor:
+    """Mask of the support of scaled logits without ties, by ranks and probabilities: top-k, top-p, min-p."""
+    top_k, top_p, min_p = truncation
+    order = z.argsort(-1, descending=True)
+    rank = order.argsort(-1)
+    kept = rank < top_k if top_k else torch.ones_like(z, dtype=torch.bool)
+    p = torch.where(kept, z.exp(), 0.0)
+    p = p / p.sum(-1, keepdim=True)
+    ordered = p.gather(-1, order)
+    before = (ordered.cumsum(-1) - ordered).gather(-1, rank)
+    kept &= before < top_p
+    return kept & (p >= min_p * p.amax(-1, keepdim=True))
+
+
+def test_truncated_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
+    hidden, truncation = _random(29, 40), (20, 0.9, 0.01)
+    whole = _head(hidden, torch.bfloat16, 100, ops, None, truncation)
+    for chunk in (1, 7, 29):
+        for part, wanted in zip(_head(hidden, torch.bfloat16, chunk, ops, None, truncation)[:2], whole):
             assert torch.equal(part, wanted)
 
 

@@ -1,14 +1,21 @@
 """A model under the Triton kernels beside the same model under the reference operators: values and gradients."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from isobit import Model
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model import Experts
+from isobit.model.adapter import NewAdapter
+from isobit.rl.forward import forward
+from isobit.rl.packing import pack
 from tests.models import tiny_model
+from tests.rl.helpers import roll_out
 
 _LENGTHS = (7, 5)
 
@@ -51,12 +58,54 @@ def test_values_and_gradients_are_the_references(precision: str, experts: bool) 
         assert _distance(gradient, wanted_gradients[name]) <= 2.5 * noise, name
 
 
+@pytest.mark.slow
+def test_an_adapter_by_the_kernels(tmp_path: Path) -> None:
+    """With B = 0 the model's bits; after an update a row's bits do not depend on its batch, and values are the
+    reference's. The control is the model alone."""
+    _model("reference", "fp8").save(tmp_path)
+    ids = torch.arange(3, 9)
+
+    def hidden(model: Model, rows: int = 6) -> Tensor:
+        with torch.no_grad():
+            layout = Layout.packed([2, 4] if rows == 6 else [2])
+            return model.transformer.hidden(ids[:rows], layout).cpu().float()
+
+    bare = hidden(Model.load(tmp_path, "fp8", "triton"))
+    models = [Model.load(tmp_path, "fp8", backend, adapter=NewAdapter(4, 8)) for backend in ("triton", "native")]
+    assert torch.equal(hidden(models[0]), bare)
+    for model in models:
+        for number, (name, parameter) in enumerate(model.named_parameters().items()):
+            if name.endswith("lora_B"):
+                values = 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                parameter.data.copy_(values)
+        model.sync()
+    found, wanted = map(hidden, models)
+    assert torch.equal(hidden(models[0], 2), found[:2])
+    assert _distance(found, wanted) < 0.1 * _distance(bare, wanted)
+
+
 def test_a_wrong_gradient_would_be_found() -> None:
     """The control: without its last four tokens a gradient is further off than the noise of the flow."""
     _, wanted = _learned(_model("reference", "fp8"))
     _, exact = _learned(_model("reference", "float32"))
     _, shorter = _learned(_model("reference", "fp8"), count=sum(_LENGTHS) - 4)
     assert all(_distance(shorter[n], wanted[n]) > 2.5 * _distance(wanted[n], exact[n]) for n in wanted)
+
+
+@pytest.mark.slow
+def test_truncated_rollout_and_learner_have_the_same_bits() -> None:
+    """The head is not fused then, on either side. The controls: the fused head, and another top-p."""
+    model = _model("triton", "fp8")
+    asked = Sampling(n=1, max_new_tokens=2, temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, seed=3)
+    samples = roll_out(model, length=2, sampling=asked)
+    rolled = torch.tensor([x for s in samples for x in s.rollout_logprobs])
+    with torch.no_grad():
+        own, fused, other = (
+            forward(model, pack(samples), 0.7, given)[0] for given in (asked.truncation, None, (9, 0.85, 0.01))
+        )
+    assert torch.equal(own.view(torch.int32), rolled.view(torch.int32))
+    assert not torch.equal(fused, rolled)
+    assert not torch.equal(other, rolled)
 
 
 def test_flows_without_kernels_are_refused() -> None:

@@ -1,12 +1,15 @@
 """The plan beside what runs on a CPU report: bytes in metrics.jsonl, and what the forward saves for the backward."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from isobit.config import load_config
+from isobit.config.sections import AdapterConfig
 from isobit.distributed import Ranks
 from isobit.model import Model
+from isobit.model.adapter import NewAdapter
 from isobit.plan import Job, Lengths, device_named, job_of
 from isobit.plan.memory import memory, moment_bytes, num_parameters, saved_bytes, weights
 from isobit.run.directory import METRICS, read_jsonl
@@ -28,6 +31,8 @@ RUNS = [
     ("bf16", "qwen3", ("optimizer.activation_checkpointing=true",)),
     ("fp8-unified", "qwen3_moe", ()),
     ("fp8-rollout", "qwen3", ()),
+    ("fp8", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
+    ("fp8-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
     ("fp8", "qwen3_moe", ("algorithm.kl_coefficient=0.01", "evaluation.every=1", "evaluation.samples=4")),
 ]
 
@@ -43,19 +48,22 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
     job = job_of(config, device_named("h200"), parts.engine.longest_prompt)
     row = list(read_jsonl(Path(train(config, quiet=True).run_dir) / METRICS))[-1]
     planned, held = memory(job), dict(memory(job).held)
-    size = weights(job.model, job.precision).total
-    assert row["memory/weights_mib"] * MIB == 4 * num_parameters(job.model) + size
-    assert row["memory/optimizer_mib"] * MIB == moment_bytes(job.model, "fp32")
+    adapter = job.config.adapter
+    size, trained = weights(job.model, job.precision, adapter=adapter).total, num_parameters(job.model, adapter)
+    assert row["memory/weights_mib"] * MIB == 4 * trained + size
+    assert row["memory/optimizer_mib"] * MIB == moment_bytes(job.model, "fp32", adapter)
     cache = held["keys and values"] + held.get("keys and values of the evaluation", 0)
     assert row["memory/kv_cache_mib"] * MIB == pytest.approx(cache, rel=0.1)
-    if job.reference is not None:
+    if job.config.shares_reference:
+        assert "memory/reference_mib" not in row
+        assert "reference model, on every rank" not in held
+    elif job.reference is not None:
         assert row["memory/reference_mib"] * MIB == held["reference model, on every rank"]
-    assert planned.total > sum(held.values()) > 16 * num_parameters(job.model) + size
+    assert planned.total > sum(held.values()) > 16 * trained + size
     # the control: another flow's plan is not this run
     other = job.under(tiny_model("bf16" if flow != "bf16" else "fp8").precision, 1)
-    assert (
-        row["memory/weights_mib"] * MIB != 4 * num_parameters(job.model) + weights(other.model, other.precision).total
-    )
+    of_another = weights(other.model, other.precision, adapter=adapter).total
+    assert row["memory/weights_mib"] * MIB != 4 * trained + of_another
 
 
 @pytest.mark.slow
@@ -66,15 +74,23 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
         *((flow, "qwen3_moe") for flow in ("float32", "bf16", "fp8")),
     ],
 )
-def test_learning_takes_what_was_planned(flow: str, family: str) -> None:
+@pytest.mark.parametrize(
+    "adapter", [None, AdapterConfig(8, 16, ("q_proj", "v_proj", "o_proj"))], ids=["all", "adapter"]
+)
+def test_learning_takes_what_was_planned(flow: str, family: str, adapter: AdapterConfig | None, tmp_path: Path) -> None:
     """To 10 %: what the forward saves of a token, and the peak of a micro-batch, as counted from tensors
     (`isobit.training.live_bytes`); the latter also with activation checkpointing. Logits and a layer are small here."""
     model = tiny_model(flow, family, hidden_size=256, intermediate_size=512, num_layers=12, head_dim=64)
+    if adapter is not None:
+        model.save(tmp_path)
+        given = NewAdapter(adapter.rank, adapter.alpha, adapter.targets)
+        model = Model.load(tmp_path, flow, consistency=model.ops.consistency, adapter=given)
     config, hidden = model.config, model.precision.learner.compute.itemsize * model.config.hidden_size
     measured = measure(model)
-    saved = sum(saved_bytes(config, model.precision, layer) for layer in range(config.num_layers)) + 2 * hidden
+    layers = (saved_bytes(config, model.precision, layer, adapter) for layer in range(config.num_layers))
+    saved = sum(layers) + 2 * hidden
     assert measured.phases[0].slope == pytest.approx(saved, rel=0.1)
-    planned = [_learning(model, checkpointing) for checkpointing in ("false", "true")]
+    planned = [_learning(model, checkpointing, adapter) for checkpointing in ("false", "true")]
     assert measured.at(4096) == pytest.approx(planned[0], rel=0.1)
     assert measure(model, recompute=True).at(4096) == pytest.approx(planned[1], rel=0.1)
     assert planned[1] < 0.5 * planned[0], "the control: one is not the other"
@@ -113,10 +129,10 @@ def _of_a_step(job: Job) -> float:
     return held + next(size for label, size in planned.parts if label.startswith("learning"))
 
 
-def _learning(model: Model, checkpointing: str) -> float:
+def _learning(model: Model, checkpointing: str, adapter: AdapterConfig | None) -> float:
     """Bytes of a micro-batch of 4,096 tokens."""
     values = {"model": {"path": "x"}, "prompts_per_step": 64, "sampling": {"group_size": 16, "max_new_tokens": 64}}
     changes = ["optimizer.micro_batch_tokens=4096", f"optimizer.activation_checkpointing={checkpointing}"]
-    config = load_config(values, changes)
+    config = replace(load_config(values, changes), adapter=adapter)
     job = Job(config, model.config, model.precision, Lengths(64, 64, 64), device_named("h200"))
     return next(size for label, size in memory(job).parts if label.startswith("learning"))

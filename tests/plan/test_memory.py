@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan_jobs import MODELS, job
+from isobit.config.sections import AdapterConfig
 from isobit.distributed.shards import ownership
 from isobit.engine.engine import Engine
 from isobit.model import Experts, ModelConfig
@@ -126,6 +127,20 @@ def test_shares_are_those_of_the_shards(ranks: int) -> None:
         for rank, (low, high) in enumerate(rows):
             kept[rank] += (high - low) * math.prod(shapes[name][1:])
     assert largest_share(config, ranks) == max(kept) != largest_share(config, ranks + 1)
+
+
+def test_one_gpu_trains_an_adapter_of_eight_billion_weights() -> None:
+    """Before keys, values and activations 11 GB, where all weights take 140; its factors counted by hand."""
+
+    def held(*changes: str) -> float:
+        found = memory(job("Qwen3-8B", *changes, ranks=1))
+        return sum(size for label, size in found.held if "keys and values" not in label)
+
+    shapes = ((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 12288), (4096, 12288), (12288, 4096))
+    adapter = AdapterConfig(32)
+    assert num_parameters(MODELS["Qwen3-8B"], adapter) == 36 * 32 * sum(map(sum, shapes))
+    assert 10.5e9 < held("adapter.rank=32") < 11.5e9
+    assert 135e9 < held() < 145e9
 
 
 def test_keys_change_the_parts_that_they_are_about() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.errors import IsobitError
-from isobit.precision import BF16, E4M3, E5M2, QTensor, QuantSpec, QuantTotals, quantize, scales
-from isobit.precision.quantize import QuantStats
+from isobit.precision import BF16, E4M3, E5M2, QTensor, QuantSpec, QuantTotals, error_sums, quantize, scales
+from isobit.precision.errors import QuantStats
 
 GRANULARITIES = ("1x128", "128x128", "128x1", "row", "column", "tensor")
 finite_floats = st.floats(-(2.0**100), 2.0**100, allow_nan=False, width=32)
@@ -17,7 +17,7 @@ finite_floats = st.floats(-(2.0**100), 2.0**100, allow_nan=False, width=32)
 
 def statistics(x: torch.Tensor, quantized: QTensor) -> QuantStats:
     totals = QuantTotals()
-    totals.add(x, quantized)
+    totals.add(error_sums(x, quantized))
     return totals.stats()
 
 

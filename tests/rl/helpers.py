@@ -20,11 +20,17 @@ PROMPTS = ["1+1=", "23*4=", "9-", "567+89=", "0"]
 
 
 def roll_out(
-    model: Model, group_size: int = 4, length: int = 5, temperature: float = 1.0, seed: int = 0
+    model: Model,
+    group_size: int = 4,
+    length: int = 5,
+    temperature: float = 1.0,
+    seed: int = 0,
+    sampling: Sampling | None = None,
 ) -> list[Sample]:
-    """Completions of `PROMPTS` by the engine, of mixed lengths, unscored."""
+    """Completions of `PROMPTS` by the engine, of mixed lengths, unscored. `sampling`: in place of what is before it."""
     engine = Engine(model, kv_pages=64, page_size=4)
-    groups = engine.generate(PROMPTS, Sampling(n=group_size, max_new_tokens=length, temperature=temperature, seed=seed))
+    asked = sampling or Sampling(n=group_size, max_new_tokens=length, temperature=temperature, seed=seed)
+    groups = engine.generate(PROMPTS, asked)
     return [
         Sample(
             prompt_index=c.prompt_id,

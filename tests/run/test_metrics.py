@@ -36,6 +36,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
     # tests/training/test_loop.py: mixtures of experts, replay and rollouts ahead
     # tests/training/test_scoring.py: reward models; tests/rl/test_shadow.py; tests/training/test_quantization.py
     # tests/fleet/test_training.py: what a fleet is sent and how long the learner waits for it
+    # tests/training/test_adapter.py: adapters
     # tests/training/test_agreement.py: tokens that differ; tests/engine/test_calibration.py: calibrated queries
     elsewhere = {
         name
@@ -44,7 +45,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
             (
                 *("router/", "replay/", "staleness/", "memory/reward", "shadow/", "memory/peak_rollout"),
                 *("memory/peak_learn", "quant/activation", "quant/gradient", "quant/query", "mismatch/corrected"),
-                *("time/send", "time/rollout_waited"),
+                *("time/send", "time/rollout_waited", "adapter/"),
             )
         )
         and name[-1] != "*"

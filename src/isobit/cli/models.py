@@ -28,6 +28,9 @@ def generate(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template")
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="a PEFT folder, where the model is elsewhere than it says")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="one JSON object per completion, with tokens and logprobs")
     ] = False,
@@ -54,6 +57,7 @@ def generate(
         (precision, backend, consistency),
         chat=chat,
         chat_template=chat_template,
+        adapter=adapter,
         as_json=as_json,
     )
 
@@ -120,6 +124,9 @@ def export(
         typer.Option(help="flow for the FP8 weights; default: the run's, or fp8", autocompletion=completion.presets),
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="use a run's best model instead of its newest")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="of an adapter: add it to its model's weights, and say what that loses")
+    ] = False,
 ) -> None:
     """Write a Hugging Face checkpoint for other systems.
 
@@ -129,4 +136,4 @@ def export(
     """
     from isobit.commands.export import export as write
 
-    print(write(source, to, form, precision, best=best))
+    print(write(source, to, form, precision, best=best, merge=merge))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from isobit.config import Config
+from isobit.plan.memory import num_parameters
 from isobit.run.directory import refuse_existing
 from isobit.training.assembly import open_parts
 from isobit.training.host import resident_bytes
@@ -26,8 +27,11 @@ def dry_run_report(config: Config) -> str:
     parts.rewards.close()
     model = parts.model
     learning = measure_parts(parts)
+    parameters = f"{num_parameters(model.config):,} parameters"
+    if (adapter := model.transformer.adapter) is not None:
+        parameters += f", frozen, and an {adapter}: {model.transformer.masters.count:,} parameters"
     heading = (
-        f"{model.config.family}, {sum(p.numel() for p in model.named_parameters().values()):,} parameters; "
+        f"{model.config.family}, {parameters}; "
         f"task {parts.task.name}: {len(parts.task.train)} training and {len(parts.task.held_out)} held-out prompts\n"
         f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
         f"correction: {parts.objective.rule}\n{model.ops.why}; consistency: {config.consistency}"

@@ -20,17 +20,18 @@ def print_completions(
     *,
     chat: bool = False,
     chat_template: Path | None = None,
+    adapter: Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Sample `sampling.n` completions of every prompt and print them.
 
-    `flow` is (precision, backend, consistency). Raises IsobitError for a bad model, an empty prompt list, or a prompt
-    longer than the model's context.
+    `flow` is (precision, backend, consistency), `adapter` a PEFT folder. Raises IsobitError for a bad model, an empty
+    prompt list, or a prompt longer than the model's context.
     """
     if not prompts:
         raise IsobitError("no prompt: give --prompt, or lines on standard input")
     precision, backend, consistency = flow
-    model = Model.load(path, precision=precision, backend=backend, consistency=consistency)
+    model = Model.load(path, precision, backend, consistency, adapter=adapter)
     if chat_template is not None:
         model.tokenizer.use_template(chat_template)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]

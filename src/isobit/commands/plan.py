@@ -75,8 +75,12 @@ def _text(own: Sequence[Estimate], found: Sequence[Estimate]) -> str:
     lengths, config = job.lengths, job.config
     groups = f", gradients summed in groups of {job.sum_group} first" if job.sum_group > 1 else ""
     nodes = f"{job.per_node} in a machine{groups}"
+    trained = ","
+    if (adapter := config.adapter) is not None:
+        count, names = num_parameters(job.model, adapter), ", ".join(adapter.targets)
+        trained = f", frozen, with an adapter of rank {adapter.rank} on {names}: {count:,},"
     heading = (
-        f"{job.model.family}, {num_parameters(job.model):,} parameters, on {job.device.name} "
+        f"{job.model.family}, {num_parameters(job.model):,} parameters{trained} on {job.device.name} "
         f"({job.device.memory / GIB:.1f} GiB; {job.device.source}), {nodes}\n"
         f"{config.prompts_per_step} prompts x {config.sampling.group_size} completions a step: prompts of "
         f"{lengths.prompt:,} tokens, completions of {lengths.mean:,} on average and at most {lengths.longest:,};\n"
@@ -125,7 +129,11 @@ def _plain(own: Sequence[Estimate], found: Sequence[Estimate]) -> dict[str, Any]
     """All of it as plain values: bytes and seconds."""
     job = own[0].job
     return {
-        "model": {"family": job.model.family, "parameters": num_parameters(job.model)},
+        "model": {
+            "family": job.model.family,
+            "parameters": num_parameters(job.model),
+            "trained": num_parameters(job.model, job.config.adapter),
+        },
         "device": asdict(job.device),
         "lengths": asdict(job.lengths),
         "memory": {str(each.job.ranks): dict((*each.memory.held, *each.memory.parts)) for each in own},

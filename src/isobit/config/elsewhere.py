@@ -61,6 +61,10 @@ _NAMES = {
     "algorithm.correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is rollout_rs "
     "rollout_is_threshold rollout_is_batch_normalize rollout_correction use_importance_sampling_correction "
     "truncated_importance_sampling_ratio truncated_importance_sampling_type seq_logprob_error_threshold",
+    "adapter.rank": "lora_r lora_rank peft_config.r",
+    "adapter.alpha": "lora_alpha",
+    "adapter.targets": "lora_target_modules target_modules",
+    "adapter.init": "lora_adapter_path",
     "optimizer.learning_rate": "lr",
     "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler",
     "optimizer.warmup_steps": "lr_warmup_steps num_warmup_steps",

@@ -105,6 +105,20 @@ def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> 
             f"{where}: consistency: {config.consistency} cannot hold: {reason}; "
             "use activation_granularity: 1x128 or row, or consistency: fast"
         )
+    if isinstance(config, Config) and config.sampling.truncated:
+        _check_truncation(config, precision.unified, where)
+
+
+def _check_truncation(config: Config, unified: bool, where: str) -> None:
+    """Raise IsobitError unless the learner's logits are the rollout's, bit for bit, and so the tokens that are kept."""
+    if unified and config.consistency != "fast":
+        return
+    reason = f"consistency: {config.consistency}" if unified else "a precision with two engines"
+    raise IsobitError(
+        f"{where}: sampling.top_k, top_p and min_p cannot be used in training with {reason}, whose learner may keep "
+        "other tokens than the rollout drew from; use a unified precision such as fp8 and consistency: bitwise, or set "
+        "top_k: 0, top_p: 1, min_p: 0"
+    )
 
 
 def _check_rewards(rewards: RewardsConfig, where: str) -> None:

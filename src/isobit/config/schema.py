@@ -13,6 +13,7 @@ from isobit.config.sections import (
     CONSISTENCY,
     ON_MISMATCH,
     PRECISION,
+    AdapterConfig,
     EngineConfig,
     EvaluationConfig,
     MismatchConfig,
@@ -56,6 +57,7 @@ class Config:
     engine: EngineConfig = EngineConfig()
     fleet: FleetSettings = FleetSettings()
     algorithm: Annotated[Objective, Before(with_preset)] = Objective()
+    adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
     reference: ReferenceConfig = ReferenceConfig()
     replay: ReplaySettings = ReplaySettings()
@@ -75,12 +77,29 @@ class Config:
     ] = 1
     seed: Annotated[int, at_least(0), below(2**63), "for data order, sampling and shuffling"] = 0
 
+    @property
+    def shares_reference(self) -> bool:
+        """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter switched off."""
+        return self.adapter is not None and self.reference.precision in (None, self.precision)
+
     def __post_init__(self) -> None:
         sampling, algorithm = self.sampling, self.algorithm
-        if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        if self.adapter is not None and self.fleet.engines:
+            raise IsobitError("adapter: engines of a fleet take no adapters yet; set fleet.engines: 0")
+        if self.adapter is not None and algorithm.shadow_every:
             raise IsobitError(
-                "sampling.top_k, top_p and min_p cannot be used in training: the learner's log-probabilities are of "
-                "the whole distribution, and the kept set is not replayed; set top_k: 0, top_p: 1, min_p: 0"
+                "algorithm.shadow_every computes with the masters in BF16, and a model with an adapter has none; set "
+                "shadow_every: 0"
+            )
+        if sampling.truncated and algorithm.kl_coefficient:
+            raise IsobitError(
+                "sampling.top_k, top_p and min_p cannot be used with a KL penalty: the reference's distribution has "
+                "another support than the policy's; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0"
+            )
+        if sampling.truncated and algorithm.shadow_every:
+            raise IsobitError(
+                "sampling.top_k, top_p and min_p cannot be used with shadow passes: the distribution in BF16 has "
+                "another support than the policy's; set algorithm.shadow_every: 0, or top_k: 0, top_p: 1, min_p: 0"
             )
         if sampling.group_size < 2:
             raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
@@ -191,6 +210,7 @@ class SftConfig:
     precision: Annotated[PrecisionValue, PRECISION] = "fp8"
     consistency: Annotated[Literal["exact", "bitwise", "fast"], CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
+    adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)
     steps: Annotated[int, at_least(1)] = 100
     batch_size: Annotated[int, at_least(1), "examples per optimizer step"] = 64
@@ -198,3 +218,7 @@ class SftConfig:
     max_new_tokens: Annotated[int, at_least(1), "length limit of completions in the evaluation"] = 64
     out: Annotated[str, "where the model is written; must not exist yet, or be empty"] = "runs/sft"
     seed: Annotated[int, at_least(0), below(2**63)] = 0
+
+    def __post_init__(self) -> None:
+        if self.adapter is not None and self.model.path is None:
+            raise IsobitError("adapter: random weights (model.init) are no model to adapt; give model.path")

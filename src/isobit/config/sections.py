@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError
-from isobit.options.declare import Such, Suggested, above, at_least, at_most, text_as
+from isobit.options.declare import OneOf, Such, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
+from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.rewards.spec import RewardSpec
 
 PrecisionValue = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
@@ -39,6 +40,26 @@ class ModelSource:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.sft is None):
             raise IsobitError("give exactly one of path (a Hugging Face directory) and sft (a config of `isobit sft`)")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA: factors of low rank beside the model's matrices are trained, unmerged in rollout and learner; the model
+    itself is frozen, and quantized once."""
+
+    rank: Annotated[int, at_least(1), "of the factors A [rank, inputs] and B [outputs, rank]"] = 32
+    alpha: Annotated[float, above(0), "B·A is multiplied by alpha / rank"] = 64.0
+    targets: Annotated[
+        tuple[Annotated[str, OneOf((ALL_LINEAR, *PROJECTIONS))], ...],
+        "matrices with factors; all-linear: all of attention and MLP. Experts have none yet",
+    ] = (ALL_LINEAR,)
+    init: Annotated[str | None, "a PEFT folder to go on from; default: A random by the seed, B zero"] = None
+
+    def __post_init__(self) -> None:
+        if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
+            raise IsobitError(f"targets: give {ALL_LINEAR} alone, or some of {', '.join(PROJECTIONS)}")
+        if len(set(self.targets)) < len(self.targets):
+            raise IsobitError("targets: one of them is there twice")
 
 
 @dataclass(frozen=True)
@@ -88,7 +109,8 @@ class EngineConfig(EngineSize):
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The frozen model of the KL penalty: the initial weights, with their own precision."""
+    """The frozen model of the KL penalty: the initial weights, with their own precision; with an adapter the model
+    without it."""
 
     precision: Annotated[PrecisionValue | None, "default: the policy's"] = None
 

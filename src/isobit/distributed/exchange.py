@@ -257,10 +257,11 @@ class GradientSum:
 
 def buckets(names: Sequence[str]) -> list[list[str]]:
     """Masters in the order in which a backward completes their gradients: the head, the layers from the last, and the
-    embedding."""
+    embedding; those that are trained."""
     head = [name for name in names if name in ("head", "final_norm")]
+    embed = [name for name in names if name == "embed"]
     layers: dict[int, list[str]] = {}
     for name in names:
         if name.startswith("layers."):
             layers.setdefault(int(name.split(".")[1]), []).append(name)
-    return [part for part in (head, *(layers[index] for index in sorted(layers, reverse=True)), ["embed"]) if part]
+    return [part for part in (head, *(layers[index] for index in sorted(layers, reverse=True)), embed) if part]

@@ -103,6 +103,11 @@ class Ranks(ABC):
         `together`."""
         return self.together(lambda: compute() if self.first else None)
 
+    def from_first(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns on the first rank, sent to all as `gather` sends. Errors as `together`."""
+        found: T = self.gather(self.on_first(compute))[0]
+        return found
+
     def agree(self, mine: IsobitError | OSError | None) -> None:
         """Raise on every rank the error of the lowest rank that has one."""
         if self.size == 1:

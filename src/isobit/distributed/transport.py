@@ -164,9 +164,10 @@ class TorchRanks(Ranks):
             return f"{verb}: the ranks cannot reach each other: {text}"
 
     def _missing(self) -> str:
-        """The ranks that met fewer times than this one, and where they were last."""
-        found = [f"rank {rank} (last seen in: {verb or 'start'})" for rank, verb in self._behind()]
-        return ", ".join(found) or "the others"
+        """The ranks that met fewer times than this one, and where they were last; where all have come to this meeting,
+        all the others, of which one stands still in it."""
+        others = [(rank, self._verb) for rank in range(self.size) if rank != self.rank]
+        return ", ".join(f"rank {rank} (last seen in: {verb or 'start'})" for rank, verb in self._behind() or others)
 
     def _behind(self) -> list[tuple[int, str]]:
         """(rank, verb) of those that have come to fewer meetings than this one."""

@@ -1,12 +1,9 @@
 """Draw tokens, and their log-probabilities under the distribution that they were drawn from.
 
 A row's token depends on its hidden state, its key (seed, prompt id, sample index, position) and its settings, and on
-nothing else: rows with different settings are drawn together. Order: divide by the temperature, keep the top k, of
-these the smallest set with probability at least p, of these the tokens with at least min_p times the largest
-probability; renormalize. A truncated token has logit -inf from there on.
-
-Every reduction is over one contiguous row, in float64 where it sums: tests/engine/test_sampler.py compares rows alone,
-in a batch and beside rows with other settings, bit for bit. Left out: the generator itself (`Ops.sample`).
+nothing else: rows with different settings are drawn together. tests/engine/test_sampler.py compares rows alone, in a
+batch and beside rows with other settings, bit for bit. Left out: which tokens top-k, top-p and min-p keep
+(`kernels/truncation.py`), and the generator (`Ops.sample`).
 """
 
 from dataclasses import dataclass
@@ -16,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isobit.kernels import Ops, Prepared
+from isobit.kernels import Ops, Prepared, truncation
+from isobit.kernels.truncation import Limits
 from isobit.kernels.types import Temperature
 
 LOGITS_AT_ONCE = 2**26
@@ -127,29 +125,7 @@ def _draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tens
 
 
 def truncate(logits: Tensor, draws: Draws) -> Tensor:
-    """Logits [R, V] with -inf where top-k, top-p or min-p leaves a token out. Ties at the edge of top-k stay in."""
-    temperature, (_, top_k, top_p, min_p) = draws.temperature, draws.settings.unbind(1)
-    scaled = logits / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
-    size = scaled.shape[-1]
-    if draws.kinds.most_k > 0:
-        values = scaled.topk(min(draws.kinds.most_k, size), dim=-1).values
-        threshold = values.gather(1, (top_k.long() - 1).clamp(0, values.shape[1] - 1).unsqueeze(1))
-        limited = ((top_k > 0) & (top_k < size)).unsqueeze(1)
-        scaled = scaled.masked_fill(limited & (scaled < threshold), -torch.inf)
-    if draws.kinds.nucleus:
-        scaled = scaled.masked_fill(~nucleus(scaled, top_p), -torch.inf)
-    relative = (scaled - scaled.amax(-1, keepdim=True)).double().exp()
-    return logits.masked_fill((scaled == -torch.inf) | (relative < min_p.unsqueeze(1)), -torch.inf)
-
-
-def nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
-    """Mask [R, V] of the smallest set of most probable tokens whose probability reaches `top_p` [R]; ties: lower
-    index. All of them where it is 1."""
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    probability = torch.softmax(ordered.double(), -1)
-    if scaled.shape[0] == 1:  # on a GPU PyTorch adds up a lone row in another order than one of several
-        reached = probability.expand(2, -1).contiguous().cumsum(-1)[:1]
-    else:
-        reached = probability.cumsum(-1)
-    wanted = torch.where(top_p < 1, top_p, torch.inf).unsqueeze(1)
-    return torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, reached - probability < wanted)
+    """Logits [R, V] with -inf where top-k, top-p or min-p leaves a token out."""
+    _, top_k, top_p, min_p = draws.settings.unbind(1)
+    limits = Limits(top_k, top_p, min_p, draws.kinds.most_k, draws.kinds.nucleus)
+    return truncation.truncate(logits, draws.temperature, limits)

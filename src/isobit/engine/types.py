@@ -25,7 +25,7 @@ class Sampling:
     n: Internal[int] = 1
     max_new_tokens: Annotated[int, at_least(1), below(2**31)] = 128
     temperature: Annotated[float, at_least(0)] = 1.0
-    top_k: Annotated[int, at_least(0), below(2**31), "0: off; must be 0 in training"] = 0
+    top_k: Annotated[int, at_least(0), below(2**31), "0: off"] = 0
     top_p: Annotated[float, above(0), at_most(1)] = 1.0
     min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
     seed: Internal[int] = 0
@@ -54,6 +54,11 @@ class Sampling:
     def truncated(self) -> bool:
         """Whether top-k, top-p or min-p leaves out tokens, so that the distribution is renormalized."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def truncation(self) -> tuple[int, float, float] | None:
+        """Top-k, top-p and min-p, where they leave out tokens."""
+        return (self.top_k, self.top_p, self.min_p) if self.truncated else None
 
 
 @dataclass(frozen=True)

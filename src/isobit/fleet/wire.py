@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import RunFailed
-from isobit.kernels import find_gpu, get_ops, versions
+from isobit.kernels import computed_by, get_ops
 from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.kv_scales import KVScales
 from isobit.model.transformer import Transformer
@@ -64,9 +64,7 @@ def check_digest(name: str, buffer: Any, expected: str, version: int) -> None:
 
 def facts(model: Model) -> dict[str, str]:
     """What can change a bit, of the process that asks: an engine must have the learner's."""
-    ops, gpu = model.ops, find_gpu()
-    found = {name: getattr(ops, name) for name in ("backend", "consistency", "order")} | {"device": ops.device.type}
-    return found | versions() | ({"gpu": str(gpu)} if gpu is not None else {})
+    return computed_by(model.ops) | {"device": model.ops.device.type}
 
 
 def describe(engine: Engine, sequences: int, max_new_tokens: int, size: EngineSize, check_memory: bool) -> bytes:

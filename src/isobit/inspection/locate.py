@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout, Ops, Watching
+from isobit.kernels.truncation import Truncation
 from isobit.model import Model
 from isobit.precision import QTensor
 
@@ -40,20 +41,30 @@ class Located:
 
 @torch.no_grad()
 def locate(
-    model: Model, tokens: Sequence[int], target: int, batch: Sequence[Sequence[int]], index: int, temperature: float
+    model: Model,
+    tokens: Sequence[int],
+    target: int,
+    batch: Sequence[Sequence[int]],
+    index: int,
+    temperature: float,
+    truncation: Truncation | None = None,
 ) -> Located:
     """Why the log-probability of `target` after `tokens` might depend on how they are computed.
 
     `batch`: all sequences of the learner's packed forward, of which number `index` begins with `tokens`.
     """
-    alone, bits = _packed(model, [tokens], 0, len(tokens), target, temperature)
-    packed, packed_bits = _packed(model, batch, index, len(tokens), target, temperature)
+    distribution = temperature, truncation
+    alone, bits = _packed(model, [tokens], 0, len(tokens), target, distribution)
+    packed, packed_bits = _packed(model, batch, index, len(tokens), target, distribution)
     found = _first_difference(alone, packed, "in its batch", bits, packed_bits)
     if found is None:
-        stepped, stepped_bits = _token_by_token(model, tokens, target, temperature)
+        stepped, stepped_bits = _token_by_token(model, tokens, target, distribution)
         found = _first_difference(alone, stepped, "token by token, as in a rollout,", bits, stepped_bits)
     return Located(found, bits)
 
+
+_Distribution = tuple[float, Truncation | None]
+"""The temperature, and what top-k, top-p and min-p leave of the tokens."""
 
 _Trace = list[tuple[str, Tensor]]
 """For every call in order: its place, and a checksum of each row of the sequence [rows] int64."""
@@ -86,7 +97,7 @@ class _Summing(Watching):
 
 
 def _packed(
-    model: Model, batch: Sequence[Sequence[int]], index: int, length: int, target: int, temperature: float
+    model: Model, batch: Sequence[Sequence[int]], index: int, length: int, target: int, distribution: _Distribution
 ) -> tuple[_Trace, float]:
     """As the learner computes: the first `length` rows of sequence `index`, and the log-probability after them."""
     lengths = [len(sequence) for sequence in batch]
@@ -94,10 +105,12 @@ def _packed(
     rows = slice(start, start + length)
     ids = torch.tensor([token for sequence in batch for token in sequence], dtype=torch.int64)
     trace, hidden = _watched(model, "learner", ids, Layout.packed(lengths), None)
-    return [(label, sums[rows]) for label, sums in trace], _logprob(model, hidden[rows][-1:], target, temperature)
+    return [(label, sums[rows]) for label, sums in trace], _logprob(model, hidden[rows][-1:], target, distribution)
 
 
-def _token_by_token(model: Model, tokens: Sequence[int], target: int, temperature: float) -> tuple[_Trace, float]:
+def _token_by_token(
+    model: Model, tokens: Sequence[int], target: int, distribution: _Distribution
+) -> tuple[_Trace, float]:
     """As a rollout computes: each row alone, over the stored keys and values of those before."""
     transformer, config, size = model.transformer, model.config, 16
     flows = [model.precision.flow("rollout", layer, config.num_layers) for layer in range(config.num_layers)]
@@ -116,7 +129,7 @@ def _token_by_token(model: Model, tokens: Sequence[int], target: int, temperatur
         trace, hidden = _watched(model, "rollout", torch.tensor([token], dtype=torch.int64), layout, stores)
         whole.append([sums for _, sums in trace])
     joined = [(label, torch.cat(sums)) for (label, _), sums in zip(trace, zip(*whole))]
-    return joined, _logprob(model, hidden, target, temperature, "rollout")
+    return joined, _logprob(model, hidden, target, distribution, "rollout")
 
 
 def _watched(
@@ -130,9 +143,10 @@ def _watched(
     return trace, hidden
 
 
-def _logprob(model: Model, hidden: Tensor, target: int, temperature: float, use: str = "learner") -> float:
+def _logprob(model: Model, hidden: Tensor, target: int, distribution: _Distribution, use: str = "learner") -> float:
     wanted = torch.tensor([target], dtype=torch.int64, device=hidden.device)
-    return float(model.transformer.head_logprobs(hidden, wanted, temperature, use)[0])
+    temperature, truncation = distribution
+    return float(model.transformer.head_logprobs(hidden, wanted, temperature, use, truncation=truncation)[0])
 
 
 def _first_difference(alone: _Trace, other: _Trace, how: str, bits: float, other_bits: float) -> str | None:

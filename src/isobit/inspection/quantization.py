@@ -14,7 +14,7 @@ from torch import Tensor
 from isobit.kernels import Composed, KVStore, Layout, Ops, Watching
 from isobit.model import Model
 from isobit.model.names import layer_and_role
-from isobit.precision import QTensor, QuantSpec, QuantTotals
+from isobit.precision import QTensor, QuantSpec, QuantTotals, error_sums
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Sums:
     def add(self, x: Tensor, q: QTensor) -> None:
         if not x.numel():
             return
-        self.totals.add(x, q)
+        self.totals.add(error_sums(x, q))
         peaks = x.detach().float().abs().amax(0)
         self.channels = peaks if self.channels is None else torch.maximum(self.channels, peaks)
 

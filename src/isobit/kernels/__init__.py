@@ -2,7 +2,7 @@
 signatures."""
 
 from isobit.kernels.composed import Composed
-from isobit.kernels.gpu import find_gpu, versions
+from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
 from isobit.kernels.types import Heads, KVStore, Layout, Ops
@@ -20,7 +20,7 @@ __all__ = [
     "Prepared",
     "Stacked",
     "Watching",
-    "find_gpu",
+    "computed_by",
     "get_ops",
     "plain",
     "separate_ops",

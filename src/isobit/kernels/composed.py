@@ -10,7 +10,9 @@ from torch import Tensor
 
 from isobit.kernels.matrices import Operand, Prepared, Stacked, plain, values
 from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
-from isobit.precision import Precision, QTensor, QuantSpec, along_rows
+from isobit.precision import ErrorSums, Precision, QTensor, QuantSpec, along_rows, error_sums
+
+_ROWS = 128  # that are in float64 at a time
 
 
 class Composed(Ops):
@@ -24,6 +26,9 @@ class Composed(Ops):
 
     def raise_faults(self) -> None:
         """Nothing to do: operators raise at once when they meet NaN or infinity."""
+
+    def error_sums(self, x: Operand, quantized: QTensor) -> ErrorSums:
+        return error_sums(values(x), quantized)
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
         return weight
@@ -114,6 +119,9 @@ class Composed(Ops):
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         return torch.zeros(count, dy.shape[1], device=dy.device).index_add_(0, tokens, dy.float())
 
+    def square_sums(self, x: Tensor) -> Tensor:
+        return torch.cat([_halved(rows.double().square_()) for rows in x.split(_ROWS)])
+
     def head_logprobs(
         self, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
@@ -123,12 +131,7 @@ class Composed(Ops):
         self, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         logits = self.product(hidden, weight, None, torch.float32)
-        # d log p(token) / d logits = (onehot - softmax) / temperature
-        dlogits = torch.softmax(logits / temperature, -1).neg_()
-        dlogits[torch.arange(dlogits.shape[0], device=tokens.device), tokens] += 1.0
-        dlogits = (dlogits * (dlogprobs / temperature).unsqueeze(-1)).to(hidden.dtype)
-        dhidden = self.gradient_product(dlogits, values(weight).t(), hidden.dtype)
-        return dhidden, self.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)
+        return head_gradients(self, dlogprobs, logits, hidden, weight, tokens, temperature)
 
     def head_sample(
         self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
@@ -139,9 +142,36 @@ class Composed(Ops):
         return tokens, self.token_logprobs(logits, tokens, temperature)[0]
 
 
+def head_gradients(
+    ops: Ops,
+    dlogprobs: Tensor,
+    logits: Tensor,
+    hidden: Tensor,
+    weight: Prepared,
+    tokens: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient."""
+    # d log p(token) / d logits = (onehot - softmax) / temperature
+    dlogits = torch.softmax(logits / temperature, -1).neg_()
+    dlogits[torch.arange(dlogits.shape[0], device=tokens.device), tokens] += 1.0
+    dlogits = (dlogits * (dlogprobs / temperature).unsqueeze(-1)).to(hidden.dtype)
+    dhidden = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
+    return dhidden, ops.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)
+
+
 def rows_of(operand: Operand, start: int, stop: int) -> Operand:
     """Rows [start, stop) of an operand whose scales, if it has any, each belong to one row."""
     if isinstance(operand, Tensor):
         return operand[start:stop]
     assert operand.block[0] == 1, "rows share scales"
     return QTensor(operand.data[start:stop], operand.scale[start:stop], operand.spec)
+
+
+def _halved(x: Tensor) -> Tensor:
+    """The sum of each row of x [R, C], whose second half is added to the first until one column is left."""
+    while (width := x.shape[1]) > 1:
+        half = (width + 1) // 2
+        x, second = x[:, :half], x[:, half:]
+        x[:, : width - half] += second
+    return x.squeeze(1)

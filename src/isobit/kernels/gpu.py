@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from isobit.kernels.types import Ops
+
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 """The range of Triton versions that the kernels are written for; both ends belong to it."""
 
@@ -43,11 +45,17 @@ def find_gpu() -> Gpu | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what can change a bit: PyTorch, and Triton and CUDA where they are."""
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    """Of what can change a bit: PyTorch, and Triton, CUDA and the GPU where they are."""
+    gpu = find_gpu()
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": None if gpu is None else str(gpu)}
     with suppress(PackageNotFoundError):
         found["triton"] = version("triton")
     return {name: text for name, text in found.items() if text is not None}
+
+
+def computed_by(ops: Ops) -> dict[str, str]:
+    """All that can change a bit of what a backend computes here."""
+    return {"backend": ops.backend, "consistency": ops.consistency, "order": ops.order} | versions()
 
 
 def refusal(gpu: Gpu) -> str | None:

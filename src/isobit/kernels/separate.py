@@ -18,7 +18,7 @@ from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
 from isobit.kernels.reference.sampling import scaled
-from isobit.kernels.types import KVStore, Layout, Ops, Temperature
+from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import QTensor, QuantSpec, expand_scale
 
 
@@ -43,6 +43,13 @@ class SeparateOps(ReferenceOps):
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         self._alike.kv_write(store, k, v, layout)
+
+    def attention_inputs(
+        self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if heads.norms is None:
+            return self._alike.attention_inputs(qkv, heads, store, layout)
+        return super().attention_inputs(qkv, heads, store, layout)
 
     def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         return self._alike.sample(logits, keys, temperature)
@@ -76,10 +83,25 @@ class SeparateOps(ReferenceOps):
         wide = gate.float()
         return (wide / (1.0 + torch.exp(-wide))).to(gate_up.dtype) * up
 
+    def head_sample(
+        self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.product(hidden, weight, None, torch.float32)
+        return self.drawn(logits if source is None else logits.index_select(0, source), keys, temperature)
+
+    def drawn(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
+        """Tokens and their log-probabilities, without the entropy that `token_logprobs` computes besides."""
+        tokens = self.sample(logits, keys, temperature)
+        return tokens, _of_tokens(torch.log_softmax(scaled(logits, temperature), -1), tokens)
+
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(scaled(logits, temperature), -1)
         entropy = -torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0).sum(-1)
-        return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy
+        return _of_tokens(logprobs, tokens), entropy
+
+
+def _of_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def _scaled_blocks(a: QTensor, b: QTensor) -> Tensor:

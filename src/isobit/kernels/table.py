@@ -84,4 +84,9 @@ def separate_ops(learner: Ops) -> Ops:
     """
     if learner.backend == "triton":
         return triton_ops("fast")
+    if learner.backend == "native":
+        from isobit.kernels.native import NativeOps, NativeSeparateOps
+
+        assert isinstance(learner, NativeOps)
+        return NativeSeparateOps(learner)
     return SeparateOps(learner)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isobit.kernels.codes import decode
 from isobit.kernels.matrices import Operand, Prepared, Stacked
-from isobit.precision import Format, Precision, QTensor, QuantSpec
+from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
 
 Temperature = float | Tensor
 """One for all rows, or float32 for each [T]."""
@@ -189,6 +189,9 @@ class Ops(Protocol):
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         """`isobit.precision.quantize`, bit for bit."""
 
+    def error_sums(self, x: Operand, quantized: QTensor) -> ErrorSums:
+        """`isobit.precision.error_sums` of x [R, C] and its quantization; sums of squares to some last places."""
+
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
         """A weight that is multiplied often, with this backend's packs of it, if any; products have the same bits as
         with the weight itself. `into`: the same weight, prepared before it was overwritten; its packs are overwritten
@@ -284,6 +287,10 @@ class Ops(Protocol):
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C]; it repeats."""
+
+    def square_sums(self, x: Tensor) -> Tensor:
+        """Of each row of x [R, C] float32 the sum of its squares, [R] float64. On a CPU the second half of a row is
+        added to the first, until one number is left."""
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature); logits [T, V]

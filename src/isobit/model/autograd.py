@@ -8,7 +8,7 @@ forward (`tests/model/test_transformer.py`). Weights enter twice: the *working* 
 Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,50 +16,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Heads, KVStore, Layout, Operand, Ops, Prepared, plain, weight_of
-from isobit.precision import QTensor, QuantSpec, along_rows, quantize_with_scale
+from isobit.kernels import Heads, KVStore, Layout, Operand, Ops, plain
+from isobit.model import low_rank
+from isobit.model.weights import Vector, Weight, copy_spec, has_own_copy
+from isobit.precision import QTensor, QuantSpec, quantize_with_scale
 
 ALONG_INPUTS = ("1x32", "1x16", "row")
-
-
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """One linear layer's weights [N, K]: masters, working copies, and how its three products run.
-
-    `prepared` is the working weight as the forward's product takes it, with what the backend packed of it.
-    """
-
-    name: str
-    master: Tensor
-    prepared: Prepared
-    bias_master: Tensor | None
-    bias: Tensor | None
-    activation: QuantSpec | None = None
-    gradient: QuantSpec | None = None
-    dgrad: str = "bf16"
-    wgrad: str = "bf16"
-    own_copy: bool = False  # the forward also quantizes the unquantized activation along the tokens, for WGrad
-
-    @property
-    def working(self) -> Operand:
-        """The working weight itself."""
-        return weight_of(self.prepared)
-
-
-@dataclass(frozen=True, eq=False)
-class Vector:
-    """A norm's weight [C] or an embedding [V, C]: its master and its working copy."""
-
-    name: str
-    master: Tensor
-    working: Tensor
 
 
 def linear(x: Tensor, weight: Weight, ops: Ops) -> Tensor:
     """x [T, K] times the weight, plus bias: [T, N] in x's dtype."""
     if torch.is_grad_enabled():
-        return _Linear.apply(x, weight.master, weight.bias_master, weight, ops)
-    return ops.product(_quantized(x, weight, ops), weight.prepared, weight.bias, x.dtype)
+        return _Linear.apply(x, weight.master, weight.bias_master, weight, ops, *weight.adapter_masters)
+    return low_rank.product(_quantized(x, weight, ops), weight, ops, x.dtype)[0]
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops: Ops) -> tuple[Tensor, Tensor]:
@@ -75,16 +44,17 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """(linear(rms_norm(x + residual)) [T, N], x + residual [T, K]): the bits of the two in turn."""
     if torch.is_grad_enabled():
-        return _NormLinear.apply(x, residual, norm.master, weight.master, weight.bias_master, norm, eps, weight, ops)
+        masters = norm.master, weight.master, weight.bias_master
+        return _NormLinear.apply(x, residual, *masters, norm, eps, weight, ops, *weight.adapter_masters)
     operand, summed, _ = _normed(x, residual, norm, eps, weight, ops)
-    return ops.product(operand, weight.prepared, weight.bias, x.dtype), summed
+    return low_rank.product(operand, weight, ops, x.dtype)[0], summed
 
 
 def gated_linear(gate_up: Tensor, weight: Weight, ops: Ops) -> Tensor:
     """linear(silu_mul(gate_up [T, 2K])) [T, N]: the bits of the two in turn."""
     if torch.is_grad_enabled():
-        return _GatedLinear.apply(gate_up, weight.master, weight.bias_master, weight, ops)
-    return ops.product(_gated(gate_up, weight, ops), weight.prepared, weight.bias, gate_up.dtype)
+        return _GatedLinear.apply(gate_up, weight.master, weight.bias_master, weight, ops, *weight.adapter_masters)
+    return low_rank.product(_gated(gate_up, weight, ops), weight, ops, gate_up.dtype)[0]
 
 
 def attention_inputs(
@@ -125,22 +95,33 @@ def embedding(tokens: Tensor, table: Vector, ops: Ops) -> Tensor:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor, bias_master: Tensor | None, weight: Weight, ops: Ops) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        master: Tensor,
+        bias_master: Tensor | None,
+        weight: Weight,
+        ops: Ops,
+        *adapter_masters: Tensor,
+    ) -> Tensor:
         ctx.weight, ctx.ops = weight, ops
         operand = _quantized(x, weight, ops)
-        ctx.save_for_backward(*_kept(operand, x, weight, ops))
-        return ops.product(operand, weight.prepared, weight.bias, x.dtype)
+        y, us = low_rank.product(operand, weight, ops, x.dtype)
+        ctx.save_for_backward(*us, *_kept(operand, x, weight, ops))
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, db = _linear_backward(ctx, dy, ctx.saved_tensors, ctx.needs_input_grad[:3])
-        return dx, dw, db, None, None
+        dx, dw, db, *adapters = _linear_backward(ctx, dy, ctx.saved_tensors, ctx.needs_input_grad[:3])
+        return dx, dw, db, None, None, *adapters
 
 
 def _kept(operand: Operand, x: Tensor, weight: Weight, ops: Ops) -> tuple[Tensor, ...]:
-    """The tensors that WGrad needs later: the parts of `operand`, which was quantized from x [T, K], or those of a copy
-    of x quantized along the tokens. DGrad needs neither."""
+    """The tensors that gradients of masters need later: the parts of `operand`, which was quantized from x [T, K], or
+    those of a copy of x quantized along the tokens. DGrad needs neither."""
+    if not weight.keeps_inputs:
+        return ()
     if weight.activation is None or not has_own_copy(weight):
         return parts(operand)
     return parts(ops.quantize_along_tokens(x, weight.activation, weight.name))
@@ -150,37 +131,33 @@ def _quantized(x: Tensor, weight: Weight, ops: Ops) -> Operand:
     return x if weight.activation is None else ops.quantize(x, weight.activation, weight.name)
 
 
-def has_own_copy(weight: Weight) -> bool:
-    """Whether WGrad multiplies a second copy of the activation, quantized along the tokens."""
-    return weight.own_copy and weight.wgrad == "fp8" and weight.activation is not None
-
-
-def copy_spec(weight: Weight) -> QuantSpec:
-    """The spec of that copy [K, T]."""
-    assert weight.activation is not None
-    return along_rows(weight.activation).transpose()
-
-
 def parts(operand: Operand) -> tuple[Tensor, ...]:
     """The tensors as which an operand is saved for the backward."""
     return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
 
 
 def _linear_backward(
-    ctx: Any, dy: Tensor, saved: tuple[Tensor, ...], needed: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(gradient of the operand, of the weight, of the bias), None if not `needed`; `saved` are the operand's parts."""
+    ctx: Any, dy: Tensor, saved: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the operand, of the weight and of the bias, None if not `needed`, and of each adapter's A and B.
+    `saved`: each adapter's u, then the operand's parts."""
     weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
+    us, kept = saved[: len(weight.adapters)], saved[len(weight.adapters) :]
     spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
-    operand = QTensor(saved[0], saved[1], spec) if len(saved) == 2 else saved[0]
-    dx = _dgrad(dy, weight, ops) if needed[0] else None
+    operand = QTensor(kept[0], kept[1], spec) if len(kept) == 2 else next(iter(kept), dy)
+    if weight.adapters:
+        dx, found = low_rank.backward(dy, operand, us, weight, ops, needed[0])
+        if dx is not None:
+            dx = dx.add_(_dgrad(dy, weight, ops, torch.float32)).to(dy.dtype)
+    else:
+        dx, found = _dgrad(dy, weight, ops, dy.dtype) if needed[0] else None, []
     dw = _wgrad(dy, operand, weight, ops) if needed[1] else None
     db = dy.double().sum(0).float() if needed[2] else None
-    return dx, dw, db
+    return dx, dw, db, *found
 
 
-def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
-    """dx [T, K] = dy [T, N] · W [N, K]."""
+def _dgrad(dy: Tensor, weight: Weight, ops: Ops, out: torch.dtype) -> Tensor:
+    """dx [T, K] = dy [T, N] · W [N, K], in `out`."""
     working = weight.working
     if weight.dgrad == "fp8" and isinstance(working, QTensor) and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {weight.name}")
@@ -188,8 +165,8 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops) -> Tensor:
         if working.spec.granularity in ALONG_INPUTS:  # scales for every row of N: quantized again, along N
             name = f"transposed {weight.name}"
             transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, name)
-        return ops.gradient_product(quantized, transposed, dy.dtype)
-    return ops.gradient_product(dy, plain(working, dy.dtype).t(), dy.dtype)
+        return ops.gradient_product(quantized, transposed, out)
+    return ops.gradient_product(dy, plain(working, dy.dtype).t(), out)
 
 
 def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor:
@@ -235,6 +212,7 @@ class _NormLinear(Function):
         eps: float,
         weight: Weight,
         ops: Ops,
+        *adapter_masters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         if has_own_copy(weight):
             normed, summed, rstd = ops.rms_norm(x, norm.working, eps, residual)
@@ -242,20 +220,21 @@ class _NormLinear(Function):
             kept = _kept(operand, normed, weight, ops)
         else:
             operand, summed, rstd = _normed(x, residual, norm, eps, weight, ops)
-            kept = parts(operand)
+            kept = parts(operand) if weight.keeps_inputs else ()
+        y, us = low_rank.product(operand, weight, ops, x.dtype)
         ctx.norm, ctx.weight, ctx.ops, ctx.has_residual = norm, weight, ops, residual is not None
-        ctx.save_for_backward(summed, rstd, *kept)
-        return ops.product(operand, weight.prepared, weight.bias, x.dtype), summed.view_as(summed)
+        ctx.save_for_backward(summed, rstd, *us, *kept)
+        return y, summed.view_as(summed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
         summed, rstd, *saved = ctx.saved_tensors
-        dnormed, dw, db = _linear_backward(ctx, dy, tuple(saved), (True, *ctx.needs_input_grad[3:5]))
+        dnormed, dw, db, *adapters = _linear_backward(ctx, dy, saved, (True, *ctx.needs_input_grad[3:5]))
         assert dnormed is not None
         dx, dnorm = ctx.ops.rms_norm_backward(dnormed, summed, ctx.norm.working, rstd)
         dx = dx + dsummed
-        return dx, dx if ctx.has_residual else None, dnorm, dw, db, None, None, None, None
+        return dx, dx if ctx.has_residual else None, dnorm, dw, db, None, None, None, None, *adapters
 
 
 def _normed(
@@ -269,7 +248,13 @@ def _normed(
 class _GatedLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, master: Tensor, bias_master: Tensor | None, weight: Weight, ops: Ops
+        ctx: Any,
+        gate_up: Tensor,
+        master: Tensor,
+        bias_master: Tensor | None,
+        weight: Weight,
+        ops: Ops,
+        *adapter_masters: Tensor,
     ) -> Tensor:
         if has_own_copy(weight):
             hidden = ops.silu_mul(gate_up)
@@ -277,17 +262,18 @@ class _GatedLinear(Function):
             kept = _kept(operand, hidden, weight, ops)
         else:
             operand = _gated(gate_up, weight, ops)
-            kept = parts(operand)
+            kept = parts(operand) if weight.keeps_inputs else ()
+        y, us = low_rank.product(operand, weight, ops, gate_up.dtype)
         ctx.weight, ctx.ops = weight, ops
-        ctx.save_for_backward(gate_up, *kept)
-        return ops.product(operand, weight.prepared, weight.bias, gate_up.dtype)
+        ctx.save_for_backward(gate_up, *us, *kept)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, *saved = ctx.saved_tensors
-        dh, dw, db = _linear_backward(ctx, dy, tuple(saved), ctx.needs_input_grad[:3])
-        return None if dh is None else ctx.ops.silu_mul_backward(dh, gate_up), dw, db, None, None
+        dh, dw, db, *adapters = _linear_backward(ctx, dy, saved, ctx.needs_input_grad[:3])
+        return None if dh is None else ctx.ops.silu_mul_backward(dh, gate_up), dw, db, None, None, *adapters
 
 
 def _gated(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:

@@ -116,13 +116,16 @@ class Weights:
 
 
 @contextmanager
-def open_weights(directory: Path, check: Callable[[Shapes], None] | None = None) -> Iterator[Weights]:
-    """The weights of a directory. `check` gets their shapes before any is read, and raises for what the model cannot
-    take. Raises IsobitError for a file that is missing or corrupt, and for headers and an index that contradict each
-    other."""
+def open_weights(
+    directory: Path, check: Callable[[Shapes], None] | None = None, name: str | None = None
+) -> Iterator[Weights]:
+    """The weights of a directory, or of the file of this `name` in it. `check` gets their shapes before any is read,
+    and raises for what the model cannot take. Raises IsobitError for a file that is missing or corrupt, and for
+    headers and an index that contradict each other."""
     tensors: dict[str, tuple[Path, FileTensor]] = {}
     with ExitStack() as stack:
-        for name, wanted in _weight_files(directory).items():
+        files = _weight_files(directory) if name is None else {name: []}
+        for name, wanted in files.items():
             path = directory / name
             for key, tensor in _opened(path, stack).items():
                 if key in tensors:

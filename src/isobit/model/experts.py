@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Operand, Ops, Stacked, plain
 from isobit.model import autograd
-from isobit.model.autograd import ALONG_INPUTS, Weight
+from isobit.model.autograd import ALONG_INPUTS
+from isobit.model.weights import Weight, copy_spec, has_own_copy
 from isobit.model.working import Mixture, Mlp
 from isobit.precision import QTensor, QuantSpec
 
@@ -59,10 +60,11 @@ class _Experts(Function):
     ) -> Tensor:
         total, places, inputs, gate_up, hidden, results = _forward(x, gates, chosen, layer, ops)
         (rows, _, offsets), up, down = places, layer.experts[0].gate_up, layer.experts[0].down
-        kept, kept_hidden = autograd.parts(inputs), autograd.parts(hidden)
-        if autograd.has_own_copy(up):
+        kept = autograd.parts(inputs) if up.keeps_inputs else ()
+        kept_hidden = autograd.parts(hidden) if down.keeps_inputs else ()
+        if has_own_copy(up):
             kept = _copies(x.index_select(0, rows), up, offsets, ops)
-        if autograd.has_own_copy(down):
+        if has_own_copy(down):
             kept_hidden = _copies(ops.silu_mul(gate_up), down, offsets, ops)
         ctx.layer, ctx.ops, ctx.num_inputs = layer, ops, len(kept)
         ctx.save_for_backward(gates, *places, gate_up, results, *kept, *kept_hidden)
@@ -140,7 +142,7 @@ def _weight_gradients(
     if not any(needed):
         return [None] * len(needed)
     name = _name(weight)
-    if autograd.has_own_copy(weight):
+    if has_own_copy(weight):
         assert weight.gradient is not None
         found: list[Tensor | None] = [None] * len(needed)
         for expert, (start, stop), copy in _split(saved, weight, offsets):
@@ -167,7 +169,7 @@ def _copies(x: Tensor, weight: Weight, offsets: Tensor, ops: Ops) -> tuple[Tenso
 
 def _split(saved: list[Tensor], weight: Weight, offsets: Tensor) -> Iterator[tuple[int, tuple[int, int], QTensor]]:
     """(expert, its rows, its copy [K, rows]) of every expert that has rows."""
-    (codes, scales), spec, column = saved, autograd.copy_spec(weight), 0
+    (codes, scales), spec, column = saved, copy_spec(weight), 0
     for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
         if stop > start:
             wide = spec.block((codes.shape[0], stop - start))[1]

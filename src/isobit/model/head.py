@@ -1,7 +1,8 @@
 """The output head with its gradient: log-probabilities of given tokens, a few rows of logits at a time.
 
-Logits are never held for a whole batch; the backward computes them again. Left out: the other operators
-(`autograd.py`).
+Logits are never held for a whole batch; the backward computes them again. Under a truncation (top-k, top-p, min-p) the
+distribution is softmax over each row's support, a constant of the gradient; it is computed from logits that are held,
+as the rollout's is, also where a backend has a fused head. Left out: the other operators (`autograd.py`).
 """
 
 from typing import Any
@@ -11,19 +12,28 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Ops
-from isobit.model.autograd import Weight
+from isobit.kernels import Ops, Prepared
+from isobit.kernels.composed import head_gradients
+from isobit.kernels.truncation import Truncation, of_rows, truncate_around
+from isobit.model.weights import Weight
 
 
 def head_logprobs(
-    hidden: Tensor, head: Weight, targets: Tensor, temperature: float, chunk: int, ops: Ops
+    hidden: Tensor,
+    head: Weight,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    ops: Ops,
+    truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of `targets`, entropy without gradient), [T] float32 both, `chunk` rows of logits at a time.
 
-    hidden [T, C] in the compute format, targets [T] int64."""
+    hidden [T, C] in the compute format, targets [T] int64. With a `truncation` both are of the renormalized
+    distribution; a target outside its row's support is added to it."""
     if torch.is_grad_enabled():
-        return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, chunk, ops)
-    return _chunked_logprobs(hidden, head, targets, temperature, chunk, ops)
+        return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, truncation, chunk, ops)
+    return _chunked_logprobs(hidden, head, targets, temperature, truncation, chunk, ops)
 
 
 class _HeadLogprobs(Function):
@@ -35,11 +45,12 @@ class _HeadLogprobs(Function):
         head: Weight,
         targets: Tensor,
         temperature: float,
+        truncation: Truncation | None,
         chunk: int,
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _chunked_logprobs(hidden, head, targets, temperature, chunk, ops)
-        ctx.head, ctx.temperature, ctx.chunk, ctx.ops = head, temperature, chunk, ops
+        logprobs, entropy = _chunked_logprobs(hidden, head, targets, temperature, truncation, chunk, ops)
+        ctx.head, ctx.temperature, ctx.truncation, ctx.chunk, ctx.ops = head, temperature, truncation, chunk, ops
         ctx.save_for_backward(hidden, targets)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -48,22 +59,45 @@ class _HeadLogprobs(Function):
     @once_differentiable
     def backward(ctx: Any, dlogprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
-        weight = ctx.head.prepared
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros(weight.shape, device=hidden.device)
+        weight, truncation, ops = ctx.head.prepared, ctx.truncation, ctx.ops
+        dhidden, dweight, trained = torch.empty_like(hidden), None, ctx.needs_input_grad[1]
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            found = ctx.ops.head_backward(dlogprobs[rows], hidden[rows], weight, targets[rows], ctx.temperature)
+            given = (hidden[rows], weight, targets[rows], ctx.temperature)
+            if truncation is None:
+                found = ops.head_backward(dlogprobs[rows], *given)
+            else:
+                found = head_gradients(ops, dlogprobs[rows], _kept(*given, truncation, ops), *given)
             dhidden[rows] = found[0]
-            dweight += found[1]
-        return dhidden, dweight, None, None, None, None, None
+            if trained:
+                dweight = found[1] if dweight is None else dweight.add_(found[1])
+        if trained and dweight is None:
+            dweight = torch.zeros(weight.shape, device=hidden.device)
+        return dhidden, dweight, None, None, None, None, None, None
 
 
 def _chunked_logprobs(
-    hidden: Tensor, head: Weight, targets: Tensor, temperature: float, chunk: int, ops: Ops
+    hidden: Tensor,
+    head: Weight,
+    targets: Tensor,
+    temperature: float,
+    truncation: Truncation | None,
+    chunk: int,
+    ops: Ops,
 ) -> tuple[Tensor, Tensor]:
     assert isinstance(head.working, Tensor), "the output head stays in the compute format"
-    parts = [
-        ops.head_logprobs(rows, head.prepared, tokens, temperature)
-        for rows, tokens in zip(hidden.split(chunk), targets.split(chunk))
-    ]
+    parts = []
+    for rows, tokens in zip(hidden.split(chunk), targets.split(chunk)):
+        if truncation is None:
+            parts.append(ops.head_logprobs(rows, head.prepared, tokens, temperature))
+        else:
+            logits = _kept(rows, head.prepared, tokens, temperature, truncation, ops)
+            parts.append(ops.token_logprobs(logits, tokens, of_rows(temperature, logits)))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _kept(
+    hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float, truncation: Truncation, ops: Ops
+) -> Tensor:
+    """Logits [T, V] float32 of hidden rows, -inf outside each row's support."""
+    return truncate_around(ops.product(hidden, weight, None, torch.float32), tokens, temperature, truncation)

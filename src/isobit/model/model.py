@@ -6,6 +6,7 @@ tokens.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
 from isobit.model import names
+from isobit.model.adapter import NewAdapter, new_adapter
 from isobit.model.checkpoint import (
     SHARD_BYTES,
     model_folder,
@@ -28,7 +30,9 @@ from isobit.model.checkpoint import (
     write_weights,
 )
 from isobit.model.config import ModelConfig
+from isobit.model.low_rank import Adapter
 from isobit.model.masters import own_rows
+from isobit.model.peft import base_of, brings_tokenizer, is_adapter, read_peft, write_peft
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import USES, Transformer, parameter_shapes
 from isobit.precision import Precision, precision_from
@@ -63,9 +67,11 @@ class Model:
         self.ops = transformer.ops["learner"]
 
     def __repr__(self) -> str:
-        count = self.transformer.masters.count
+        shapes, adapter = parameter_shapes(self.config).values(), self.transformer.adapter
+        more = "" if adapter is None else f", {adapter}: {self.transformer.masters.count:,}"
         ops = f"{self.ops.backend}, {self.ops.consistency}"
-        return f"Model({self.config.family}, {count:,} parameters, precision {self.precision.name}, {ops})"
+        count = sum(map(math.prod, shapes))
+        return f"Model({self.config.family}, {count:,} parameters{more}, precision {self.precision.name}, {ops})"
 
     @staticmethod
     def load(
@@ -74,19 +80,25 @@ class Model:
         backend: str = "auto",
         consistency: str = "bitwise",
         ranks: Ranks = ALONE,
+        adapter: str | Path | NewAdapter | None = None,
     ) -> "Model":
         """A Hugging Face directory (Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral); `precision` is a preset's name, a
         mapping, or a `Precision`. Several `ranks` share the masters, and all must load.
 
+        With an `adapter`, a PEFT folder or a new one, the model is frozen and the adapter's are the only masters. A
+        PEFT folder may be the `path`; its config names the model.
+
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
+        with ExitStack() as files:
 
-        def read() -> tuple[Precision, Ops, _Read]:
-            directory = model_folder(path)
-            return precision_from(precision), get_ops(backend, consistency), _read(directory, ranks)
+            def read() -> tuple[Precision, Ops, _Read]:
+                flow, ops = precision_from(precision), get_ops(backend, consistency)
+                return flow, ops, _read(model_folder(path), adapter, ranks, ops.device, files)
 
-        flow, ops, given = ranks.together(read)
-        model = Model(Transformer(given.config, flow, ops, given.masters, ranks), given.tokenizer)
+            flow, ops, given = ranks.together(read)
+            transformer = Transformer(given.config, flow, ops, given.masters, ranks, given.adapter)
+        model = Model(transformer, given.tokenizer)
         model.generation = given.generation
         return model
 
@@ -114,10 +126,22 @@ class Model:
         return Model(Transformer(config, precision_from(precision), ops, own_rows(masters, ranks), ranks), tokenizer)
 
     def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
-        """The same masters, in the same storage, under another precision flow; its working weights are its own."""
+        """The same masters, in the same storage, under another precision flow; its working weights are its own. Raises
+        IsobitError with an adapter, whose model has no masters."""
+        if self.transformer.adapter is not None:
+            raise IsobitError(
+                "a model with an adapter has no masters to make weights of under another precision; write the merged "
+                "model with isobit export --merge"
+            )
         masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
         transformer = Transformer(self.config, precision_from(precision), self.ops, masters, self.ranks)
         model = Model(transformer, self.tokenizer)
+        model.generation = self.generation
+        return model
+
+    def without_adapter(self) -> "Model":
+        """The frozen model over the same storage, with its adapter switched off."""
+        model = Model(self.transformer.without_adapter(), self.tokenizer)
         model.generation = self.generation
         return model
 
@@ -161,6 +185,7 @@ class Model:
 
     def save(self, directory: str | Path, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES) -> None:
         """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the directory as it is.
+        Of a model with an adapter the adapter alone, in FP32, as a PEFT folder.
 
         Weights above `shard_bytes` are written in several files. Raises IsobitError if `directory`
         is a file or `dtype` is not a floating-point dtype.
@@ -169,6 +194,10 @@ class Model:
             raise IsobitError(f"save: expected the path of a directory, got {str(directory)!r}")
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise IsobitError(f"save: dtype: expected a floating-point dtype, such as torch.bfloat16, got {dtype!r}")
+        if (adapter := self.transformer.adapter) is not None:
+            self.ranks.on_first(lambda: self._write_rest(Path(directory)))
+            write_peft(Path(directory), adapter, self.named_parameters(), self.ranks)
+            return
         tensors = names.split(self.named_parameters(), self.config, dtype, self.ranks)
         self.write(Path(directory), tensors, {"dtype": _name(dtype)}, shard_bytes)
 
@@ -184,9 +213,10 @@ class Model:
         self.ranks.on_first(lambda: self._write_rest(directory, keys))
         write_weights(directory, tensors, shard_bytes, self.ranks)
 
-    def _write_rest(self, directory: Path, keys: Mapping[str, Any]) -> None:
+    def _write_rest(self, directory: Path, keys: Mapping[str, Any] | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / "config.json", {**self.config.to_hf(), **keys})
+        if keys is not None:
+            write_json(directory / "config.json", {**self.config.to_hf(), **keys})
         eos = list(self.tokenizer.eos_ids)
         generation = {
             "bos_token_id": self.config.bos_id,
@@ -221,22 +251,40 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """What a directory holds: of the masters, the rows that a rank keeps."""
+    """What a directory holds: of the masters, the rows that a rank keeps; with an adapter all, one at a time."""
 
     config: ModelConfig
     tokenizer: Tokenizer
     masters: Mapping[str, Tensor]
     generation: dict[str, object]
+    adapter: Adapter | None
 
 
-def _read(directory: Path, ranks: Ranks) -> _Read:
+def _read(
+    directory: Path, adapter: str | Path | NewAdapter | None, ranks: Ranks, device: torch.device, files: ExitStack
+) -> _Read:
+    """`files`: of a model whose adapter is trained, they stay open in it."""
+    if is_adapter(directory):
+        if adapter is not None:
+            raise IsobitError(f"{directory} is an adapter itself; give the model that another one is for")
+        directory, adapter = base_of(directory), directory
     config = ModelConfig.from_hf(read_json(directory / "config.json"), str(directory / "config.json"))
-    tokenizer, where = Tokenizer.load(directory), str(directory)
-    with open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where)) as weights:
-        names.check_tied(weights.rows, weights.shapes, config, where, ranks)
+    where, own = str(directory), directory
+    given = None
+    if isinstance(adapter, NewAdapter):
+        given = new_adapter(config, adapter, str(directory.resolve()))
+    elif adapter is not None:
+        folder = model_folder(adapter, "adapter")
+        given = read_peft(folder, config, str(directory.resolve()))
+        own = folder if brings_tokenizer(folder) else own
+    tokenizer = Tokenizer.load(own)
+    weights = files.enter_context(open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where)))
+    names.check_tied(weights.rows, weights.shapes, config, where, ranks)
+    masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device)
+    if given is None:
         masters = names.fuse(weights.rows, config, ranks)
-    more = directory / "generation_config.json"
-    return _Read(config, tokenizer, masters, read_json(more) if exists(more) else {})
+    more = own / "generation_config.json"
+    return _Read(config, tokenizer, masters, read_json(more) if exists(more) else {}, given)
 
 
 def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -72,6 +72,23 @@ def split(
     return found
 
 
+class Fused(Mapping[str, Tensor]):
+    """Whole masters, float32 on a device, each read when it is asked for, and not kept."""
+
+    def __init__(self, read: Read, config: ModelConfig, device: torch.device) -> None:
+        self._read, self._device, self._parts = read, device, dict(parts(config))
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = [self._read(tensor, 0, shape[0]) for tensor, shape in self._parts[name]]
+        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
 class _Piece(NamedTuple):
     """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of what a rank keeps."""
 

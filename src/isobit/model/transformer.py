@@ -10,6 +10,7 @@ Query, key and value projections are one matrix, and so are gate and up. Left ou
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -18,20 +19,24 @@ from torch import Tensor, nn
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Operand, Ops, Prepared, separate_ops
-from isobit.model.autograd import Vector, Weight
+from isobit.kernels.truncation import Truncation
 from isobit.model.checksums import Checksums
 from isobit.model.config import ModelConfig
 from isobit.model.head import head_logprobs
 from isobit.model.kv_scales import KVScales, scales_of
 from isobit.model.layers import Pass, Watch, forward
-from isobit.model.masters import Masters
+from isobit.model.low_rank import Adapter
+from isobit.model.making import Made, Sources, make_working
+from isobit.model.masters import Masters, own_rows
 from isobit.model.moe import RouteTape
 from isobit.model.weight_sync import Receiver
-from isobit.model.working import Made, Working, make_working, map_parts, nbytes, remake, tensors_of
+from isobit.model.weights import Vector, Weight
+from isobit.model.working import Working, map_parts, nbytes, remake, tensors_of
 from isobit.precision import Precision
 
 USES = ("rollout", "learner")
-_HEAD_ELEMENTS = 1 << 22  # logits that head_logprobs holds at a time on a CPU, few enough for its caches
+_HEAD_ELEMENTS = 1 << 22  # logits that head_logprobs holds at a time on a CPU, few enough for its caches,
+_HEAD_ROWS = 256  # but of so many rows: each chunk of the backward adds to a gradient as large as the head
 _HEAD_ELEMENTS_DEVICE = 1 << 28  # the same on a GPU: 1 GiB of them
 
 
@@ -41,6 +46,9 @@ class Transformer:
     `masters` are those of `parameter_shapes`, which defines their names and order: all their rows, or those that this
     one of several `ranks` keeps. After changing them call `sync`, with their names if not all of them changed. None:
     another process has them, and sends the rollout's working weights (`weight_bytes.py`); there are no others.
+
+    With an `adapter` nothing else is trained: `masters` are whole, each is read once, made a working weight and not
+    kept, and the masters here are the adapter's.
     """
 
     def __init__(
@@ -50,12 +58,15 @@ class Transformer:
         ops: Ops,
         masters: Mapping[str, Tensor] | None,
         ranks: Ranks = ALONE,
+        adapter: Adapter | None = None,
     ) -> None:
-        shapes = parameter_shapes(config)
+        shapes = parameter_shapes(config) if adapter is None else adapter.shapes
         if masters is None:
             self.masters = Masters.elsewhere(shapes, ops.device)
         else:
-            self.masters = Masters(masters, shapes, ops.device, ranks)
+            given = masters if adapter is None else own_rows(adapter.tensors, ranks)
+            self.masters = Masters(given, shapes, ops.device, ranks)
+        self.adapter = None if adapter is None else replace(adapter, tensors={})
         self.config, self.precision = config, precision
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
         ops.check_precision(precision)
@@ -64,7 +75,9 @@ class Transformer:
         self._watches: dict[str, Watch] = {}
         self._tables = _on(config.rope.tables(0, config.head_dim), ops.device)
         self._receiver = None if precision.shared or masters is None else Receiver()
-        self._working = self._make(USES if masters is not None else ("rollout",))
+        leaves = self.masters.leaves
+        sources = Sources(leaves) if adapter is None else Sources(masters or {}, adapter, leaves)
+        self._working = self._make(sources, USES if masters is not None else ("rollout",))
         self.checksums = Checksums(self._written_by_sync)
         if ranks.size > 1:
             remake(self._synced, ops, self.masters, self.masters.leaves)
@@ -109,9 +122,9 @@ class Transformer:
         return list(self._working.values()) if self._receiver is None else [self._working["learner"]]
 
     @torch.no_grad()
-    def _make(self, uses: Sequence[str]) -> dict[str, Working]:
+    def _make(self, sources: Sources, uses: Sequence[str]) -> dict[str, Working]:
         made: Made = {}  # so that what has one flow and one engine has one storage
-        given = self.config, self.precision, self.ops["learner"], self.masters.leaves
+        given = self.config, self.precision, self.ops["learner"], sources
         shared = self.precision.shared
         found = {use: make_working(*given, use, made if shared else {}, self.ops[use]) for use in uses}
         return {use: found.get(use, found["rollout"]) for use in USES}
@@ -119,7 +132,9 @@ class Transformer:
     @torch.no_grad()
     def _send(self, names: Collection[str]) -> None:
         if self._receiver is not None:
-            self._receiver.receive(self._working["rollout"], self.ops["learner"], self.masters, names)
+            self._receiver.receive(
+                self._working["rollout"], self.ops["learner"], self.ops["rollout"], self.masters, names
+            )
 
     def freeze(self) -> None:
         """Keep only the learner's working weights; after this there is no gradient, no rollout weights and no sync."""
@@ -133,6 +148,20 @@ class Transformer:
         frozen = map_parts(self._working["learner"], without_master)
         self._working, self._receiver = dict.fromkeys(USES, frozen), None
         self.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
+
+    def without_adapter(self) -> "Transformer":
+        """A frozen model over the same storage, its adapter switched off; scales of a KV cache are its own."""
+        assert self.adapter is not None
+
+        def bare(part: Weight | Vector) -> Weight | Vector:
+            return replace(part, adapters=()) if isinstance(part, Weight) else part
+
+        found = copy(self)
+        found.adapter, found._kv_scales, found._watches = None, None, {}
+        found._working = {use: map_parts(working, bare) for use, working in self._working.items()}
+        found.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
+        found.checksums = Checksums(found._written_by_sync)
+        return found
 
     @property
     def sync_bytes(self) -> int:
@@ -184,12 +213,18 @@ class Transformer:
             self._watches = before
 
     def head_logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, use: str = "learner", chunk: int | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        use: str = "learner",
+        chunk: int | None = None,
+        truncation: Truncation | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
         rows = chunk if chunk is not None else self.head_rows
         head = self._working[use].outside.head
-        return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use])
+        return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use], truncation)
 
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""
@@ -221,7 +256,7 @@ class Transformer:
     def head_rows(self) -> int:
         """Rows of logits that `head_logprobs` holds at a time."""
         elements = _HEAD_ELEMENTS if self.ops["learner"].device.type == "cpu" else _HEAD_ELEMENTS_DEVICE
-        return max(16, elements // self.config.vocab_size)
+        return max(_HEAD_ROWS, elements // self.config.vocab_size)
 
     def rollout_weights(self) -> list[Weight]:
         """The linear layers as the rollout multiplies them."""

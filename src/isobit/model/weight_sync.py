@@ -27,14 +27,14 @@ class Receiver:
     def __init__(self) -> None:
         self.bytes = 0
 
-    def receive(self, working: Working, ops: Ops, masters: Masters, names: Collection[str]) -> None:
-        """Overwrite the copies of these masters; `ops`, the learner's, quantize them. Raises RunFailed, naming the
-        tensor, if one arrives broken: the rows that this rank keeps are compared with their masters, the others must
-        be there."""
+    def receive(self, working: Working, ops: Ops, multiplying: Ops, masters: Masters, names: Collection[str]) -> None:
+        """Overwrite the copies of these masters; `ops`, the learner's, quantize them, and `multiplying`, the rollout's,
+        pack them. Raises RunFailed, naming the tensor, if one arrives broken: the rows that this rank keeps are
+        compared with their masters, the others must be there."""
         tensors = [(name, buffer) for name, buffer, _ in working.tensors() if name in names]
         for _, buffer in tensors:
             poison(buffer)
-        remake([working], ops, masters, names, self.transfer)
+        remake([working], ops, masters, names, self.transfer, multiplying)
         self.bytes = sum(nbytes(buffer) for _, buffer in tensors)
         distances = [_distance(buffer, name, masters) for name, buffer in tensors]
 

@@ -1,11 +1,11 @@
 """Working weights: the tensors that products multiply, made of the FP32 masters at each sync for each distinct flow.
 
 Uses with one flow and one engine share one storage, so neither can be stale. A sync overwrites it and its packs in
-place (`remake`), because a captured CUDA graph reads from these addresses. Left out: when they are made
-(`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
+place (`remake`), because a captured CUDA graph reads from these addresses. Left out: how they are made first
+(`making.py`), when (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from isobit.distributed.weights import Stored, share_rows
 from isobit.kernels import Operand, Ops, Packed, Stacked
-from isobit.model.autograd import Vector, Weight
-from isobit.model.config import ModelConfig
 from isobit.model.masters import Masters
-from isobit.precision import Flow, Precision, QTensor
+from isobit.model.weights import LowRank, Vector, Weight
+from isobit.precision import Flow, QTensor
 from isobit.precision.quantize import largest_of, quantize_part
 
 
@@ -85,7 +84,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Working:
-    """All working weights of one use."""
+    """All working weights of one use; those of an adapter come after the weights that they are added to."""
 
     outside: Outside
     layers: tuple[Layer, ...]
@@ -109,45 +108,19 @@ class Working:
         return {id(part.prepared): part.prepared for part in parts if isinstance(part.prepared, Packed)}
 
 
-Made = dict[tuple[int | None, Flow], Layer | Outside]
-"""The parts made so far, by layer and flow; uses with the same flow share them."""
-
-
-def make_working(
-    config: ModelConfig,
-    precision: Precision,
-    ops: Ops,
-    masters: Mapping[str, Tensor],
-    use: str,
-    made: Made,
-    multiplying: Ops,
-) -> Working:
-    """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops` quantize; the use
-    multiplies with `multiplying`, which prepare the weights. `masters` are the leaves: where ranks share the masters,
-    what is made is storage that `remake` fills."""
-    parts: list[Layer | Outside] = []
-    for index in (None, *range(config.num_layers)):
-        flow = precision.flow(use, index, config.num_layers)
-        if (index, flow) not in made:
-            part = (
-                _make_outside(config, flow, masters)
-                if index is None
-                else _make_layer(config, precision, ops, masters, index, flow)
-            )
-            made[index, flow] = _prepared(part, multiplying)
-        parts.append(made[index, flow])
-    outside, *layers = parts
-    assert isinstance(outside, Outside)
-    return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
-
-
 def remake(
-    uses: Iterable[Working], ops: Ops, masters: Masters, names: Collection[str], put: "Put | None" = None
+    uses: Iterable[Working],
+    ops: Ops,
+    masters: Masters,
+    names: Collection[str],
+    put: "Put | None" = None,
+    multiplying: Ops | None = None,
 ) -> None:
     """Overwrite the working weights of these masters, and then their packs, in place; shared ones once.
 
-    Every rank makes the rows that it keeps, by `put` (default: `write`), and gets the others'. Raises NonFiniteError
-    on all ranks if one finds NaN or infinity.
+    `ops` quantize; `multiplying`, by default the same, multiply with the weights and pack them. Every rank makes the
+    rows that it keeps, by `put` (default: `write`), and gets the others'. Raises NonFiniteError on all ranks if one
+    finds NaN or infinity.
     """
     uses = list(uses)
     targets = {id(t): (name, t) for use in uses for name, t, _ in use.tensors() if name in names}
@@ -169,7 +142,7 @@ def remake(
         for key, packed in working.packs().items():
             if id(packed.weight) in targets and key not in packed_again:
                 packed_again.add(key)
-                ops.prepare(packed.weight, packed)
+                (multiplying or ops).prepare(packed.weight, packed)
 
 
 Put = Callable[[Operand, Operand], None]
@@ -224,9 +197,13 @@ def write(target: Operand, values: Operand) -> None:
 
 
 def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) -> Any:
-    """The same structure with every weight and vector changed."""
+    """The same structure with every weight and vector changed; an adapter's factors before what they are added to."""
+    if isinstance(value, Weight) and value.adapters:
+        return change(replace(value, adapters=map_parts(value.adapters, change)))
     if isinstance(value, (Weight, Vector)):
         return change(value)
+    if isinstance(value, LowRank):
+        return replace(value, a=map_parts(value.a, change), b=map_parts(value.b, change))
     if isinstance(value, tuple):
         return tuple(map_parts(item, change) for item in value)
     if isinstance(value, Mixture):
@@ -251,6 +228,8 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
     """Every weight and vector in a structure, in order."""
     if isinstance(value, (Weight, Vector)):
         yield value
+        if isinstance(value, Weight):
+            yield from _parts(tuple(factor for one in value.adapters for factor in (one.a, one.b)))
     elif isinstance(value, tuple):
         for item in value:
             yield from _parts(item)
@@ -262,74 +241,3 @@ def _stored(value: Weight | Vector) -> Iterator[tuple[str, Operand, Tensor]]:
     yield value.name, value.working, value.master
     if isinstance(value, Weight) and value.bias is not None and value.bias_master is not None:
         yield f"{value.name}_bias", value.bias, value.bias_master
-
-
-def _prepared(part: Layer | Outside, ops: Ops) -> Any:
-    """The same with every linear layer's weight prepared for `ops`."""
-
-    def change(part: Weight | Vector) -> Weight | Vector:
-        return replace(part, prepared=ops.prepare(part.working)) if isinstance(part, Weight) else part
-
-    return map_parts(part, change)
-
-
-def _make_outside(config: ModelConfig, flow: Flow, masters: Mapping[str, Tensor]) -> Outside:
-    embed = _vector("embed", flow, masters)
-    head = embed if config.tie_embeddings else _vector("head", flow, masters)
-    final_norm = _vector("final_norm", flow, masters)
-    return Outside(embed, final_norm, Weight(head.name, head.master, head.working, None, None))
-
-
-def _make_layer(
-    config: ModelConfig, precision: Precision, ops: Ops, masters: Mapping[str, Tensor], index: int, flow: Flow
-) -> Layer:
-    prefix = f"layers.{index}."
-    dgrad, wgrad = precision.backward(index, config.num_layers)
-
-    def vector(name: str) -> Vector:
-        return _vector(prefix + name, flow, masters)
-
-    def working(name: str) -> Operand:
-        master, spec = masters[prefix + name].detach(), precision.linear_flow(flow, name.rpartition(".")[2]).weight
-        if spec is not None:
-            return ops.quantize(master, spec, prefix + name)
-        return master.to(flow.compute.dtype, copy=True)
-
-    def weight(name: str, made: Operand | None = None) -> Weight:
-        master, bias = masters[prefix + name], masters.get(f"{prefix}{name}_bias")
-        rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
-        operand = working(name) if made is None else made
-        activation = precision.linear_flow(flow, name.rpartition(".")[2]).activation
-        if activation is None:
-            return Weight(prefix + name, master, operand, bias, rounded)
-        gradient = precision.gradient
-        own_copy = precision.wgrad_activation == "own-copy"
-        return Weight(prefix + name, master, operand, bias, rounded, activation, gradient, dgrad, wgrad, own_copy)
-
-    def mixture() -> Mixture:
-        assert config.experts is not None
-        router, count = masters[prefix + "router"], config.experts.count
-        kept = Weight(prefix + "router", router, router.detach().clone(), None, None)
-        names = [f"experts.{number}." for number in range(count)]
-        gate_up = Stacked.of((working(name + "gate_up") for name in names), count)
-        down = Stacked.of((working(name + "down") for name in names), count)
-        experts = tuple(
-            Mlp(weight(name + "gate_up", first), weight(name + "down", second))
-            for name, first, second in zip(names, gate_up.experts, down.experts)
-        )
-        return Mixture(kept, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
-
-    return Layer(
-        flow=flow,
-        input_norm=vector("input_norm"),
-        qkv=weight("qkv"),
-        head_norms=(vector("q_norm"), vector("k_norm")) if config.qk_norm else None,
-        o=weight("o"),
-        post_norm=vector("post_norm"),
-        mlp=mixture() if config.is_mixture(index) else Mlp(weight("gate_up"), weight("down")),
-    )
-
-
-def _vector(name: str, flow: Flow, masters: Mapping[str, Tensor]) -> Vector:
-    master = masters[name]
-    return Vector(name, master, master.detach().to(flow.compute.dtype, copy=True))

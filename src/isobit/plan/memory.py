@@ -1,9 +1,10 @@
 """Bytes of one GPU, by what they are for.
 
 ZeRO-2 by blocks of 128 rows: masters, AdamW's moments and the sums of gradients are divided among the ranks, 16 bytes a
-parameter in all; working weights are whole on every rank, since rollouts need them. What is held and what is saved for
-the backward is what a run on a CPU reports (`tests/plan/test_against_runs.py`). Left out: what an allocator keeps of
-freed memory, and the buffers of the driver and of collectives; `warnings.py` asks for a tenth of the memory for these.
+parameter in all; working weights are whole on every rank, since rollouts need them. With an adapter the masters are its
+factors, and the model has working weights alone. What is held and what is saved for the backward is what a run on a CPU
+reports (`tests/plan/test_against_runs.py`). Left out: what an allocator keeps of freed memory, and the buffers of the
+driver and of collectives; `warnings.py` asks for a tenth of the memory for these.
 """
 
 import math
@@ -12,9 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from isobit.config.sections import AdapterConfig
 from isobit.distributed import shards
 from isobit.distributed.shards import MOMENT_BLOCK
 from isobit.model import ModelConfig
+from isobit.model.adapter import targeted
+from isobit.model.low_rank import factor_shapes
 from isobit.model.transformer import parameter_shapes
 from isobit.plan.job import Job
 from isobit.precision import Flow, Precision, QuantSpec
@@ -62,15 +66,16 @@ class Weights:
 
 def memory(job: Job) -> Memory:
     """The memory of the busiest rank."""
-    size, shard = weights(job.model, job.precision), largest_share(job.model, job.ranks)
+    adapter = job.config.adapter
+    size, shard = weights(job.model, job.precision, adapter=adapter), largest_share(job.model, job.ranks, adapter)
     weighing = [
         ("working weights in FP8, with scales", size.quantized),
         ("working weights in the compute format", size.plain),
         ("routers in FP32", size.router),
         ("working weights of the learner alone", size.own),
-        ("FP32 masters, this rank's rows", 4.0 * shard),
+        (f"FP32 masters{'' if adapter is None else ' of the adapter'}, this rank's rows", 4.0 * shard),
     ]
-    if job.reference is not None:
+    if job.reference is not None and not job.config.shares_reference:
         weighing.append(("reference model, on every rank", weights(*job.reference, frozen=True).total))
     if job.rewards:
         weighing.append(
@@ -79,7 +84,7 @@ def memory(job: Job) -> Memory:
     moving = [
         (
             "AdamW moments, this rank's rows",
-            moment_bytes(job.model, job.config.optimizer.state) * _fraction(job, shard),
+            moment_bytes(job.model, job.config.optimizer.state, adapter) * _fraction(job, shard),
         ),
         ("FP32 gradients, this rank's rows", 4.0 * shard),
     ]
@@ -102,7 +107,7 @@ def memory(job: Job) -> Memory:
 
 
 def _fraction(job: Job, shard: float) -> float:
-    return shard / num_parameters(job.model)
+    return shard / num_parameters(job.model, job.config.adapter)
 
 
 def _sleeps(job: Job) -> bool:
@@ -112,29 +117,39 @@ def _sleeps(job: Job) -> bool:
 
 
 @lru_cache
-def masters(config: ModelConfig) -> Mapping[Kind, int]:
+def trained(config: ModelConfig, adapter: AdapterConfig | None = None) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of all masters: the model's, or an adapter's."""
+    if adapter is None:
+        return parameter_shapes(config)
+    return factor_shapes(targeted(config, adapter.targets), adapter.rank)
+
+
+@lru_cache
+def masters(config: ModelConfig, adapter: AdapterConfig | None = None) -> Mapping[Kind, int]:
     """How many masters of each kind there are: a layer's experts are alike."""
     found: Counter[Kind] = Counter()
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in trained(config, adapter).items():
         found[int(name.split(".")[1]) if name.startswith("layers.") else None, name.rpartition(".")[2], shape] += 1
     return found
 
 
 @lru_cache
-def largest_share(config: ModelConfig, ranks: int) -> int:
+def largest_share(config: ModelConfig, ranks: int, adapter: AdapterConfig | None = None) -> int:
     """Parameters whose masters the busiest of the ranks keeps."""
-    return shards.largest_share(parameter_shapes(config).values(), ranks)
+    return shards.largest_share(trained(config, adapter).values(), ranks)
 
 
 @lru_cache
-def num_parameters(config: ModelConfig) -> int:
-    """Of the whole model."""
-    return sum(count * math.prod(shape) for (_, _, shape), count in masters(config).items())
+def num_parameters(config: ModelConfig, adapter: AdapterConfig | None = None) -> int:
+    """Of the whole model, or of an adapter."""
+    return sum(count * math.prod(shape) for (_, _, shape), count in masters(config, adapter).items())
 
 
 @lru_cache
-def weights(config: ModelConfig, precision: Precision, frozen: bool = False) -> Weights:
-    """Working weights of both uses; of a `frozen` model the learner's only."""
+def weights(
+    config: ModelConfig, precision: Precision, frozen: bool = False, adapter: AdapterConfig | None = None
+) -> Weights:
+    """Working weights of both uses, and an adapter's; of a `frozen` model the learner's only."""
     found = {"quantized": 0.0, "plain": 0.0, "router": 0.0, "own": 0.0}
     for (layer, role, shape), count in masters(config).items():
         rollout, learner = (precision.flow(use, layer, config.num_layers) for use in ("rollout", "learner"))
@@ -142,7 +157,16 @@ def weights(config: ModelConfig, precision: Precision, frozen: bool = False) -> 
         found[kind] += count * size
         if not frozen and not (precision.shared and rollout == learner):
             found["own"] += count * _working(role, shape, learner, precision)[1]
+    if adapter is not None:
+        factors = adapter_bytes(config, precision, adapter)
+        found["plain"] += factors
+        found["own"] += 0.0 if precision.shared else factors
     return Weights(**found)
+
+
+def adapter_bytes(config: ModelConfig, precision: Precision, adapter: AdapterConfig) -> float:
+    """Working factors of one use."""
+    return float(precision.rollout.compute.itemsize * num_parameters(config, adapter))
 
 
 def _working(role: str, shape: tuple[int, ...], flow: Flow, precision: Precision) -> tuple[str, float]:
@@ -163,10 +187,10 @@ def quantized_bytes(rows: float, columns: int, spec: QuantSpec) -> float:
     return rows * columns + 4 * math.ceil(rows / high) * math.ceil(columns / wide)
 
 
-def moment_bytes(config: ModelConfig, state: str) -> float:
-    """Of both moments of all parameters; `state` is fp32 or 8bit (`isobit.rl.optim_8bit`)."""
+def moment_bytes(config: ModelConfig, state: str, adapter: AdapterConfig | None = None) -> float:
+    """Of both moments of all that is trained; `state` is fp32 or 8bit (`isobit.rl.optim_8bit`)."""
     total = 0
-    for (_, _, shape), times in masters(config).items():
+    for (_, _, shape), times in masters(config, adapter).items():
         count = math.prod(shape)
         low = state == "8bit" and quantizable(shape)
         total += times * (2 * (count + 4 * (count // MOMENT_BLOCK)) if low else 8 * count)
@@ -204,26 +228,28 @@ def micro_batch_tokens(job: Job) -> float:
 
 def _learning(job: Job) -> Item:
     """What the forward keeps, and the larger of what the head and one layer take in the backward."""
-    tokens, config = micro_batch_tokens(job), job.model
+    tokens, config, adapter = micro_batch_tokens(job), job.model, job.config.adapter
     hidden = job.precision.learner.compute.itemsize * config.hidden_size
-    saved = [saved_bytes(config, job.precision, layer) for layer in range(config.num_layers)]
+    saved = [saved_bytes(config, job.precision, layer, adapter) for layer in range(config.num_layers)]
     kept, again = sum(saved) + 2 * hidden, gate_bytes(config)
     if job.config.optimizer.activation_checkpointing:
         kept, again = 2 * hidden * config.num_layers, max(saved) - 2 * hidden  # whose inputs are among the kept
+        again += 0 if adapter is None else adding_bytes(config, job.precision, adapter)
     rows = min(tokens, max(16, HEAD_ELEMENTS // config.vocab_size))
     outside = 4 * config.vocab_size * config.hidden_size
+    kept_outside = outside if adapter is None else 0
     # the head's gradient is added up over chunks of logits, so it is there twice
-    head = 2 * outside + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
+    head = outside + kept_outside + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
     times = 3 if job.ranks > 1 else 1  # the gradients, the message to their owners, and what comes in
-    layer = times * gradient_bucket(config) + tokens * again
+    layer = times * gradient_bucket(config, adapter) + tokens * again
     label = f"learning: activations of {tokens:,.0f} tokens, logits, gradients of a layer"
-    return label, max(tokens * kept + max(head, layer), times * outside)
+    return label, max(tokens * kept + max(head, layer), times * kept_outside)
 
 
-def gradient_bucket(config: ModelConfig) -> float:
+def gradient_bucket(config: ModelConfig, adapter: AdapterConfig | None = None) -> float:
     """The FP32 gradients of the largest layer, which are exchanged together."""
     layers: Counter[int] = Counter()
-    for (layer, _, shape), count in masters(config).items():
+    for (layer, _, shape), count in masters(config, adapter).items():
         if layer is not None:
             layers[layer] += count * math.prod(shape)
     return 4.0 * max(layers.values())
@@ -236,12 +262,21 @@ def gate_bytes(config: ModelConfig) -> float:
     return 2.0 * 2 * config.experts.intermediate_size * config.experts.per_token
 
 
-def saved_bytes(config: ModelConfig, precision: Precision, layer: int) -> float:
+def saved_bytes(config: ModelConfig, precision: Precision, layer: int, adapter: AdapterConfig | None = None) -> float:
     """What a layer's forward keeps of a token for its backward (`isobit.model.autograd`, `isobit.model.experts`)."""
     flow = precision.flow("learner", layer, config.num_layers)
     size, hidden, heads = flow.compute.itemsize, config.hidden_size, config.num_heads * config.head_dim
 
+    projections = () if adapter is None else targeted(config, adapter.targets)
+    adapted = Counter(one.weight for one in projections)
+
     def operand(name: str, columns: int) -> float:
+        parts = adapted[f"layers.{layer}.{name}"]
+        if adapter is None or parts:
+            return codes(name, columns) + (0 if adapter is None else size * adapter.rank * parts)
+        return 0.0
+
+    def codes(name: str, columns: int) -> float:
         spec = precision.linear_flow(flow, name).activation
         if spec is None:
             return size * columns
@@ -256,10 +291,22 @@ def saved_bytes(config: ModelConfig, precision: Precision, layer: int) -> float:
         inner = config.intermediate_size
         return kept + operand("gate_up", hidden) + 2 * size * inner + operand("down", inner)
     inner, slots = config.experts.intermediate_size, config.experts.per_token
-    kept += 0 if size == 4 else 4 * hidden  # the router's input, in FP32
+    kept += 0 if size == 4 or adapter is not None else 4 * hidden  # the router's input, in FP32
     kept += 4 * config.experts.count + 8 * slots  # its probabilities and choices
     kept += slots * (4 + 8 + 8)  # gates, rows, places
     return kept + operand("gate_up", hidden) + slots * (2 * size * inner + operand("down", inner) + size * hidden)
+
+
+def adding_bytes(config: ModelConfig, precision: Precision, adapter: AdapterConfig) -> float:
+    """What adding adapters to a matrix's result takes of a token: the sum and one part in float32, and the inputs
+    dequantized; of the widest matrix."""
+    projections, flow = targeted(config, adapter.targets), precision.learner
+    found = 0.0
+    for one in projections:
+        outputs = max(other.hi for other in projections if other.weight == one.weight)
+        quantized = precision.linear_flow(flow, one.weight.rpartition(".")[2]).activation is not None
+        found = max(found, 4.0 * outputs + 4 * (one.hi - one.lo) + (6 * one.inputs if quantized else 0))
+    return found
 
 
 def _rolling_out(job: Job) -> Item:

@@ -1,8 +1,9 @@
 """Seconds of a training step, by part: bytes and operations (`work.py`) at calibrated rates (`devices.py`); traffic.
 
 Completions end earlier or later; the share that still runs at token t of at most M is (1 - t / M)^a, with a such that
-the mean is the given one. The slowest rank counts, and its rollout ends with the longest completion. Left out:
-calibration of a KV cache, shadow passes, evaluation, checkpoints; rewards are computed beside the rollout.
+the mean is the given one. The slowest rank counts, and its rollout ends with the longest completion. A frozen model has
+no WGrad; what its adapter multiplies is left out, and so are calibration of a KV cache, shadow passes, evaluation and
+checkpoints; rewards are computed beside the rollout.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from isobit.plan import traffic
 from isobit.plan.devices import FACTORS, Factors, rates
 from isobit.plan.job import Job
-from isobit.plan.memory import Memory, largest_share, num_parameters, weights
+from isobit.plan.memory import Memory, largest_share, num_parameters
 from isobit.plan.work import Phase, decode, floor, learn, prefill, score, update
 
 _POINTS = 64  # of the decline of running sequences
@@ -45,7 +46,7 @@ def seconds(job: Job, memory: Memory, factors: Factors = FACTORS) -> Seconds:
         learn=rounds * forward_and_backward,
         exchange=rounds * sent,
         exposed=rounds * shown,
-        update=job.updates * _time(job, {"optimizer": update(largest_share(job.model, job.ranks))}, factors),
+        update=job.updates * _time(job, {"optimizer": update(_share(job))}, factors),
         sync=job.updates * sync(job, factors),
     )
 
@@ -62,7 +63,8 @@ def micro_batch(job: Job, factors: Factors = FACTORS) -> float:
     """Forward and backward of one."""
     tokens = job.sequences_of_a_micro_batch * job.lengths.sequence
     checkpointing = job.config.optimizer.activation_checkpointing
-    phase = learn(job.model, job.precision, tokens, job.lengths.sequence, checkpointing)
+    frozen = job.config.adapter is not None
+    phase = learn(job.model, job.precision, tokens, job.lengths.sequence, checkpointing, frozen)
     phase.pop("optimizer")
     return _time(job, phase, factors)
 
@@ -76,9 +78,9 @@ def logprobs(job: Job, factors: Factors = FACTORS) -> float:
 
 def sync(job: Job, factors: Factors = FACTORS) -> float:
     """Quantize this rank's rows, and gather everybody's. A second engine receives its copy besides."""
-    size, shard = weights(job.model, job.precision), largest_share(job.model, job.ranks)
+    size, shard = traffic.synced_bytes(job), _share(job)
     copies = 1 if job.precision.shared else 2
-    moved = 4.0 * shard + size.total * shard / num_parameters(job.model) + (copies - 1) * 2 * size.total
+    moved = 4.0 * shard + size * shard / num_parameters(job.model, job.config.adapter) + (copies - 1) * 2 * size
     gathered = traffic.gather(job).seconds if job.ranks > 1 else 0.0
     return moved / (factors.copy * job.device.bandwidth) + gathered
 
@@ -110,6 +112,10 @@ def step(job: Job, batch: float, context: float, factors: Factors = FACTORS) -> 
     """A token for each of `batch` sequences."""
     phase = decode(job.model, job.precision, batch, context)
     return _time(job, phase, factors) + job.model.num_layers * factors.layer_s + factors.step_s
+
+
+def _share(job: Job) -> int:
+    return largest_share(job.model, job.ranks, job.config.adapter)
 
 
 def _time(job: Job, phase: Phase, factors: Factors) -> float:

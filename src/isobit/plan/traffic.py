@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from isobit.model import ModelConfig
 from isobit.plan.job import Job
-from isobit.plan.memory import num_parameters, weights
+from isobit.plan.memory import adapter_bytes, num_parameters, weights
 from isobit.plan.work import elements
 
 
@@ -31,7 +31,7 @@ def _sent(job: Job, inside: float, outside: float) -> Sent:
 
 def exchange(job: Job) -> Sent:
     """The gradients of one round."""
-    size, ranks = 4.0 * num_parameters(job.model), job.ranks
+    size, ranks = 4.0 * num_parameters(job.model, job.config.adapter), job.ranks
     inner, group = min(ranks, job.per_node), job.sum_group
     if group == 1:
         return _sent(job, size * (inner - 1) / ranks, size * (ranks - inner) / ranks)
@@ -41,12 +41,19 @@ def exchange(job: Job) -> Sent:
 
 
 def gather(job: Job) -> Sent:
-    """The sync: codes, scales and what stays unquantized, of every owner."""
-    size, ranks = weights(job.model, job.precision).total, job.ranks
+    """The sync: codes, scales and what stays unquantized, of every owner; with an adapter its factors."""
+    size, ranks = synced_bytes(job), job.ranks
     inner = min(ranks, job.per_node)
     machines = ranks / inner
     outside = size * (machines - 1) / machines / inner
     return _sent(job, size * (ranks - 1) / ranks - outside, outside)
+
+
+def synced_bytes(job: Job) -> float:
+    """What a sync makes anew."""
+    if job.config.adapter is None:
+        return weights(job.model, job.precision).total
+    return adapter_bytes(job.model, job.precision, job.config.adapter)
 
 
 def buckets(config: ModelConfig) -> list[tuple[float, float]]:

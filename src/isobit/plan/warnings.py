@@ -53,7 +53,7 @@ def warnings(found: Estimate) -> list[str]:
             f"{config.prompts_per_step} prompts in a step for {job.ranks} GPUs: a group is sampled on one, so "
             f"{job.ranks - config.prompts_per_step} have nothing to roll out; raise prompts_per_step"
         )
-    piece = gradient_bucket(job.model) / job.ranks
+    piece = gradient_bucket(job.model, config.adapter) / job.ranks
     if job.ranks > job.per_node and piece < SMALL_MESSAGE:
         lines.append(
             f"a layer's gradient goes to its {job.ranks} owners in messages of {piece / 1024:,.0f} KiB, too small for "

@@ -65,20 +65,28 @@ def score(config: ModelConfig, precision: Precision, tokens: float, length: floa
     return phase | {"head": _head(config, tokens)}
 
 
-def learn(config: ModelConfig, precision: Precision, tokens: float, length: float, recompute: bool = False) -> Phase:
+def learn(
+    config: ModelConfig,
+    precision: Precision,
+    tokens: float,
+    length: float,
+    recompute: bool = False,
+    frozen: bool = False,
+) -> Phase:
     """Forward and backward of packed sequences of this length, and the optimizer's step over FP32 masters. With
-    `recompute` the backward runs the layers' forward again."""
+    `recompute` the backward runs the layers' forward again; `frozen` weights have no WGrad."""
     forward = _forward(config, precision, "learner", tokens, length / 2, tokens / length)
     linear, attention, again = forward["linear"], forward["attention"], 1 if recompute else 0
     operations = linear.bf16 + linear.fp8
     quantized = linear.fp8 / operations if precision.gradient is not None else 0.0
-    low = operations * quantized * sum(product == "fp8" for product in (precision.dgrad, precision.wgrad))
+    products = (precision.dgrad,) if frozen else (precision.dgrad, precision.wgrad)
+    low = operations * quantized * sum(product == "fp8" for product in products)
     _, touched = elements(config, tokens)
     return {
         "linear": Work(
-            (1 + again) * linear.bf16 + 2 * operations - low,
+            (1 + again) * linear.bf16 + len(products) * operations - low,
             (1 + again) * linear.fp8 + low,
-            (2 + again) * linear.bytes + 4 * touched,
+            (2 + again) * linear.bytes + (0 if frozen else 4 * touched),
         ),
         "between": Work(bytes=(3 + again) * forward["between"].bytes),
         # 2 products forward, 5 backward

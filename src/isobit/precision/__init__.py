@@ -1,5 +1,6 @@
 """Formats, scales, blocks, quantized tensors, and `Precision`: which tensor is in what format."""
 
+from isobit.precision.errors import ErrorSums, QuantTotals, error_sums
 from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
 from isobit.precision.formats import BF16, E2M1, E4M3, E5M2, FP32, Format
 from isobit.precision.options import precision_from
@@ -7,7 +8,6 @@ from isobit.precision.quantize import (
     BLOCK,
     QTensor,
     QuantSpec,
-    QuantTotals,
     along_rows,
     expand_scale,
     nonfinite_message,
@@ -25,6 +25,7 @@ __all__ = [
     "FP32",
     "PRESETS",
     "Calibration",
+    "ErrorSums",
     "Flow",
     "Format",
     "Precision",
@@ -32,6 +33,7 @@ __all__ = [
     "QuantSpec",
     "QuantTotals",
     "along_rows",
+    "error_sums",
     "expand_scale",
     "nonfinite_message",
     "precision_from",

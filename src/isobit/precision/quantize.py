@@ -8,10 +8,9 @@ Left out: the choice of formats per tensor (`flow.py`), and rounding modes other
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,84 +104,6 @@ class QTensor:
     def dequantize(self) -> Tensor:
         """The values [R, C] in float32: code times scale, rounded once (exact where the scale is a power of two)."""
         return self.data.to(torch.float32) * expand_scale(self.scale, self.block, self.shape)
-
-
-@dataclass(frozen=True)
-class QuantStats:
-    """The effect of a quantization: fractions of all elements, and the norm of the error relative to the input's."""
-
-    saturated: float
-    flushed: float
-    relative_error: float
-
-
-class QuantTotals:
-    """The statistics of several tensors together, each element with the same weight.
-
-    Sums are of blocks of 128 rows, added with one rounding, so they are the same in whatever order and parts the blocks
-    come. Figures stay on each tensor's device until they are read, so that nothing waits for a GPU before.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._counts: list[Tensor] = []  # per tensor [2]: elements clamped and flushed
-        self._squares: list[Tensor] = []  # per tensor [2, blocks] float64: sums of squares of values and of noise
-
-    def add(self, x: Tensor, quantized: QTensor) -> None:
-        """Take a matrix and its quantization into account."""
-        values, restored = x.detach().float(), quantized.dequantize()
-        # a zero always has the code of zero
-        flushed = values.count_nonzero() - restored.count_nonzero()
-        clamped = _clamped(values, quantized)
-        self._counts.append(torch.stack((clamped.double(), flushed.double())))
-        self._squares.append(torch.stack([_block_squares(t) for t in (values, restored.sub_(values))]))
-        self.count += values.numel()
-
-    def merge(self, other: "QuantTotals") -> None:
-        """Add the figures of another."""
-        self.count += other.count
-        self._counts += other._counts
-        self._squares += other._squares
-
-    def to_json(self) -> list[Any]:
-        """Plain values."""
-        if not self._counts:
-            return [self.count, [0.0, 0.0], [[], []]]
-        squares = torch.cat(self._squares, 1)
-        found = torch.cat([torch.stack(self._counts).sum(0), squares.view(-1)]).tolist()  # one wait for all
-        return [self.count, found[:2], [found[2 : 2 + squares.shape[1]], found[2 + squares.shape[1] :]]]
-
-    @staticmethod
-    def from_json(values: Sequence[Any]) -> "QuantTotals":
-        """The inverse of `to_json`."""
-        found = QuantTotals()
-        found.count, counts, squares = values
-        found._counts, found._squares = [torch.tensor(counts).double()], [torch.tensor(squares, dtype=torch.float64)]
-        return found
-
-    def stats(self) -> QuantStats:
-        """Of all that was added; zeros if nothing was."""
-        _, (clamped, flushed), squares = self.to_json()
-        signal, noise = (math.fsum(sums) for sums in squares)
-        count = max(self.count, 1)
-        error = math.sqrt(noise / signal) if signal > 0 else 0.0
-        return QuantStats(clamped / count, flushed / count, error)
-
-
-def _block_squares(x: Tensor) -> Tensor:
-    """Sums of squares [blocks] float64 of blocks of 128 rows of x [R, C]."""
-    rows = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square_()
-    return torch.nn.functional.pad(rows, (0, -len(rows) % BLOCK)).view(-1, BLOCK).sum(1)
-
-
-def _clamped(values: Tensor, quantized: QTensor) -> Tensor:
-    """How many elements exceed what their scale can represent. A block's own maximum may do so by the rounding of its
-    scale; that is not counted."""
-    limit = quantized.spec.format.max * (1 + 2**-20) * quantized.scale
-    # on a CPU this check costs no wait, and saves the expansion
-    if values.device.type == "cpu" and not bool((block_amax(values, quantized.block) > limit).any()):
-        return torch.zeros(())
-    return (values.abs() > expand_scale(limit, quantized.block, quantized.shape)).sum()
 
 
 def along_rows(spec: QuantSpec) -> QuantSpec:

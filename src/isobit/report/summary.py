@@ -17,7 +17,8 @@ def about(config: str) -> str:
     """What a run was, in a line: what its configuration says of model, task, algorithm and precision."""
     found = flattened(config, CONFIG)
     names = ("model.path", "model.sft", "task.name", "algorithm.preset", "precision", "precision.preset", "seed")
-    facts = [(name.split(".")[0], found.get(name, "null").strip("'\"")) for name in names]
+    labels = {name: name.split(".")[0] for name in names} | {"adapter.rank": "adapter of rank"}
+    facts = [(label, found.get(name, "null").strip("'\"")) for name, label in labels.items()]
     return " · ".join(f"{name} {value}" for name, value in facts if value != "null")
 
 

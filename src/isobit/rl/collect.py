@@ -8,7 +8,7 @@ from typing import Any
 from isobit.rl.advantages import Advantage, AdvantageInputs, Advantages, has_spread, overlong_penalty
 from isobit.rl.functions import advantage_function
 from isobit.rl.objective import Objective
-from isobit.rl.samples import Group, Sample
+from isobit.rl.samples import Group, Sample, groups_from_json, groups_to_json
 
 
 @dataclass
@@ -37,17 +37,14 @@ class StepBatch:
 
     def to_json(self) -> dict[str, Any]:
         """A batch that waits to be learned from, in plain values."""
-        parts = {name: getattr(self, name) for name in ("groups", "scored")}
-        return {"dropped": self.dropped} | {
-            name: [[s.to_json() for s in group] for group in groups] for name, groups in parts.items()
-        }
+        return {
+            "dropped": self.dropped, "groups": groups_to_json(self.groups), "scored": groups_to_json(self.scored)
+        }  # fmt: skip
 
     @staticmethod
     def from_json(values: Mapping[str, Any], wanted: int) -> "StepBatch":
         """The inverse of `to_json`."""
-        groups, scored = (
-            list[Group]([Sample.from_json(s) for s in g] for g in values[name]) for name in ("groups", "scored")
-        )
+        groups, scored = (groups_from_json(values[name]) for name in ("groups", "scored"))
         return StepBatch(wanted, groups=groups, scored=scored, dropped=values["dropped"], rounds_left=0)
 
     def add(self, groups: Sequence[Group]) -> None:

@@ -2,13 +2,19 @@
 
 from torch import Tensor
 
+from isobit.kernels.truncation import Truncation
 from isobit.model import Model
 from isobit.model.moe import RouteTape
 from isobit.rl.packing import PackedBatch
 
 
 def forward(
-    model: Model, packed: PackedBatch, temperature: float, tape: RouteTape | None = None, recompute: bool = False
+    model: Model,
+    packed: PackedBatch,
+    temperature: float,
+    truncation: Truncation | None = None,
+    tape: RouteTape | None = None,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the learner's flow.
 
@@ -19,7 +25,7 @@ def forward(
     transformer, device = model.transformer, model.ops.device
     hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute)
     rows, targets = packed.rows.to(device), packed.targets.to(device)
-    logprobs, entropy = transformer.head_logprobs(hidden[rows], targets, temperature, "learner")
+    logprobs, entropy = transformer.head_logprobs(hidden[rows], targets, temperature, truncation=truncation)
     found = logprobs.cpu(), entropy.cpu()
     model.ops.raise_faults()
     return found

@@ -20,6 +20,7 @@ from isobit.distributed import Shards
 from isobit.distributed.files import FileTensor, Part
 from isobit.distributed.shards import BLOCK_ROWS, MOMENT_BLOCK
 from isobit.errors import IsobitError
+from isobit.kernels import Ops, get_ops
 from isobit.model.checksums import Checksums
 from isobit.rl.optim_8bit import EightBitState, quantizable
 from isobit.rl.schedule import OptimizerSettings
@@ -30,7 +31,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """AdamW over named FP32 parameters; moments and step counts are where their parameter is.
 
-    Where ranks share the parameters (`shards`), each updates the rows that it keeps.
+    Where ranks share the parameters (`shards`), each updates the rows that it keeps. `ops`: of the backend that
+    computed the gradients, by default the reference's, which has the same bits on a CPU.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Optimizer:
         parameters: Mapping[str, torch.nn.Parameter],
         settings: OptimizerSettings,
         shards: Shards | None = None,
+        ops: Ops | None = None,
     ) -> None:
         self.parameters = dict(parameters)
+        self._ops = ops or get_ops("reference")
         self.settings = settings
         self.shards = shards or Shards.of({name: tuple(p.shape) for name, p in self.parameters.items()})
         self._state: dict[str, dict[str, Tensor]] = {}
@@ -54,7 +58,7 @@ class Optimizer:
     def gradient_norm(self) -> float:
         """The global L2 norm, before clipping; inf if any gradient is not finite. The sum of its blocks' sums is
         rounded once, so it has no order, and is the same however the ranks share the blocks."""
-        mine = _sums_of_squares([p.grad for p in self.parameters.values() if p.grad is not None])
+        mine = _sums_of_squares([p.grad for p in self.parameters.values() if p.grad is not None], self._ops)
         squares = [s for sums in self.shards.ranks.gather(mine) for s in sums]
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
@@ -211,11 +215,12 @@ class _Form:
         return slice(lo, hi)
 
 
-def _sums_of_squares(gradients: Sequence[Tensor]) -> list[float]:
+def _sums_of_squares(gradients: Sequence[Tensor], ops: Ops) -> list[float]:
     """In float64, of each block of 128 rows, whose bits do not depend on the rows around it; a block is the sum of its
     rows, rounded once, so they do not depend on threads either."""
-    blocks = [b for g in gradients for b in (g if g.ndim > 1 else g.view(-1, 1)).split(BLOCK_ROWS)]
-    if not blocks:
+    matrices = [g if g.ndim > 1 else g.view(-1, 1) for g in gradients]
+    if not matrices:
         return []
-    rows = iter(torch.cat([block.double().square_().sum(1) for block in blocks]).tolist())  # one wait for all of them
-    return [math.fsum(islice(rows, len(block))) for block in blocks]
+    rows = iter(torch.cat([ops.square_sums(m) for m in matrices]).tolist())  # one wait for all of them
+    lengths = [min(BLOCK_ROWS, len(m) - first) for m in matrices for first in range(0, len(m), BLOCK_ROWS)]
+    return [math.fsum(islice(rows, length)) for length in lengths]

@@ -121,11 +121,12 @@ class PolicyForward:
     def __call__(self, packed: PackedBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, RouteTape | None]:
         """(log-probability [C], entropy [C], the routers' tape: None for a dense model) of a packed batch."""
         model, experts = self.model, self.model.config.experts
+        distribution = self.objective.temperature, self.objective.truncation
         if experts is None:
-            return *forward(model, packed, self.objective.temperature, recompute=self.recompute), None
+            return *forward(model, packed, *distribution, recompute=self.recompute), None
         tape, recorded = _tape(model, samples, self.objective.router_replay)
         compared = self.sampled and all(s.weights_version == model.weights_version for s in samples)
-        found = forward(model, packed, self.objective.temperature, tape, self.recompute)
+        found = forward(model, packed, *distribution, tape, self.recompute)
         self.totals.see(tape, experts.count, recorded if compared else None)
         return *found, tape
 

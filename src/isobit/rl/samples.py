@@ -6,7 +6,7 @@ tensors (`packing.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from isobit.errors import IsobitError
@@ -57,7 +57,7 @@ class Sample:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`."""
-        return asdict(self)
+        return {**vars(self), "rewards": dict(self.rewards)}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Sample":
@@ -77,3 +77,13 @@ class Sample:
 
 Group = Sequence[Sample]
 """The samples of one prompt."""
+
+
+def groups_to_json(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
+    """Plain values for `json.dumps`."""
+    return [[sample.to_json() for sample in group] for group in groups]
+
+
+def groups_from_json(values: Sequence[Sequence[Mapping[str, Any]]]) -> list[Group]:
+    """The inverse of `groups_to_json`."""
+    return [[Sample.from_json(sample) for sample in group] for group in values]

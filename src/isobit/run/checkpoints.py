@@ -34,6 +34,7 @@ class Ranks(Protocol):
 
     def together(self, compute: Callable[[], T]) -> T: ...
     def on_first(self, compute: Callable[[], T]) -> T | None: ...
+    def from_first(self, compute: Callable[[], T]) -> T: ...
     def gather(self, value: Any) -> list[Any]: ...
 
 
@@ -44,6 +45,9 @@ class _One:
         return compute()
 
     def on_first(self, compute: Callable[[], T]) -> T | None:
+        return compute()
+
+    def from_first(self, compute: Callable[[], T]) -> T:
         return compute()
 
     def gather(self, value: Any) -> list[Any]:
@@ -83,7 +87,7 @@ def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None
     try:
         ranks.on_first(lambda: _make_empty(temporary))
         write(temporary)
-        sizes = ranks.gather(ranks.on_first(lambda: _sizes(temporary)))[0]
+        sizes = ranks.from_first(lambda: _sizes(temporary))
         mine = ranks.together(lambda: {name: _digest(temporary / name) for name in _share(sizes, ranks)})
         digests = {name: digest for each in ranks.gather(mine) for name, digest in each.items()}
         ranks.on_first(lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced))
@@ -143,7 +147,8 @@ def newest(directory: Path, problem: Problem | None = None, ranks: Ranks = ONE) 
     Changes nothing: the directory may be that of a run at work. Raises IsobitError if there is no such checkpoint.
     """
     warnings: list[str] = []
-    for path in reversed([directory / name for name in ranks.gather([p.name for p in all_checkpoints(directory)])[0]]):
+    names = ranks.from_first(lambda: [path.name for path in all_checkpoints(directory)])
+    for path in (directory / name for name in reversed(names)):
         found = damage(path, ranks) or (problem(path) if problem is not None else None)
         if found is None:
             return path, warnings
@@ -177,7 +182,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def damage(path: Path, ranks: Ranks = ONE) -> str | None:
     """What is wrong with a checkpoint, or None; the ranks share its files."""
-    manifest, sizes, found = ranks.gather(ranks.on_first(lambda: _manifest(path)))[0]
+    manifest, sizes, found = ranks.from_first(lambda: _manifest(path))
     mine = {name: _mismatch(path / name, manifest[name]) for name in _share(sizes, ranks)}
     problems = {name: problem for each in ranks.gather(mine) for name, problem in each.items()}
     return found or next((problems[name] for name in manifest if problems[name] is not None), None)

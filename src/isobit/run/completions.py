@@ -19,6 +19,7 @@ COMPLETIONS = "completions.jsonl.gz"
 SAME = "same"
 """What stands for `policy_logprobs` that are `rollout_logprobs`, bit for bit."""
 _LEVEL = 3
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _HEAD = struct.Struct("<4sIBBH2sHQ")  # magic with method and flags, time, level, system, extra: length, name, size
 _MAGIC, _SYSTEM, _FIELD = b"\x1f\x8b\x08\x04", 255, b"IB"
 _TAIL = struct.Struct("<II")  # CRC-32 and length of what is packed
@@ -36,8 +37,7 @@ def pack(rows: Iterable[Mapping[str, Any]]) -> bytes:
     squeeze = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     parts, checksum, length = list[bytes](), 0, 0
     for row in rows:
-        text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
-        line = (text + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON's escape
+        line = (_encode(row) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON's escape
         checksum, length = zlib.crc32(line, checksum), length + len(line)
         parts.append(squeeze.compress(line))
     if not length:

@@ -66,6 +66,7 @@ METRICS: dict[str, str] = {
     "shadow/clip_low": "lower bound of the clip, calibrated by the shadow pass",
     "shadow/clip_high": "upper bound of the clip, calibrated by the shadow pass",
     "steps/skipped": "optimizer steps skipped because a loss or a gradient was not finite",
+    "adapter/update_norm": "Frobenius norm of alpha / rank · B·A over all matrices that have an adapter",
     "quant/weight_flushed_fraction": "non-zero weights of quantized layers that became 0 in the rollout's copy",
     "quant/weight_saturated_fraction": "weights clamped by their scale",
     "quant/weight_relative_error": "norm of the rollout's weights minus the masters, relative to the masters",

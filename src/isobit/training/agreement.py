@@ -55,7 +55,8 @@ def _where(found: Disagreement, learner: Learner) -> str:
     before = [*first.sample.prompt_ids, *first.sample.completion_ids[: first.position]]
     target = first.sample.completion_ids[first.position]
     try:
-        located = locate(learner.model, before, target, inputs, index - span.start, learner.objective.temperature)
+        objective, place = learner.objective, index - span.start
+        located = locate(learner.model, before, target, inputs, place, objective.temperature, objective.truncation)
     except NonFiniteError as error:
         return f"computed anew, the sequence fails: {error}"
     if located.found is not None:

@@ -18,6 +18,7 @@ from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
 from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
+from isobit.kernels import computed_by
 from isobit.model import Model, RewardModel
 from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
@@ -28,6 +29,7 @@ from isobit.rl.optim import Optimizer
 from isobit.rl.replay import ReplayBuffer
 from isobit.tasks import Task, load_task
 from isobit.trackers.process import check_trackers
+from isobit.training.adapting import load_trained
 from isobit.training.lengths import fit_prompts
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
@@ -75,8 +77,8 @@ def _open_models(
     base = (
         Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
     )
-    model = Model.load(checkpoint or base, config.precision, config.backend, config.consistency, ranks)
-    check_alike(ranks, {"backend": model.ops.backend, "order": model.ops.order})  # one machine may have no compiler
+    model = load_trained(config, base, checkpoint, ranks)
+    check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
     if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
         model.tokenizer.use_template(config.model.chat_template)
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
@@ -90,7 +92,8 @@ def _open_models(
     check_functions(objective)
     reference = _reference(config, base, model, task) if objective.kl_coefficient > 0 else None
     shards = model.transformer.masters.shards
-    optimizer = Optimizer(model.named_parameters(), replace(config.optimizer, total_steps=config.steps), shards)
+    settings = replace(config.optimizer, total_steps=config.steps)
+    optimizer = Optimizer(model.named_parameters(), settings, shards, model.ops)
     given = config.optimizer.micro_batch_tokens
     tokens = 1 if given == "auto" else given  # until it is known what fits
     learner = Learner(
@@ -129,10 +132,14 @@ def _open_models(
 
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
-    """The frozen model of the KL penalty: working weights, whole on every rank, made of masters that none had whole."""
-    precision = config.reference.precision or config.precision
-    reference = Model.load(base, precision, config.backend, config.consistency, model.ranks)
-    reference.tokenizer = model.tokenizer  # with its chat template
+    """The frozen model of the KL penalty: working weights, whole on every rank, made of masters that none had whole; or
+    the policy's own, without its adapter."""
+    if config.shares_reference:
+        reference = model.without_adapter()
+    else:
+        precision = config.reference.precision or config.precision
+        reference = Model.load(base, precision, config.backend, config.consistency, model.ranks)
+        reference.tokenizer = model.tokenizer  # with its chat template
     Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
     reference.transformer.freeze()
     return reference
@@ -188,7 +195,12 @@ def reward_models(config: Config, ranks: Ranks = ALONE) -> list[WeightedModel]:
 def objective_of(config: Config, model: Model) -> Objective:
     """The config's algorithm, with `auto` resolved and what the sampling decides."""
     sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
-    given = replace(config.algorithm, max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature)
+    given = replace(
+        config.algorithm,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        truncation=sampling.truncation,
+    )
     return for_precision(given, model.precision, stale=stale)
 
 

@@ -24,8 +24,9 @@ from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion
 from isobit.fleet.fleet import Fleet
-from isobit.rl import Group, Sample
+from isobit.rl import Group
 from isobit.rl.collect import StepBatch
+from isobit.rl.samples import groups_from_json, groups_to_json
 from isobit.training.context import Context
 from isobit.training.meter import Meter
 from isobit.training.parts import Parts
@@ -118,10 +119,9 @@ class Beside:
         state, wanted = self._context.state, self._context.parts.config.prompts_per_step
         mine: dict[str, Any] | None = None
         if found is not None and self._ranks.size > 1:
-            pending = [[sample.to_json() for sample in group] for group in state.pending]
             mine = {
                 "batch": found.to_json(),
-                "pending": pending,
+                "pending": groups_to_json(state.pending),
                 "cursor": state.cursor,
                 "metrics": self._meter.metrics,
             }
@@ -129,7 +129,7 @@ class Beside:
         if found is not None:
             return found, self._meter.metrics
         state.cursor = given["cursor"]
-        state.pending = [[Sample.from_json(values) for values in group] for group in given["pending"]]
+        state.pending = groups_from_json(given["pending"])
         return StepBatch.from_json(given["batch"], wanted), given["metrics"]
 
     def _send(self) -> None:

@@ -14,10 +14,10 @@ from isobit.config import Config, check_resumed, dump_config, load_run_config
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
-from isobit.kernels import find_gpu, versions
+from isobit.kernels import versions
 from isobit.options.declare import plain
-from isobit.rl import Group, Sample
 from isobit.rl.collect import StepBatch
+from isobit.rl.samples import groups_from_json
 from isobit.run import checkpoints, metrics
 from isobit.run import directory as runs
 from isobit.run.directory import FollowedDirectory, RunDirectory
@@ -81,14 +81,14 @@ def _resumed(
     path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir, ranks), ranks)
     parts = _open_all(config, quiet, objects, ranks, path)
     counted = load_state(path, parts)
-    pending: list[Group] = [[Sample.from_json(s) for s in group] for group in counted["pending"]]
+    pending = groups_from_json(counted["pending"])
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
-    parts.replay.groups = [[Sample.from_json(s) for s in group] for group in counted["replay"]]
+    parts.replay.groups = groups_from_json(counted["replay"])
     state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"))
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     ranks.on_first(lambda: checkpoints.go_on_from(path))
-    ends = ranks.gather(ranks.on_first(lambda: runs.ends(run_dir, counted)))[0]
+    ends = ranks.from_first(lambda: runs.ends(run_dir, counted))
     finished = _take_the_last_row(run_dir, config, state, ends, ranks)
     run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, ends, dump_config(config), lock))
     session = Session(parts, run, state, quiet=quiet, objects=objects)
@@ -105,8 +105,7 @@ def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[s
     everything else, and stays. If it is to be recorded anew, its times, which no checkpoint holds, are taken over."""
     if state.unrecorded is None:
         return False
-    mine = ranks.on_first(lambda: runs.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
-    found = ranks.gather(mine)[0]
+    found = ranks.from_first(lambda: runs.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
     if found is None or found[0].get("step") != state.step:
         return False
     row, end = found
@@ -121,8 +120,7 @@ def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[s
 def _of_ranks(config: Config, ranks: Ranks) -> Config:
     """The config with the number of ranks that there are. Raises IsobitError unless they are alike."""
     if ranks.size > 1:
-        gpu = find_gpu()
-        check_alike(ranks, {"gpu": gpu, **versions(), **_flat(plain(config))})
+        check_alike(ranks, {**versions(), **_flat(plain(config))})
     return replace(config, ranks=ranks.size)
 
 

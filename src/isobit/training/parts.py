@@ -20,7 +20,7 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.periodic import HeldOut
 from isobit.fleet.fleet import Fleet
-from isobit.kernels import find_gpu, versions
+from isobit.kernels import computed_by
 from isobit.model import Model
 from isobit.model.checksums import Checksums
 from isobit.rewards.pool import RewardPool
@@ -71,6 +71,13 @@ class Parts:
         """Allocated for keys and values."""
         return self.engine.kv_bytes + (self.held_out.engine.kv_bytes if self.held_out is not None else 0)
 
+    @property
+    def reference_bytes(self) -> int:
+        """Of the reference's weights and packs: none where it is the policy without its adapter."""
+        if self.reference is None or self.config.shares_reference:
+            return 0
+        return sum(self.reference.memory().values()) + self.reference.transformer.packed_bytes()
+
     def sleep(self) -> None:
         """Before learning: free the memory of the caches, where `engine.sleep` says so."""
         wanted = self.config.engine.sleep
@@ -102,18 +109,19 @@ class Parts:
         return [self.optimizer.checksums, *(transformer.checksums for transformer in frozen)]
 
     def save_model(self, folder: Path) -> None:
-        """A Hugging Face directory of the masters."""
-        self.model.save(folder)
+        """A Hugging Face directory of the masters; of a BF16 model that has not learned yet in BF16, which loses
+        nothing. Of an adapter a PEFT folder."""
+        narrow = all(bool((rows.bfloat16() == rows).all()) for rows in self.model.named_parameters().values())
+        self.model.save(folder, torch.bfloat16 if all(self.ranks.gather(narrow)) else torch.float32)
         self.check_saved()  # after it was written: what changed while it was is noticed too
 
     def machine(self) -> dict[str, object]:
         """What the run is computed by."""
-        ops, gpu = self.model.ops, find_gpu()
-        facts: dict[str, object] = {"backend": ops.backend, "why": ops.why, "consistency": ops.consistency}
-        facts["order"] = ops.order
+        ops = self.model.ops
+        facts: dict[str, object] = {"why": ops.why, **computed_by(ops)}
         if functions := digests(self.objective):
             facts["functions"] = functions
-        return facts | versions() | ({"gpu": str(gpu)} if gpu is not None else {})
+        return facts
 
     def memory_metrics(self) -> dict[str, float]:
         """Allocated for keys and values, and for weights, in MiB."""
@@ -122,7 +130,7 @@ class Parts:
             "memory/weights_mib": sum(self.model.memory().values()) / _MIB,
             "memory/optimizer_mib": self.optimizer.nbytes / _MIB,
         }
-        if self.reference is not None:
+        if self.reference is not None and not self.config.shares_reference:
             found["memory/reference_mib"] = sum(self.reference.memory().values()) / _MIB
         if self.scorer.models:
             found["memory/reward_models_mib"] = sum(m.model.nbytes() for m in self.scorer.models) / _MIB
@@ -132,8 +140,8 @@ class Parts:
 def save_checkpoint(
     directory: Path, parts: Parts, state: dict[str, Any], scales: Mapping[str, torch.Tensor], keep_last: int
 ) -> Path:
-    """A Hugging Face directory of the masters, with optimizer, state and a calibrated cache's scales beside it. Every
-    rank writes what it keeps, the first one what all have."""
+    """A directory of the masters (`Parts.save_model`), with optimizer, state and a calibrated cache's scales beside it.
+    Every rank writes what it keeps, the first one what all have."""
     ranks = parts.ranks
 
     def write_rest(trainer: Path) -> None:

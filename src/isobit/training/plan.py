@@ -13,6 +13,7 @@ import torch
 
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
+from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import Model
 from isobit.rl.optim_8bit import quantizable
 from isobit.training.host import memory_limit
@@ -127,21 +128,24 @@ def plan(parts: Parts, learning: LearningMemory, process: int, tokens: int) -> M
     packs = model.transformer.packed_bytes()
     working = sizes["rollout"] + sizes["learner"] + packs
     held = [
-        ("FP32 masters", masters),
+        ("FP32 masters" if model.transformer.adapter is None else "FP32 masters, of the adapter", masters),
         ("AdamW moments", moments),
         ("working weights, rollout", sizes["rollout"]),
         ("working weights, learner", sizes["learner"]),
         ("working weights, packed by the backend", packs),
         ("keys and values", parts.kv_bytes),
     ]
-    if parts.reference is not None:
-        held.append(("reference, working weights only", _held(parts.reference)))
+    if parts.reference_bytes:
+        held.append(("reference, working weights only", parts.reference_bytes))
     held += [(f"{m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
     if host:
         held.append(("Python and its libraries", process))
     longest = longest_sequence(parts)
     batch = config.prompts_per_step * parts.sampling.n * longest
-    taken = learning.at(min(max(tokens, longest), max(batch, longest)))
+    rows = min(max(tokens, longest), max(batch, longest))
+    taken = learning.at(rows)
+    if parts.objective.truncation is not None:
+        taken += WORKING_BYTES * min(rows * model.config.vocab_size, LOGITS_AT_ONCE)
     several = tokens < batch or parts.objective.updates_per_batch > 1
     label = f"learning: gradients, and saved activations of {max(tokens, longest)} tokens"
     during = [
@@ -166,10 +170,12 @@ def longest_sequence(parts: Parts) -> int:
 
 
 def _update_bytes(parts: Parts) -> int:
-    """The largest gradient in float64, or the moments of the largest parameter out of their 8 bits: four in float32."""
+    """Sums of the gradients' rows in float64, or the moments of the largest parameter out of their 8 bits: four in
+    float32."""
     parameters = parts.model.parameters()
     eight_bit = parts.config.optimizer.state == "8bit"
-    return max((16 if eight_bit and quantizable(p.shape) else 8) * p.numel() for p in parameters)
+    moments = [16 * p.numel() for p in parameters if eight_bit and quantizable(p.shape)]
+    return max(moments, default=sum(8 * p.shape[0] for p in parameters))
 
 
 def advice(parts: Parts, learning: LearningMemory, process: int) -> str:
@@ -238,9 +244,7 @@ def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> in
 def too_large(parts: Parts) -> str | None:
     """A line if a run cannot fit: what it holds whatever its micro-batches, with one set of gradients, is too much."""
     sizes = parts.model.memory()
-    least = sizes["masters"] + _held(parts.model) + parts.optimizer.nbytes + parts.kv_bytes
-    if parts.reference is not None:
-        least += _held(parts.reference)
+    least = sizes["masters"] + _held(parts.model) + parts.optimizer.nbytes + parts.kv_bytes + parts.reference_bytes
     limit, where = memory_limit(parts.model.ops.device)
     if least <= limit:
         return None

@@ -1,5 +1,6 @@
 """Verb 1, sync: the working weights that sample and learn become those of the masters."""
 
+from isobit.model.low_rank import update_norm
 from isobit.training.context import Context
 from isobit.training.statistics import WeightTotals
 
@@ -19,6 +20,9 @@ class Policy:
         self.refresh()
         self.weights = WeightTotals(self.model)
         meter.metrics["sync/bytes"] = float(self.model.transformer.sync_bytes)
+        if self.model.transformer.adapter is not None:
+            adapters = (one for weight in self.model.transformer.rollout_weights() for one in weight.adapters)
+            meter.metrics["adapter/update_norm"] = update_norm(adapters, self.model.ops)
         meter.metrics |= self.weights.metrics() | self._context.parts.calibrator.step_metrics()
 
     def refresh(self) -> None:

@@ -39,15 +39,17 @@ class LearnerTotals:
         self._parts = gathered(self._parts, self._model.ranks)
 
     @torch.no_grad()
-    def see(self, name: str, x: Tensor, quantized: QTensor, products: str = "") -> None:
-        """A tensor under the name that the quantizer was given; `products`: which one it is for, if not for any."""
+    def see(self, name: str, x: Operand, quantized: QTensor, products: str = "") -> None:
+        """A matrix under the name that the quantizer was given; `products`: which one it is for, if not for any."""
         kind = "gradient" if name.startswith(_GRADIENT) else "input"
         name = name.removeprefix(_GRADIENT)
-        if not name.startswith("layers.") or not x.numel() or x.data_ptr() in self._masters:
-            return  # queries; weights, whose sync comes between optimizer steps
+        if not name.startswith("layers.") or not quantized.data.numel():
+            return  # queries
+        if isinstance(x, Tensor) and x.data_ptr() in self._masters:
+            return  # weights, whose sync comes between optimizer steps
         layer, role = layer_and_role(name)
         key = (layer, f"{role} {kind}{products}")
-        self._parts.setdefault(key, QuantTotals()).add(x, quantized)
+        self._parts.setdefault(key, QuantTotals()).add(self._model.ops.error_sums(x, quantized))
 
     def metrics(self) -> dict[str, float]:
         """Of all activations together, and of all output gradients."""
@@ -85,8 +87,7 @@ class _Quantizing(Watching):
 
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         quantized = self._ops.quantize_along_tokens(x, spec, name)
-        values = x.dequantize() if isinstance(x, QTensor) else x
-        self._totals.see(name, values.t(), quantized, " (WGrad)")
+        self._totals.see(name, x, quantized.transpose(), " (WGrad)")
         return quantized
 
     def rms_norm_quantized(

@@ -36,22 +36,33 @@ def rows_of(step: int, groups: Sequence[Group], learned: Learned, parts: Parts) 
     samples = [sample for group in groups for sample in group]
     rewards = [float("nan") if s.reward is None else s.reward for s in samples]
     whole = set(range(len(samples))) if kind == "all" else set(best_worst_and_between(rewards, SAMPLED))
-    for i, sample in enumerate(samples):
-        yield _row(step, sample, learned, parts, i in whole)
+    number = 0
+    for group in groups:
+        prompt = _prompt(group[0], parts) if group else {}
+        for sample in group:
+            yield {"step": step, **_row(sample, prompt, learned, number in whole)}
+            number += 1
 
 
-def _row(step: int, sample: Sample, learned: Learned, parts: Parts, whole: bool) -> dict[str, Any]:
+def _prompt(sample: Sample, parts: Parts) -> dict[str, Any]:
+    """What the rows of a group have in common."""
     tokenizer, example = parts.model.tokenizer, parts.task.train.at(sample.prompt_index)
-    found: dict[str, Any] = {"step": step, "row": example.index, "prompt": tokenizer.decode(sample.prompt_ids)}
+    return {
+        "row": example.index,
+        "prompt": tokenizer.decode(sample.prompt_ids),
+        "prompt_rendered": tokenizer.decode(sample.prompt_ids, special=True),
+        "columns": {name: _shortened(value) for name, value in example.columns.items()},
+    }
+
+
+def _row(sample: Sample, prompt: Mapping[str, Any], learned: Learned, whole: bool) -> dict[str, Any]:
     if not whole:
         kept = ("prompt_index", "sample_index", "reward", "rewards", "truncated")
-        return found | {name: getattr(sample, name) for name in kept}
+        return {"row": prompt["row"], "prompt": prompt["prompt"]} | {name: getattr(sample, name) for name in kept}
     rollout = list(sample.rollout_logprobs)
     policy = learned.compared.get((sample.prompt_index, sample.sample_index))
     return {
-        **found,
-        "prompt_rendered": tokenizer.decode(sample.prompt_ids, special=True),
-        "columns": {name: _shortened(value) for name, value in example.columns.items()},
+        **prompt,
         **sample.to_json(),
         "rollout_logprobs": _compact(rollout),
         "policy_logprobs": None if policy is None else SAME if _bits(policy) == _bits(rollout) else _compact(policy),

@@ -31,6 +31,7 @@ from isobit.rl.supervised import supervised_update
 from isobit.run import durable
 from isobit.run.directory import occupied
 from isobit.tasks import Task, load_task
+from isobit.training.adapting import load_trained
 from isobit.training.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.view import Display
 
@@ -60,7 +61,8 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     _train(model, config, task, quiet)
     _save(model, out)
     if not quiet:
-        print(f"base model in {out}", file=sys.stderr)
+        what = "base model" if config.adapter is None else "adapter"
+        print(f"{what} in {out}", file=sys.stderr)
         if task.held_out.examples and task.rewards:
             print(f"held-out greedy accuracy  {_accuracy(model, task, config)}", file=sys.stderr)
     return out
@@ -81,6 +83,8 @@ def cached_model(path: str, *, quiet: bool = False) -> Path:
     """The model of a config of `isobit sft`: from the cache if it was made before, else made now; by one process at a
     time. Raises IsobitError where the cache cannot be written."""
     config = load_sft_config(path)
+    if config.adapter is not None:
+        raise IsobitError(f"model.sft: {path} trains an adapter; run isobit sft, and take its folder as adapter.init")
     task = load_task(replace(config.task, seed=config.seed))
     place = cache_directory() / "sft" / _identity(config, task)
     made = place / "config.json"
@@ -103,7 +107,8 @@ def cached_model(path: str, *, quiet: bool = False) -> Path:
 def _identity(config: SftConfig, task: Task) -> str:
     """A hash of all that the model is made from: the config, the examples, the weights it starts from, isobit's
     version."""
-    digest = hashlib.sha256(f"{__version__}\n{dump_config(replace(config, out=''))}".encode())
+    settings = dump_config(replace(config, out="")).replace("adapter: null\n", "")  # as before there were adapters
+    digest = hashlib.sha256(f"{__version__}\n{settings}".encode())
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
     files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))
@@ -121,7 +126,7 @@ def cache_directory() -> Path:
 
 def _initial_model(config: SftConfig, task: Task) -> Model:
     if config.model.path is not None:
-        return Model.load(config.model.path, config.precision, config.backend, config.consistency)
+        return load_trained(config, Path(config.model.path))
     assert config.model.init is not None
     alphabet = config.model.init.vocabulary or task.alphabet
     if alphabet is None:
@@ -158,7 +163,7 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
     if tokens == "auto":
         raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
     settings = replace(config.optimizer, total_steps=config.steps)
-    optimizer = Optimizer(model.named_parameters(), settings)
+    optimizer = Optimizer(model.named_parameters(), settings, ops=model.ops)
     recompute = config.optimizer.activation_checkpointing
     batches, bad_steps = _batches(model, config, task), 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isobit.rl import Group
 from isobit.rl.collect import StepBatch
+from isobit.rl.samples import groups_to_json
 from isobit.run.metrics import of_the_machine
 from isobit.training.parts import Parts
 
@@ -63,9 +64,9 @@ class Snapshot:
         return {
             "step": state.step,
             "cursor": state.cursor,
-            "pending": [[s.to_json() for s in group] for group in state.pending],
+            "pending": groups_to_json(state.pending),
             "queue": [batch.to_json() for batch in state.queue],
             "unrecorded": unrecorded,
-            "replay": [[s.to_json() for s in group] for group in self.replay],
+            "replay": groups_to_json(self.replay),
             **self.rest,
         }

@@ -54,7 +54,7 @@ def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dic
 
 class WeightTotals:
     """Quantization of the rollout's weights against the masters as they are now, by layer and tensor; the experts of a
-    layer together. Empty where the weights are not quantized."""
+    layer together. Empty where the weights are not quantized, or frozen: these have no masters."""
 
     @torch.no_grad()
     def __init__(self, model: Model) -> None:
@@ -62,10 +62,12 @@ class WeightTotals:
         mine: dict[tuple[int, str], QuantTotals] = {}
         masters, shards = model.named_parameters(), model.transformer.masters.shards
         for weight in model.transformer.rollout_weights():
-            if isinstance(weight.working, QTensor) and shards.owned(weight.name):
+            if isinstance(weight.working, QTensor) and weight.name in masters:
                 part = rows_of(weight.working, shards.own(weight.name))
                 assert isinstance(part, QTensor)
-                mine.setdefault(layer_and_role(weight.name), QuantTotals()).add(masters[weight.name], part)
+                mine.setdefault(layer_and_role(weight.name), QuantTotals()).add(
+                    model.ops.error_sums(masters[weight.name], part)
+                )
         self._parts = gathered(mine, shards.ranks)
         for totals in self._parts.values():
             self._whole.merge(totals)

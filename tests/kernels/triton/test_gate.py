@@ -6,7 +6,7 @@ from torch import Tensor
 
 from isobit.kernels.triton import gate
 from isobit.kernels.triton.quantize import quantize
-from isobit.precision import E4M3, QuantSpec
+from isobit.precision import E4M3, QTensor, QuantSpec
 
 from ..helpers import draw, same
 from .helpers import DEVICE
@@ -61,6 +61,17 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch
     unrounded = x.float().chunk(2, -1)[0].sigmoid() * x.float().chunk(2, -1)[0] * x.float().chunk(2, -1)[1]
     off = host(quantize(unrounded.to(DEVICE) * 1.01, spec, flag()))
     assert not equal(found, off), "the control"
+
+
+@pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
+def test_scales_of_many_rows_stand_side_by_side(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, spec = drawn(19, 300, torch.bfloat16).to(DEVICE), QuantSpec(E4M3, "1x128", scale)
+    few = gate.silu_mul_quantized(x, spec, flag())
+    monkeypatch.setattr("isobit.kernels.triton.quantize.FEW_ROWS", 18)
+    many = gate.silu_mul_quantized(x, spec, flag())
+    assert (few.scale.stride(), many.scale.stride()) == ((3, 1), (1, 19))
+    assert equal(many, host(few))
+    assert not equal(many, host(QTensor(few.data, few.scale.flip(0), spec))), "the control"
 
 
 def test_far_out_is_finite_and_infinity_sets_the_flag() -> None:

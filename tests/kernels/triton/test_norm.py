@@ -8,7 +8,7 @@ from torch import Tensor
 from isobit.kernels import get_ops
 from isobit.kernels.triton import norm
 from isobit.kernels.triton.quantize import quantize
-from isobit.precision import E4M3, QuantSpec
+from isobit.precision import E4M3, QTensor, QuantSpec
 
 from ..helpers import draw, same
 from .helpers import DEVICE
@@ -105,6 +105,17 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(columns: int, dtype: tor
             assert same(found[2].cpu(), rstd)
             assert raised.item() == 0
     assert not equal(found[0], host(quantize((y * 1.01).to(DEVICE), spec, flag()))), "the control"
+
+
+def test_scales_of_many_rows_stand_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, residual = (t.to(DEVICE) for t in operands(7, 384, torch.bfloat16))
+    spec = QuantSpec(E4M3, "1x128", "fp32")
+    few = norm.rms_norm_quantized(x, weight, EPS, residual, spec, flag())[0]
+    monkeypatch.setattr("isobit.kernels.triton.quantize.FEW_ROWS", 6)
+    many = norm.rms_norm_quantized(x, weight, EPS, residual, spec, flag())[0]
+    assert (few.scale.stride(), many.scale.stride()) == ((3, 1), (1, 7))
+    assert equal(many, host(few))
+    assert not equal(many, host(QTensor(few.data, few.scale.flip(0), spec))), "the control"
 
 
 def test_nan_sets_the_flag() -> None:

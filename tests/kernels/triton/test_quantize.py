@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import get_ops
+from isobit.kernels.triton.launch import record_launches
 from isobit.kernels.triton.quantize import quantize as kernel
 from isobit.kernels.triton.quantize import quantize_along_tokens, supported
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, quantize
@@ -57,7 +58,7 @@ def test_codes_and_scales_are_the_quantizers(dtype: torch.dtype, granularity: st
             found = kernel(x.to(DEVICE), spec, raised)
             assert equal(found, quantize(x, spec)), (rows, columns)
             assert found.data.is_contiguous()
-            assert found.scale.is_contiguous()
+            assert laid_out(found)
             assert raised.item() == 0
 
 
@@ -82,9 +83,55 @@ def test_along_tokens_is_the_composition(dtype: torch.dtype, scale: str) -> None
             raised = flag()
             found = quantize_along_tokens(there(operand), spec, raised)
             assert equal(found, REFERENCE.quantize_along_tokens(operand, spec, "x")), (rows, columns)
-            assert found.data.is_contiguous()
-            assert found.scale.is_contiguous()
+            assert found.data.stride() == (-(-rows // 16) * 16, 1)
+            assert laid_out(found)
             assert raised.item() == 0
+
+
+def test_one_binary_serves_any_number_of_tokens() -> None:
+    """Triton compiles anew where an integer that it may specialize on is 1, or no multiple of 16."""
+    x, spec = draw(8, 258, 40).to(DEVICE), QuantSpec(E4M3, "1x128")
+    free = {"rows", "old_row", "old_step"}  # `do_not_specialize` of the kernel
+    seen = set()
+    for rows in (1, 5, 97, 128, 255, 258):
+        for operand in (x[:rows], kernel(x[:rows], spec, flag())):
+            with record_launches() as found:
+                quantize_along_tokens(operand, spec, flag())
+            (launch,) = found
+            given = dict(zip(launch.kernel.fn.__code__.co_varnames, launch.arguments))
+            numbers = {name: n for name, n in given.items() if isinstance(n, int) and name not in free}
+            seen.add(tuple(sorted((name, n == 1, n % 16 == 0) for name, n in numbers.items())))
+            assert numbers["pitch"] % 16 == 0
+            assert given["rows"] == rows
+    assert len(seen) == 1
+    padding = quantize_along_tokens(x[:5], spec, flag()).data.as_strided((40, 11), (16, 1), 5)
+    assert not padding.view(torch.uint8).any(), "zeros"
+
+
+def laid_out(found: QTensor) -> bool:
+    """Scales side by side for many rows, as products load them; contiguous for few, and for other blocks."""
+    across = found.spec.granularity == "1x128" and found.shape[0] > 64
+    return (found.scale.t() if across else found.scale).is_contiguous()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_scales_of_many_rows_stand_side_by_side(scale: str) -> None:
+    """As a product takes them, without a copy; the bits, and those of what is quantized again from them, stay."""
+    spec = QuantSpec(E4M3, "1x128", scale)
+    for rows in (64, 65, 131):
+        x = draw(7, rows, 300, spread=1.0)
+        found = kernel(x.to(DEVICE), spec, flag())
+        assert equal(found, quantize(x, spec))
+        beside = found.scale.stride() == (1, rows)
+        assert beside == (rows > 64)
+        assert (found.scale.t().contiguous().data_ptr() == found.scale.data_ptr()) == beside
+        for part in (found, QTensor(found.data[3:67], found.scale[3:67], spec)):
+            own = QTensor(part.data.cpu(), part.scale.cpu().contiguous(), spec)
+            again = quantize_along_tokens(part, spec, flag())
+            assert equal(again, REFERENCE.quantize_along_tokens(own, spec, "x"))
+            assert laid_out(again)
+            other = QTensor(own.data, own.scale.flip(0), spec)
+            assert not equal(again, REFERENCE.quantize_along_tokens(other, spec, "x")), "the control"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -2,5 +2,6 @@
 
 from isobit.kernels.native.ops import NativeOps, available
 from isobit.kernels.native.ordered import instruction_set
+from isobit.kernels.native.separate import NativeSeparateOps
 
-__all__ = ["NativeOps", "available", "instruction_set"]
+__all__ = ["NativeOps", "NativeSeparateOps", "available", "instruction_set"]

@@ -1,8 +1,8 @@
 // Causal grouped-query attention over paged keys and values: decoding, chunked prefill and packed rows in one loop.
 //
-// A task is a block of tokens of one sequence with all query heads of one key head. Scores, softmax and P·V are float64
-// (float32 under `fast`), keys in ascending position, one rounding at the end. The order of every sum of a row depends
-// on positions only, so neither batch, nor chunk, nor page changes a bit.
+// A task is a block of tokens of one sequence with all query heads of one key head. Scores, softmax and P·V are float64,
+// or float32 in the order `rows32-v1` (reference/attention32.py), keys in ascending position. The order of every sum of a
+// row depends on positions only, so neither batch, nor chunk, nor page changes a bit.
 #include "attention_rows.h"
 
 #include <vector>
@@ -15,15 +15,21 @@ struct Task {
     int64_t head, heads;              // key heads head..head+heads
 };
 
-// Scores [stride] of `count` rows, all of them at most at `position` + row / group, to weights, totals and lse.
+// Scores [stride] of `count` rows, all of them at most at `position` + row / group, to weights, totals and lse. The
+// factors of keys, [2][padded keys], are for float32 only.
 template <class R>
-static void softmax(const Attention& g, const Task& task, int64_t kv_head, int64_t rows, int64_t keys, R* scores,
-                    int64_t stride, R* total) {
+static void softmax(const Attention& g, const Task& task, const int64_t* slots, int64_t kv_head, int64_t rows,
+                    int64_t keys, R* scores, int64_t stride, R* total, float* factors) {
+    const Factors32 both{factors, factors + padded(keys, PANEL), g.rounds != 0};
+    if constexpr (sizeof(R) == sizeof(float)) {
+        key_factors(g, g.k_scale, slots, kv_head, keys, float(g.scale), factors);
+        key_factors(g, g.v_scale, slots, kv_head, keys, 1.0f, factors + padded(keys, PANEL));
+    }
     const int64_t group = g.heads / g.kv_heads, position = g.context[task.sequence] + task.first;
     const int64_t row0 = g.row_start[task.sequence] + task.first;
     for (int64_t r = 0; r < rows; r++) {
         double lse;
-        softmax_row(scores + r * stride, position + r / group, padded(keys, PANEL), R(g.scale), total + r, &lse);
+        softmax_row(scores + r * stride, position + r / group, padded(keys, PANEL), R(g.scale), both, total + r, &lse);
         g.lse[(row0 + r / group) * g.heads + kv_head * group + r % group] = float(lse);
     }
 }
@@ -42,6 +48,12 @@ static void finish(const Attention& g, const Task& task, int64_t kv_head, int64_
     }
 }
 
+// Scales with which keys and values are read: none in float32, where they are factors of scores and weights.
+template <class R>
+static const float* read_with(const float* scales) {
+    return sizeof(R) == sizeof(float) ? nullptr : scales;
+}
+
 // Many rows of one key head: keys and values are decoded once for all of them.
 template <class R>
 static void attend_block(const Attention& g, const Task& task) {
@@ -49,31 +61,33 @@ static void attend_block(const Attention& g, const Task& task) {
     const int64_t kv_head = task.head, group = g.heads / g.kv_heads, rows = task.tokens * group;
     const int64_t row0 = g.row_start[task.sequence] + task.first, width = padded(g.dim, PANEL);
     const int64_t keys = g.context[task.sequence] + task.first + task.tokens, stride = padded(keys, KEYS) + PANEL;
-    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + rows * (2 * width + stride) + KEYS * width + rows + 64);
+    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + rows * (2 * width + stride) + KEYS * width + rows +
+                                          padded(keys, PANEL) + 64);
     g.slots(task.sequence, keys, slots);
     R* query = (R*)(slots + padded(keys, 8));
     R *scores = query + rows * width, *mixed = scores + rows * stride, *block = mixed + rows * width;
     R* total = block + KEYS * width;
+    float* factors = (float*)(total + rows);
     for (int64_t h = 0; h < group; h++)
         read_tokens(g, g.q, kv_head * group + h, row0, task.tokens, width, group * width, query + h * width);
     for (int64_t j = 0; j < keys; j += KEYS) {
         int64_t count = keys - j < KEYS ? keys - j : KEYS;
-        FOR_STORE(g, read_rows, g, g.k, g.k_scale, slots + j, kv_head, count, width, block)
+        FOR_STORE(g, read_rows, g, g.k, read_with<R>(g.k_scale), slots + j, kv_head, count, width, block)
         for (int64_t i = count * width; i < padded(count, 8) * width; i++) block[i] = R(0);
         row_products(rows, padded(count, 8), query, block, width, scores + j, stride);
     }
-    softmax(g, task, kv_head, rows, keys, scores, stride, total);
+    softmax(g, task, slots, kv_head, rows, keys, scores, stride, total, factors);
+    std::memset(mixed, 0, rows * width * sizeof(R));
     for (int64_t j = 0; j < keys; j += KEYS) {
         int64_t count = keys - j < KEYS ? keys - j : KEYS;
-        FOR_STORE(g, read_rows, g, g.v, g.v_scale, slots + j, kv_head, count, width, block)
-        if (j == 0) tile_product<REPLACE>(rows, width / PANEL, scores, stride, block, width, PANEL, count, mixed, width);
-        else tile_product<CONTINUE>(rows, width / PANEL, scores + j, stride, block, width, PANEL, count, mixed, width);
+        FOR_STORE(g, read_rows, g, g.v, read_with<R>(g.v_scale), slots + j, kv_head, count, width, block)
+        accumulate(rows, width / PANEL, scores + j, stride, block, width, count, mixed, width);
     }
     finish(g, task, kv_head, rows, width, mixed, total);
 }
 
 // One or two rows of each key head (decoding): too few to decode keys for, so these are read as they are stored. For 8 keys,
-// then 16 values at a time, the heads take turns: so a page is read once and in order, and the next one asked for early.
+// then some values at a time, the heads take turns: so a page is read once and in order, and the next one asked for early.
 static bool reads_stored(const Attention& g, int64_t tokens) {
     return tokens * (g.heads / g.kv_heads) <= 2 && g.dim % PANEL == 0;
 }
@@ -82,19 +96,23 @@ template <class R, class T>
 static void stored_scores(const Attention& g, const Task& task, const int64_t* slots, int64_t keys, int64_t rows,
                           const R* query, R* scores, int64_t stride) {
     const Stored<T> stored{(const T*)g.k, g.k_scale, slots, g.kv_heads, g.dim, keys, g.scale_step};
-    for (int64_t j = 0; j < keys; j += 8)
+    const Stored<T> next{(const T*)g.v, g.v_scale, slots, g.kv_heads, g.dim, keys, g.scale_step};
+    for (int64_t j = 0; j < keys; j += 8) {
+        for (int64_t i = j; i < j + 8; i++) stored.prefetch_scale(i, task.head), next.prefetch_scale(i, task.head);
         for (int64_t h = 0; h < task.heads; h++) {
             const T* eight[8];
             float scale[8];
             for (int i = 0; i < 8; i++) {
                 int64_t key = j + i < keys ? j + i : keys - 1;  // what lies beyond is overwritten by the softmax
                 eight[i] = stored.row(key, task.head + h), scale[i] = stored.scale(key, task.head + h);
-                stored.prefetch(j + i + 16, task.head + h);
+                if (j + i + AHEAD < keys) stored.prefetch(j + i + AHEAD, task.head + h);
+                else next.prefetch(j + i + AHEAD - keys, task.head + h);
             }
             const R* row = query + h * rows * g.dim;
             if (rows == 2) eight_keys<2>(row, eight, scale, g.dim, scores + h * rows * stride + j, stride);
             else eight_keys<1>(row, eight, scale, g.dim, scores + h * rows * stride + j, stride);
         }
+    }
 }
 
 template <class R, class T>
@@ -102,7 +120,7 @@ static void stored_mix(const Attention& g, const Task& task, const int64_t* slot
                        const R* weights, int64_t stride, R* mixed) {
     constexpr int lanes = Columns<R>::lanes, many = 64 / lanes, few = 16 / lanes;
     const Stored<T> stored{(const T*)g.v, g.v_scale, slots, g.kv_heads, g.dim, keys, g.scale_step};
-    for (int64_t j = 0; j < keys; j += 16)
+    for (int64_t j = 0; j < keys; j += step_of<R>)
         for (int64_t h = 0; h < task.heads; h++) {
             const R* weight = weights + h * rows * stride;
             R* out = mixed + h * rows * g.dim;
@@ -123,17 +141,18 @@ static void attend_stored(const Attention& g, const Task& task) {
     const int64_t group = g.heads / g.kv_heads, rows = task.tokens * group, width = g.dim;
     const int64_t row0 = g.row_start[task.sequence] + task.first, all = task.heads * rows;
     const int64_t keys = g.context[task.sequence] + task.first + task.tokens, stride = padded(keys, PANEL);
-    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + all * (2 * width + stride) + all + 64);
+    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + all * (2 * width + stride) + all + stride + 64);
     g.slots(task.sequence, keys, slots);
     R* query = (R*)(slots + padded(keys, 8));
     R *scores = query + all * width, *mixed = scores + all * stride, *total = mixed + all * width;
+    float* factors = (float*)(total + all);
     for (int64_t h = 0; h < task.heads; h++)
         for (int64_t i = 0; i < group; i++)
             read_tokens(g, g.q, (task.head + h) * group + i, row0, task.tokens, width, group * width,
                         query + (h * rows + i) * width);
     FOR_STORE(g, stored_scores, g, task, slots, keys, rows, query, scores, stride)
     for (int64_t h = 0; h < task.heads; h++)
-        softmax(g, task, task.head + h, rows, keys, scores + h * rows * stride, stride, total + h * rows);
+        softmax(g, task, slots, task.head + h, rows, keys, scores + h * rows * stride, stride, total + h * rows, factors);
     FOR_STORE(g, stored_mix, g, task, slots, keys, rows, scores, stride, mixed)
     for (int64_t h = 0; h < task.heads; h++)
         finish(g, task, task.head + h, rows, width, mixed + h * rows * width, total + h * rows);

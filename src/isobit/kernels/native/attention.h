@@ -19,6 +19,7 @@ struct Attention {
     void *dq, *dk, *dv;
     int64_t threads, rows, single;
     int64_t scale_step;  // 1, or 0 where one scale holds for the whole store
+    int64_t rounds;      // under `single`: whether weights are rounded to BF16 before they meet values
 
     // Where the first `count` keys of a sequence are.
     void slots(int64_t sequence, int64_t count, int64_t* out) const {
@@ -28,7 +29,11 @@ struct Attention {
     }
 };
 
-// Values [count][width], natural order, as double or float; columns beyond dim are zero.
+EXPORT void isobit_attention(const Attention* arguments);
+EXPORT void isobit_attention_backward(const Attention* arguments);
+
+// Values [count][width], natural order, as double or float; columns beyond dim are zero. E4M3 codes times their scale, or
+// where `scales` is null times 2^-8.
 template <class R, class T>
 static void read_rows(const Attention& g, const void* data, const float* scales, const int64_t* slots, int64_t kv_head,
                       int64_t count, int64_t width, R* out) {
@@ -41,9 +46,13 @@ static void read_rows(const Attention& g, const void* data, const float* scales,
         int64_t row = slots[j] * g.kv_heads + kv_head, i = 0;
         const T* source = (const T*)data + row * g.dim;
         R* target = out + j * width;
-        f32x16 scale = splat(scales ? scales[row * g.scale_step] : 1.0f);
-        for (; i + 16 <= g.dim; i += 16) put(target + i, scales ? decode(source + i) * scale : decode(source + i));
-        for (; i < g.dim; i++) target[i] = R(decode_scalar(source[i]) * scale[0]);
+        const float plain = sizeof(T) == 1 ? 0x1p-8f : 1.0f, scale = scales ? scales[row * g.scale_step] : plain;
+        for (; i + 16 <= g.dim; i += 16) {
+            if constexpr (sizeof(T) == 1)
+                put(target + i, scales ? decode(source + i) * splat(scale) : decode_off(source + i));
+            else put(target + i, decode(source + i));
+        }
+        for (; i < g.dim; i++) target[i] = R(decode_scalar(source[i]) * scale);
         for (; i < width; i++) target[i] = R(0);
     }
 }
@@ -72,6 +81,14 @@ static void read_panels(const Attention& g, const void* data, const float* scale
             put(out + d * PANEL, scales ? line * scale : line);
         }
     }
+}
+
+// What a float32 score, or weight, of each key is multiplied by: `by`, times its scale and the 2^8 that codes are off by.
+static INLINE void key_factors(const Attention& g, const float* scales, const int64_t* slots, int64_t kv_head,
+                               int64_t keys, float by, float* out) {
+    for (int64_t j = 0; j < keys; j++)
+        out[j] = scales ? scales[(slots[j] * g.kv_heads + kv_head) * g.scale_step] * 256.0f * by : by;
+    for (int64_t j = keys; j < padded(keys, PANEL); j++) out[j] = 1.0f;
 }
 
 #define FOR_STORE(g, NAME, ...)                                                    \

@@ -1,30 +1,34 @@
 // Gradients of attention for packed layouts, from recomputed probabilities (Dao et al. 2022, section 3.1):
 // P = exp(S - lse), dS = P · (dO·Vᵀ - Σ dO·O) · scale, dQ = dS·K, dK = dSᵀ·Q, dV = Pᵀ·dO.
 //
-// A task is one key head of one sequence: float64, blocks of query rows in ascending order, query heads one after the
-// other, one rounding. So the result is a function of the sequence alone.
+// A task is one key head of one sequence: float64, or float32 in the order `rows32-v1` (reference/attention32.py), blocks
+// of query rows in ascending order, query heads one after the other. So the result is a function of the sequence alone.
 #include "attention.h"
 
 constexpr int64_t ROWS = 32;
 
 // scores [rows][stride] and dO·Vᵀ to probabilities P and dS, and both transposed [keys][ROWS].
+template <class R>
 static void probabilities(const Attention& g, int64_t first, int64_t rows, int64_t keys, int64_t stride,
-                          const float* lse, const double* inner, double* scores, double* dscores, double* turned,
-                          double* dturned) {
+                          const float* lse, const R* inner, R* scores, R* dscores, R* turned, R* dturned) {
+    typedef typename Columns<R>::V V;
+    constexpr int lanes = Columns<R>::lanes;
+    const V scale = splat(R(g.scale));
     for (int64_t r = 0; r < rows; r++) {
-        double *s = scores + r * stride, *d = dscores + r * stride;
-        for (int64_t j = 0; j < padded(keys, 8); j += 8) {
-            f64x8 weight = exponential(load<f64x8>(s + j) * splat(g.scale) - splat(double(lse[r * g.heads])));
-            for (int lane = 0; lane < 8; lane++)
-                if (j + lane > first + r) weight[lane] = 0.0;
+        R *s = scores + r * stride, *d = dscores + r * stride;
+        for (int64_t j = 0; j < padded(keys, lanes); j += lanes) {
+            V weight = exponential(load<V>(s + j) * scale - splat(R(lse[r * g.heads])));
+            for (int lane = 0; lane < lanes && j + lanes > first + r; lane++)
+                if (j + lane > first + r) weight[lane] = R(0);
             store(s + j, weight);
-            store(d + j, weight * (load<f64x8>(d + j) - splat(inner[r])) * splat(g.scale));
+            store(d + j, weight * (load<V>(d + j) - splat(inner[r])) * scale);
         }
         for (int64_t j = 0; j < keys; j++) turned[j * ROWS + r] = s[j], dturned[j * ROWS + r] = d[j];
     }
 }
 
-static void write_gradient(const Attention& g, const double* x, int64_t heads, int64_t head, int64_t row,
+template <class R>
+static void write_gradient(const Attention& g, const R* x, int64_t heads, int64_t head, int64_t row,
                            int64_t count, int64_t width, void* out) {
     for (int64_t t = 0; t < count; t++) {
         int64_t offset = ((row + t) * heads + head) * g.dim;
@@ -33,24 +37,32 @@ static void write_gradient(const Attention& g, const double* x, int64_t heads, i
     }
 }
 
+template <class R>
+static R row_dot(const R* a, const R* b, int64_t width) {
+    typedef typename Columns<R>::V V;
+    V sum = splat(R(0));
+    for (int64_t i = 0; i < width; i += Columns<R>::lanes) sum = multiply_add(load<V>(a + i), load<V>(b + i), sum);
+    return lane_sum(sum);
+}
+
+template <class R>
 static void differentiate(const Attention& g, int64_t sequence, int64_t kv_head) {
-    typedef double R;
     static thread_local Scratch scratch;
     const int64_t group = g.heads / g.kv_heads, row0 = g.row_start[sequence], count = g.row_start[sequence + 1] - row0;
     const int64_t width = padded(g.dim, PANEL), many = padded(count, PANEL), stride = many;
-    double* keys = scratch.get(many + 2 * many * width + 2 * many * g.dim + 2 * many * width + 4 * ROWS * many +
-                               4 * ROWS * width + ROWS);
-    double *keys_turned = keys + many * width, *values_turned = keys_turned + many * g.dim;
-    double *dk = values_turned + many * g.dim, *dv = dk + many * width, *scores = dv + many * width;
-    double *dscores = scores + ROWS * many, *turned = dscores + ROWS * many, *dturned = turned + ROWS * many;
-    double *query = dturned + ROWS * many, *dout = query + ROWS * width, *out = dout + ROWS * width;
-    double *dq = out + ROWS * width, *inner = dq + ROWS * width;
+    const int64_t numbers = 3 * many * width + 2 * many * g.dim + 4 * ROWS * many + 4 * ROWS * width + ROWS;
+    R* keys = (R*)scratch.get(many + numbers * sizeof(R) / sizeof(double));
+    R *keys_turned = keys + many * width, *values_turned = keys_turned + many * g.dim;
+    R *dk = values_turned + many * g.dim, *dv = dk + many * width, *scores = dv + many * width;
+    R *dscores = scores + ROWS * many, *turned = dscores + ROWS * many, *dturned = turned + ROWS * many;
+    R *query = dturned + ROWS * many, *dout = query + ROWS * width, *out = dout + ROWS * width;
+    R *dq = out + ROWS * width, *inner = dq + ROWS * width;
     int64_t* slots = (int64_t*)(inner + ROWS);
     g.slots(sequence, count, slots);
     FOR_STORE(g, read_rows, g, g.k, g.k_scale, slots, kv_head, count, width, keys)
     FOR_STORE(g, read_panels, g, g.k, g.k_scale, slots, kv_head, count, keys_turned)
     FOR_STORE(g, read_panels, g, g.v, g.v_scale, slots, kv_head, count, values_turned)
-    std::memset(dk, 0, 2 * many * width * sizeof(double));
+    std::memset(dk, 0, 2 * many * width * sizeof(R));
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++)
         for (int64_t first = 0; first < count; first += ROWS) {
             int64_t rows = count - first < ROWS ? count - first : ROWS, seen = first + rows;
@@ -58,19 +70,15 @@ static void differentiate(const Attention& g, int64_t sequence, int64_t kv_head)
             read_tokens(g, g.q, h, row0 + first, rows, width, width, query);
             read_tokens(g, g.dout, h, row0 + first, rows, width, width, dout);
             read_tokens(g, g.out, h, row0 + first, rows, width, width, out);
-            for (int64_t r = 0; r < rows; r++) {
-                f64x8 sum = splat(0.0);
-                for (int64_t i = 0; i < width; i += 8)
-                    sum = multiply_add(load<f64x8>(dout + r * width + i), load<f64x8>(out + r * width + i), sum);
-                inner[r] = lane_sum(sum);
-            }
+            for (int64_t r = 0; r < rows; r++) inner[r] = row_dot(dout + r * width, out + r * width, width);
             tile_product<REPLACE>(rows, panels, query, width, keys_turned, PANEL, g.dim * PANEL, g.dim, scores, stride);
             tile_product<REPLACE>(rows, panels, dout, width, values_turned, PANEL, g.dim * PANEL, g.dim, dscores, stride);
             probabilities(g, first, rows, seen, stride, g.lse + (row0 + first) * g.heads + h, inner, scores, dscores,
                           turned, dturned);
-            tile_product<REPLACE>(rows, width / PANEL, dscores, stride, keys, width, PANEL, seen, dq, width);
-            tile_product<CONTINUE>(seen, width / PANEL, dturned, ROWS, query, width, PANEL, rows, dk, width);
-            tile_product<CONTINUE>(seen, width / PANEL, turned, ROWS, dout, width, PANEL, rows, dv, width);
+            std::memset(dq, 0, rows * width * sizeof(R));
+            accumulate(rows, width / PANEL, dscores, stride, keys, width, seen, dq, width);
+            accumulate(seen, width / PANEL, dturned, ROWS, query, width, rows, dk, width);
+            accumulate(seen, width / PANEL, turned, ROWS, dout, width, rows, dv, width);
             write_gradient(g, dq, g.heads, h, row0 + first, rows, width, g.dq);
         }
     write_gradient(g, dk, g.kv_heads, kv_head, row0, count, width, g.dk);
@@ -81,7 +89,9 @@ EXPORT void isobit_attention_backward(const Attention* arguments) {
     const Attention& g = *arguments;
     int64_t count = g.sequences * g.kv_heads;
 #pragma omp parallel for num_threads(useful_threads(g.threads, g.rows * g.heads * g.dim)) schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++)
-        if (g.row_start[i / g.kv_heads + 1] > g.row_start[i / g.kv_heads])
-            differentiate(g, i / g.kv_heads, i % g.kv_heads);
+    for (int64_t i = 0; i < count; i++) {
+        if (g.row_start[i / g.kv_heads + 1] == g.row_start[i / g.kv_heads]) continue;
+        if (g.single) differentiate<float>(g, i / g.kv_heads, i % g.kv_heads);
+        else differentiate<double>(g, i / g.kv_heads, i % g.kv_heads);
+    }
 }

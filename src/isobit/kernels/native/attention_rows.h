@@ -3,15 +3,25 @@
 
 #include "attention.h"
 
-// scores [stride] of one row, keys 0..last, to weights exp(score · scale - peak); weights beyond are zero, up to `stop`.
+// Of a key: what its score is multiplied by, and its weight after the sum of weights, for float32; float64 has one
+// factor for all scores, since its keys and values are read with their scales. `rounds`: weights become BF16 after the sum.
+struct Factors32 {
+    const float *score, *weight;
+    bool rounds;
+};
+
+// scores [stop] of one row, keys 0..last, to weights exp(score · factor - peak); weights beyond are zero, up to `stop`.
 template <class R>
-static void softmax_row(R* scores, int64_t last, int64_t stop, R scale, R* total, double* lse) {
+static void softmax_row(R* scores, int64_t last, int64_t stop, R scale, Factors32 factors, R* total, double* lse) {
     typedef typename Columns<R>::V V;
     constexpr int lanes = Columns<R>::lanes;
+    constexpr bool single = sizeof(R) == sizeof(float);
     for (int64_t j = last + 1; j < stop; j++) scores[j] = -R(INFINITY);
     V most = splat(-R(INFINITY)), sum = splat(R(0));
     for (int64_t j = 0; j < stop; j += lanes) {
-        V value = load<V>(scores + j) * splat(scale);
+        V value = load<V>(scores + j);
+        if constexpr (single) value = value * load<V>(factors.score + j);
+        else value = value * splat(scale);
         store(scores + j, value);
         auto greater = value > most;
         most = (V)(((decltype(greater))value & greater) | ((decltype(greater))most & ~greater));
@@ -20,11 +30,12 @@ static void softmax_row(R* scores, int64_t last, int64_t stop, R scale, R* total
     for (int lane = 1; lane < lanes; lane++) peak = most[lane] > peak ? most[lane] : peak;
     for (int64_t j = 0; j < stop; j += lanes) {
         V weight = exponential(load<V>(scores + j) - splat(peak));
-        store(scores + j, weight);
         sum = sum + weight;
+        if constexpr (single) weight = (factors.rounds ? as_bf16(weight) : weight) * load<V>(factors.weight + j);
+        store(scores + j, weight);
     }
     *total = lane_sum(sum);
-    *lse = double(peak) + std::log(double(*total));
+    *lse = double(peak) + (single ? logarithm(double(*total)) : std::log(double(*total)));
 }
 
 // Two rows of key lanes to one: the first half of each key's lanes plus the second half, keys side by side. Three levels
@@ -108,6 +119,8 @@ static void row_products(int64_t rows, int64_t keys, const R* row, const R* key,
     }
 }
 
+constexpr int64_t AHEAD = 32;  // keys between a prefetch and its use
+
 // Heads of tokens as they are stored.
 template <class T>
 struct Stored {
@@ -119,29 +132,37 @@ struct Stored {
     INLINE float scale(int64_t j, int64_t head) const {
         return scales ? scales[(slots[j] * kv_heads + head) * scale_step] : 1.0f;
     }
-    INLINE void prefetch(int64_t j, int64_t head) const {
+    INLINE void prefetch(int64_t j, int64_t head) const {  // to the second cache: the first has no room for so many
         if (j >= count) return;
         const char* next = (const char*)row(j, head);
-        for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(next + byte);
+        for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(next + byte, 0, 2);
+    }
+    INLINE void prefetch_scale(int64_t j, int64_t head) const {
+        if (scales && j < count) __builtin_prefetch(scales + (slots[j] * kv_heads + head) * scale_step);
     }
 };
 
-// out[MR][dim], NV vectors from column `first` on: the chain over keys goes on with up to 16 of them from key j.
+// out[MR][dim], NV vectors from column `first` on, with the keys from j on, `step_of` of them at most: in float64 the
+// chain of out goes on; in float32 they are a chain from zero, which is added to out.
+template <class R> constexpr int64_t step_of = sizeof(R) == sizeof(float) ? CHAIN : 16;
+
 template <int MR, int NV, class R, class T>
 static INLINE void mix_columns(const Stored<T>& stored, int64_t head, int64_t j, int64_t first, const R* weights,
                                int64_t stride, R* out) {
     typedef typename Columns<R>::V V;
     constexpr int lanes = Columns<R>::lanes;
+    constexpr bool single = sizeof(R) == sizeof(float);
     V sum[MR][NV];
 #pragma GCC unroll 2
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
-        for (int w = 0; w < NV; w++) sum[r][w] = j ? load<V>(out + r * stored.dim + first + w * lanes) : splat(R(0));
-    const int64_t end = j + 16 < stored.count ? j + 16 : stored.count;
+        for (int w = 0; w < NV; w++)
+            sum[r][w] = j && !single ? load<V>(out + r * stored.dim + first + w * lanes) : splat(R(0));
+    const int64_t begin = j, end = j + step_of<R> < stored.count ? j + step_of<R> : stored.count;
     for (; j < end; j++) {
         const T* value = stored.row(j, head) + first;
-        const float scale = stored.scale(j, head);
-        if (first == 0) stored.prefetch(j + 16, head);
+        const float scale = single ? 1.0f : stored.scale(j, head);
+        if (first == 0) stored.prefetch(j + AHEAD, head);
 #pragma GCC unroll 8
         for (int w = 0; w < NV; w += Columns<R>::vectors) {
             V column[Columns<R>::vectors];
@@ -156,5 +177,9 @@ static INLINE void mix_columns(const Stored<T>& stored, int64_t head, int64_t j,
 #pragma GCC unroll 2
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
-        for (int w = 0; w < NV; w++) store(out + r * stored.dim + first + w * lanes, sum[r][w]);
+        for (int w = 0; w < NV; w++) {
+            R* target = out + r * stored.dim + first + w * lanes;
+            if (single) sum[r][w] = (begin ? load<V>(target) : splat(R(0))) + sum[r][w];
+            store(target, sum[r][w]);
+        }
 }

@@ -13,6 +13,8 @@ import hashlib
 import os
 import platform
 import subprocess
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from isobit.kernels.native.recipe import (
     prebuilt,
 )
 
-__all__ = ["BuildFailed", "cache_directory", "compiled", "library", "load", "origin", "passed", "prebuilt_here"]
+__all__ = ["BuildFailed", "cache_directory", "compiled", "differing", "library", "load", "origin", "prebuilt_here"]
 
 
 def cache_directory() -> Path:
@@ -106,10 +108,18 @@ def load(path: Path) -> ctypes.CDLL:
         raise BuildFailed(f"cannot load {path}: {error}") from error
 
 
-def passed(lib: ctypes.CDLL, test: str) -> Path:
-    """The file that marks a test of the library as passed on this processor. Raises BuildFailed."""
+def differing(lib: ctypes.CDLL, test: str, run: Callable[[], int]) -> int:
+    """How many results a self-test of the library finds that differ; 0 at once where it has passed on this processor,
+    which a file in the cache marks. Raises BuildFailed."""
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:8]
-    return cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed"
+    mark = cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed"
+    if mark.exists():
+        return 0
+    found = run()
+    if not found:
+        with suppress(OSError):  # tested again at the next start
+            mark.touch()
+    return found
 
 
 def _openmp_flags(program: str) -> tuple[list[str], list[str]]:

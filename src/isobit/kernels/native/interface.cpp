@@ -2,6 +2,7 @@
 #include <cstddef>
 
 #include "attention.h"
+#include "heads.h"
 #include "product.h"
 
 namespace {
@@ -24,7 +25,16 @@ const Field attention[] = {
     FIELD(kind), FIELD(store_kind), FIELD(q), FIELD(k), FIELD(v), FIELD(k_scale), FIELD(v_scale), FIELD(row_start),
     FIELD(context), FIELD(page_table), FIELD(pages), FIELD(page_size), FIELD(sequences), FIELD(heads), FIELD(kv_heads),
     FIELD(dim), FIELD(scale), FIELD(out), FIELD(lse), FIELD(dout), FIELD(dq), FIELD(dk), FIELD(dv), FIELD(threads),
-    FIELD(rows), FIELD(single), FIELD(scale_step), {nullptr, 0, sizeof(STRUCT)},
+    FIELD(rows), FIELD(single), FIELD(scale_step), FIELD(rounds), {nullptr, 0, sizeof(STRUCT)},
+};
+#undef STRUCT
+#define STRUCT HeadInputs
+const Field head_inputs[] = {
+    FIELD(kind), FIELD(tokens), FIELD(heads), FIELD(kv_heads), FIELD(dim), FIELD(q), FIELD(k), FIELD(v),
+    FIELD(q_stride), FIELD(k_stride), FIELD(v_stride), FIELD(q_norm), FIELD(k_norm), FIELD(eps),
+    FIELD(single), FIELD(cosine), FIELD(sine), FIELD(positions), FIELD(slots),
+    FIELD(store_k), FIELD(store_v), FIELD(scale_k), FIELD(scale_v), FIELD(power_of_two), FIELD(rotated_q),
+    FIELD(rotated_k), FIELD(threads), {nullptr, 0, sizeof(STRUCT)},
 };
 
 }  // namespace
@@ -32,3 +42,4 @@ const Field attention[] = {
 // The fields of a struct, the last one without a name and as large as the struct.
 EXPORT const Field* isobit_product_fields() { return product; }
 EXPORT const Field* isobit_attention_fields() { return attention; }
+EXPORT const Field* isobit_head_inputs_fields() { return head_inputs; }

@@ -6,8 +6,16 @@ signatures with the sources by a test (`tests/kernels/test_interface.py`).
 
 import ctypes
 
-from isobit.errors import IsobitError
+import torch
+from torch import Tensor
 
+from isobit.errors import IsobitError
+from isobit.precision import QTensor
+
+KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3}
+"""`enum Kind` of native.h."""
+PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
+"""Of operands without scales."""
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
@@ -22,6 +30,29 @@ class ProductArguments(ctypes.Structure):
     ]  # fmt: skip
 
 
+def product_arguments(
+    left: Tensor, right: Tensor, panels: Tensor, bias: Tensor | None, result: Tensor
+) -> ProductArguments:
+    """Of left [M, K] times right [N, K], which is packed in `panels`, plus a contiguous bias [N], into result [M, N];
+    scales are left to be set. The tensors must live until the call."""
+    assert left.shape[1] == right.shape[1], f"product of {tuple(left.shape)} and {tuple(right.shape)}"
+    return ProductArguments(
+        KINDS[left.dtype], *result.shape, left.shape[1], left.data_ptr(), *left.stride(),
+        KINDS[right.dtype], panels.data_ptr(), None if bias is None else bias.data_ptr(),
+        0 if bias is None else KINDS[bias.dtype], result.data_ptr(), KINDS[result.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def grid(x: QTensor) -> tuple[int, ...]:
+    """An operand's scales as its arguments have them."""
+    return (x.scale.data_ptr(), *x.block, *x.scale.stride())
+
+
+def pointer(x: Tensor | None) -> int | None:
+    """Of a tensor that may be missing."""
+    return None if x is None else x.data_ptr()
+
+
 class AttentionArguments(ctypes.Structure):
     """`struct Attention` of attention.h."""
 
@@ -30,7 +61,19 @@ class AttentionArguments(ctypes.Structure):
         ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I), ("sequences", _I),
         ("heads", _I), ("kv_heads", _I), ("dim", _I), ("scale", _D), ("out", _P), ("lse", _P), ("dout", _P),
         ("dq", _P), ("dk", _P), ("dv", _P), ("threads", _I), ("rows", _I), ("single", _I),
-        ("scale_step", _I),
+        ("scale_step", _I), ("rounds", _I),
+    ]  # fmt: skip
+
+
+class HeadInputArguments(ctypes.Structure):
+    """`struct HeadInputs` of heads.h."""
+
+    _fields_ = [
+        ("kind", _I), ("tokens", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("q", _P), ("k", _P), ("v", _P),
+        ("q_stride", _I), ("k_stride", _I), ("v_stride", _I), ("q_norm", _P), ("k_norm", _P), ("eps", _D),
+        ("single", _I), ("cosine", _P), ("sine", _P), ("positions", _P),
+        ("slots", _P), ("store_k", _P), ("store_v", _P), ("scale_k", _P), ("scale_v", _P), ("power_of_two", _I),
+        ("rotated_q", _P), ("rotated_k", _P), ("threads", _I),
     ]  # fmt: skip
 
 
@@ -40,7 +83,11 @@ class _Field(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("offset", _I), ("size", _I)]
 
 
-_STRUCTS = {"isobit_product_fields": ProductArguments, "isobit_attention_fields": AttentionArguments}
+_STRUCTS = {
+    "isobit_product_fields": ProductArguments,
+    "isobit_attention_fields": AttentionArguments,
+    "isobit_head_inputs_fields": HeadInputArguments,
+}
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_product": (None, [_P]),
@@ -48,14 +95,21 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_tdp32_self_test": (_I, [_I]),
     "isobit_tdp32_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_tdp32_product": (None, [_P]),
+    "isobit_rows32_self_test": (_I, []),
     "isobit_quantize": (_I, [_I, _P, _I, _I, _I, _I, _I, _P, _P, _I]),
+    "isobit_requantize": (_I, [_P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _I]),
+    "isobit_error_sums": (None, [_I, _P, _P, _I, _I, _P, _P, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_dequantize": (None, [_P, _I, _I, _P, _I, _I, _P, _I]),
     "isobit_kv_write": (_I, [_I, _P, _P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _P, _P]),
-    "isobit_rms_norm": (None, [_I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _I]),
-    "isobit_rms_norm_backward": (None, [_I, _P, _P, _P, _P, _I, _I, _P, _P, _I]),
+    "isobit_rms_norm": (_I, [_I, _I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _P, _P, _I, _I, _I]),
+    "isobit_rms_norm_backward": (None, [_I, _I, _P, _P, _P, _P, _I, _I, _P, _P, _I]),
     "isobit_rotary": (None, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P, _I]),
-    "isobit_silu_mul": (None, [_I, _P, _I, _I, _P, _I]),
-    "isobit_silu_mul_backward": (None, [_I, _P, _P, _I, _I, _P, _I]),
+    "isobit_head_inputs": (_I, [_P]),
+    "isobit_silu_mul": (_I, [_I, _I, _P, _I, _I, _P, _P, _P, _I, _I, _I]),
+    "isobit_silu_mul_backward": (None, [_I, _I, _P, _P, _I, _I, _P, _I]),
+    "isobit_separate_rms_norm": (None, [_P, _P, _P, _I, _I, _D, _P, _P, _P, _I]),
+    "isobit_separate_silu_mul": (None, [_P, _I, _I, _P, _I]),
+    "isobit_square_sums": (None, [_P, _I, _I, _P, _I]),
     "isobit_token_logprobs": (None, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),
     "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),

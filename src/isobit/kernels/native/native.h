@@ -60,16 +60,17 @@ INLINE To bits_of(From from) {
 INLINE f64x8 splat(double x) { return f64x8{x, x, x, x, x, x, x, x}; }
 INLINE f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-// a * b + c, in one rounding where the machine has the instruction.
-INLINE f64x8 multiply_add(f64x8 a, f64x8 b, f64x8 c) {
-#if defined(ISOBIT_AVX512)
-    return (f64x8)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
-#elif defined(ISOBIT_X86) && defined(__FMA__)
-    struct Halves { __m256d low, high; };
-    Halves x = bits_of<Halves>(a), y = bits_of<Halves>(b), z = bits_of<Halves>(c);
-    return bits_of<f64x8>(Halves{_mm256_fmadd_pd(x.low, y.low, z.low), _mm256_fmadd_pd(x.high, y.high, z.high)});
+// a * b + c. Of float numbers always in one rounding: where no instruction does it, in double, in which the product is
+// exact; the sum is rounded to odd there, so that the rounding to float is the only one that counts.
+INLINE float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
 #else
-    return a * b + c;
+    double product = double(a) * double(b), sum = product + double(c);
+    double part = sum - product, error = (product - (sum - part)) + (double(c) - part);
+    uint64_t bits = bits_of<uint64_t>(sum);
+    if (error != 0 && !(bits & 1) && error - error == 0) bits += (error > 0) == (sum > 0) ? 1 : -1;
+    return float(bits_of<double>(bits));
 #endif
 }
 INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
@@ -79,6 +80,20 @@ INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
     struct Halves { __m256 low, high; };
     Halves x = bits_of<Halves>(a), y = bits_of<Halves>(b), z = bits_of<Halves>(c);
     return bits_of<f32x16>(Halves{_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)});
+#else
+    f32x16 out;
+    for (int i = 0; i < 16; i++) out[i] = multiply_add(a[i], b[i], c[i]);
+    return out;
+#endif
+}
+// Of double numbers in one rounding where the machine has the instruction.
+INLINE f64x8 multiply_add(f64x8 a, f64x8 b, f64x8 c) {
+#if defined(ISOBIT_AVX512)
+    return (f64x8)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(ISOBIT_X86) && defined(__FMA__)
+    struct Halves { __m256d low, high; };
+    Halves x = bits_of<Halves>(a), y = bits_of<Halves>(b), z = bits_of<Halves>(c);
+    return bits_of<f64x8>(Halves{_mm256_fmadd_pd(x.low, y.low, z.low), _mm256_fmadd_pd(x.high, y.high, z.high)});
 #else
     return a * b + c;
 #endif
@@ -122,49 +137,47 @@ INLINE float decode_scalar(uint8_t code) {
 INLINE float decode_scalar(uint16_t code) { return bits_of<float>(uint32_t(code) << 16); }
 INLINE float decode_scalar(float value) { return value; }
 
+// Codes times 2^-8, which F16C gives at once.
+INLINE f32x16 decode_off(const uint8_t* p) {
 #if defined(ISOBIT_AVX512)
-INLINE f32x16 decode_off(const uint8_t* p) {  // values times 2^-8
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
     return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
-}
-#endif
-INLINE f32x16 decode(const uint8_t* p) {
-#if defined(ISOBIT_AVX512)
-    return decode_off(p) * 256.0f;
+#elif defined(ISOBIT_X86) && defined(__F16C__)
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    wide = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
+    struct Halves { __m256 low, high; };
+    return bits_of<f32x16>(Halves{_mm256_cvtph_ps(_mm256_castsi256_si128(wide)),
+                                  _mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1))});
 #else
     u32x16 code = __builtin_convertvector(load<u8x16>(p), u32x16), magnitude = code & 0x7f;
-    f32x16 normal = (f32x16)((magnitude << 20) + (120u << 23));
-    f32x16 small = __builtin_convertvector((i32x16)magnitude, f32x16) * 0x1p-9f;
+    f32x16 normal = (f32x16)((magnitude << 20) + (112u << 23));
+    f32x16 small = __builtin_convertvector((i32x16)magnitude, f32x16) * 0x1p-17f;
     i32x16 is_small = (i32x16)(magnitude < 8);
     u32x16 value = ((u32x16)small & (u32x16)is_small) | ((u32x16)normal & ~(u32x16)is_small);
     return (f32x16)(value | ((code & 0x80) << 24));
 #endif
 }
+INLINE f32x16 decode(const uint8_t* p) { return decode_off(p) * 256.0f; }
 INLINE f32x16 decode(const uint16_t* p) {
     return (f32x16)(widen(load<u16x16>(p)) << 16);
 }
 INLINE f32x16 decode(const float* p) { return load<f32x16>(p); }
 
-// Sixteen stored values as vectors of the arithmetic; E4M3 codes times their row's scale, rounded to float32. With F16C a
-// code comes off by 2^-8, which goes into the scale: both factors stay exact, so the one rounding is the same.
-template <class T>
-INLINE f32x16 decode_scaled(const T* p, float scale) {
-    if constexpr (sizeof(T) > 1) return decode(p);
-#if defined(ISOBIT_AVX512)
-    return decode_off((const uint8_t*)p) * splat(scale * 256.0f);
-#else
-    return decode((const uint8_t*)p) * splat(scale);
-#endif
-}
+// Sixteen stored values as vectors of the arithmetic. In float64, E4M3 codes times their row's scale, rounded to float32;
+// the 2^8 that a code is off by goes into the scale: both factors stay exact, so the one rounding is the same. In float32
+// codes times 2^-8, without their scale.
 template <class T>
 INLINE void decode_sixteen(const T* p, float scale, f64x8* out) {
-    f32x16 value = decode_scaled(p, scale);
+    f32x16 value;
+    if constexpr (sizeof(T) > 1) value = decode(p);
+    else value = decode_off(p) * splat(scale * 256.0f);
     out[0] = widen(low_half(value)), out[1] = widen(high_half(value));
 }
 INLINE void decode_sixteen(const double* p, float, f64x8* out) { out[0] = load<f64x8>(p), out[1] = load<f64x8>(p + 8); }
 template <class T>
-INLINE void decode_sixteen(const T* p, float scale, f32x16* out) {
-    out[0] = decode_scaled(p, scale);
+INLINE void decode_sixteen(const T* p, float, f32x16* out) {
+    if constexpr (sizeof(T) > 1) out[0] = decode(p);
+    else out[0] = decode_off(p);
 }
 
 INLINE void put(double* p, f32x16 v) {
@@ -193,6 +206,7 @@ INLINE u16x16 to_bf16(f32x16 x) {
     u32x16 nan = (u32x16)((bits & 0x7fffffff) > 0x7f800000);
     return narrow((rounded & ~nan) | (nan & 0x7fc0));
 }
+INLINE f32x16 as_bf16(f32x16 x) { return (f32x16)(widen(to_bf16(x)) << 16); }
 // One rounding from float64: through float32 rounded to odd, after which the second rounding is what one would have been.
 INLINE f32x8 round_to_odd(f64x8 x) {
     f32x8 single = narrow(x);
@@ -261,7 +275,7 @@ INLINE f64x8 exponential(f64x8 x) {
     i64x8 exponent = ((i64x8)shifted - (i64x8)splat(magic) + 1023) << 52;
     return (f64x8)((i64x8)(p * (f64x8)exponent) & ~tiny);
 }
-// The same in float32, for `fast`: Taylor to r^7; 0 below -87.
+// The same in float32: Taylor to r^7 (remainder below 2^-27); 0 below -87. Its relative error is below 2^-22.
 INLINE f32x16 exponential(f32x16 x) {
     const float magic = 0x1.8p23f;
     i32x16 tiny = x < -87.0f, huge = x > 88.0f;
@@ -276,6 +290,21 @@ INLINE f32x16 exponential(f32x16 x) {
     for (int i = 0; i < 7; i++) p = multiply_add(p, r, splat(terms[i]));
     i32x16 exponent = ((i32x16)shifted - (i32x16)splat(magic) + 127) << 23;
     return (f32x16)((i32x16)(p * (f32x16)exponent) & ~tiny);
+}
+
+// ln x of a positive number, in plain float64 operations, so that no library's version matters: x = m 2^e with m between
+// 1/sqrt 2 and sqrt 2, s = (m - 1) / (m + 1), and 2 (s + s^3 / 3 + ... + s^21 / 21), whose remainder is below 2^-56.
+INLINE double logarithm(double x) {
+    if (!(x > 0 && x < INFINITY)) return x;
+    uint64_t bits = bits_of<uint64_t>(x);
+    int64_t exponent = int64_t(bits >> 52) - 1022;
+    double m = bits_of<double>((bits & ((1ull << 52) - 1)) | (1022ull << 52));
+    if (m < 0.70710678118654752) m = m + m, exponent--;
+    double s = (m - 1.0) / (m + 1.0), square = s * s, sum = 1.0 / 21.0;
+    const double terms[] = {1.0 / 19.0, 1.0 / 17.0, 1.0 / 15.0, 1.0 / 13.0, 1.0 / 11.0,
+                            1.0 / 9.0,  1.0 / 7.0,  1.0 / 5.0,  1.0 / 3.0,  1.0};
+    for (double term : terms) sum = sum * square + term;
+    return double(exponent) * 0.69314718055994531 + (s + s) * sum;
 }
 
 // ---- scratch and threads ----

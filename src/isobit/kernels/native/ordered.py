@@ -6,7 +6,6 @@ first tested against scalar fused multiply-adds; a mark in the cache keeps that 
 
 import ctypes
 import os
-from contextlib import suppress
 from functools import cache
 
 import torch
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
-from isobit.kernels.native.build import library, passed
-from isobit.kernels.native.interface import ProductArguments
+from isobit.kernels.native.build import differing, library
+from isobit.kernels.native.interface import KINDS, PLAIN, grid, product_arguments
 from isobit.kernels.reference.tdp32 import has_block_scales
 from isobit.precision import QTensor
 
-ISAS = ("portable", "avx2", "avx512", "amx")
-_KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float8_e5m2: 3}
-_OUT = {torch.bfloat16: 1, torch.float32: 2}
+ISAS = ("portable", "neon", "avx2", "avx512", "amx")
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
 _DEPTH, _PANEL = 32, 16
 
@@ -39,16 +36,11 @@ def _chosen(wanted: str) -> int:
     isa: int = lib.isobit_tdp32_isa(ISAS.index(wanted) if wanted else -1)
     if isa < 0:
         raise IsobitError(f"ISOBIT_ISA={wanted}: this processor, or the compiler that built the operators, lacks it")
-    mark = passed(lib, ISAS[isa])
-    if not mark.exists():
-        different = lib.isobit_tdp32_self_test(isa)
-        if different:
-            raise IsobitError(
-                f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ from scalar ones; set "
-                "ISOBIT_ISA=portable, or consistency: exact"
-            )
-        with suppress(OSError):  # tested again at the next start
-            mark.touch()
+    if different := differing(lib, ISAS[isa], lambda: int(lib.isobit_tdp32_self_test(isa))):
+        raise IsobitError(
+            f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ from scalar ones; set "
+            "ISOBIT_ISA=portable, or consistency: exact"
+        )
     return isa
 
 
@@ -71,20 +63,15 @@ class OrderedProducts:
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
         left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
         panels = self._pack(right) if panels is None else panels
-        bias = bias if bias is None or bias.dtype in _OUT else bias.float()
-        bias = None if bias is None else bias.contiguous()
+        bias = bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
         result = torch.empty((left.shape[0], right.shape[0]), dtype=out)
-        arguments = ProductArguments(
-            _KINDS[left.dtype], *result.shape, left.shape[1], left.data_ptr(), *left.stride(), _KINDS[right.dtype],
-            panels.data_ptr(), None if bias is None else bias.data_ptr(), 0 if bias is None else _OUT[bias.dtype],
-            result.data_ptr(), _OUT[out], torch.get_num_threads(),
-        )  # fmt: skip
+        arguments = product_arguments(left, right, panels, bias, result)
         arguments.isa = self._isa
         if isinstance(a, QTensor):
-            arguments.scale_a[:] = (a.scale.data_ptr(), *a.block, *a.scale.stride())
+            arguments.scale_a[:] = grid(a)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_A
         if isinstance(b, QTensor):
-            arguments.scale_b[:] = (b.scale.data_ptr(), *b.block, *b.scale.stride())
+            arguments.scale_b[:] = grid(b)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_B
         self._lib.isobit_tdp32_product(ctypes.byref(arguments))
         return result
@@ -95,7 +82,7 @@ class OrderedProducts:
         size = -(-columns // _PANEL) * _PANEL * -(-inner // _DEPTH) * _DEPTH
         panels = torch.empty(size, dtype=b.dtype) if into is None else into
         self._lib.isobit_tdp32_pack(
-            _KINDS[b.dtype], b.data_ptr(), columns, inner, *b.stride(), panels.data_ptr(), torch.get_num_threads()
+            KINDS[b.dtype], b.data_ptr(), columns, inner, *b.stride(), panels.data_ptr(), torch.get_num_threads()
         )
         return panels
 

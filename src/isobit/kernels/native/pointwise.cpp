@@ -1,89 +1,125 @@
-// Operators within a row: RMSNorm, rotary embedding, SiLU gate, forward and backward.
+// Operators within a row: RMSNorm and SiLU gate, forward and backward.
 //
-// Elementwise expressions are those of the reference backend, rounding by rounding; sums are float64 in a fixed order.
-// Arrays are contiguous unless a stride is given.
-#include "native.h"
+// Elementwise expressions are those of the reference backend, rounding by rounding; sums are float64 in a fixed order, or
+// where `single` is set float32 in the order `rows32-v1` (reference/rows32.py). Arrays are contiguous.
+#include <atomic>
 
-#define FOR_KIND(kind, CALL) \
-    if ((kind) == BF16) {    \
-        typedef uint16_t T;  \
-        CALL;                \
-    } else {                 \
-        typedef float T;     \
-        CALL;                \
-    }
+#include "pointwise.h"
+#include "rows.h"
+#include "tile.h"
 
-static INLINE void round_to(float x, uint16_t* out) { *out = to_bf16(x); }
-static INLINE void round_to(float x, float* out) { *out = x; }
-
-// A row's head as double, and zeros up to a multiple of 16.
-template <class T>
-static INLINE void decode_padded(const T* x, int64_t count, double* out) {
-    decode_row(x, count, out);
-    for (int64_t i = count; i < padded(count, 16); i++) out[i] = 0.0;
-}
-
-template <class T>
-static void rms_norm(const T* x, const T* residual, const T* weight, int64_t rows, int64_t columns, double eps, T* y,
-                     T* summed, float* rstd, int64_t threads) {
-    int64_t width = padded(columns, 16);
+template <class R, class T>
+static bool rms_norm(const T* x, const T* residual, const T* weight, int64_t rows, int64_t columns, double eps, T* y,
+                     T* summed, float* rstd, const Quantized& to, int64_t threads) {
+    const int64_t width = norm_width<R>(columns);
+    std::atomic<bool> good{true};
 #pragma omp parallel num_threads(useful_threads(threads, rows * columns / 2))
     {
         static thread_local Scratch scratch;
-        double *wide = scratch.get(2 * width), *scale = wide + width;
+        R *wide = (R*)scratch.get(3 * width), *scale = wide + width;
+        T* own = (T*)(scale + width);
         decode_padded(weight, columns, scale);
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
-            const T* row = x + r * columns;
-            if (residual) {
-                const T* other = residual + r * columns;
-                T* sum = summed + r * columns;
-                int64_t i = 0;
-                for (; i + 16 <= columns; i += 16) round_once(decode(row + i) + decode(other + i), sum + i);
-                for (; i < columns; i++) round_to(decode_scalar(row[i]) + decode_scalar(other[i]), sum + i);
-                row = sum;
-            }
-            decode_padded(row, columns, wide);
-            f64x8 squares[2] = {splat(0.0), splat(0.0)};
-            for (int64_t i = 0; i < width; i += 16)
-                for (int half = 0; half < 2; half++) {
-                    f64x8 value = load<f64x8>(wide + i + 8 * half);
-                    squares[half] = multiply_add(value, value, squares[half]);
-                }
-            float inverse = float(1.0 / std::sqrt(lane_sum(squares[0] + squares[1]) / double(columns) + eps));
-            rstd[r] = inverse;
-            f64x8 factor = splat(double(inverse));
-            for (int64_t i = 0; i < width; i += 8)
-                store(wide + i, load<f64x8>(wide + i) * factor * load<f64x8>(scale + i));
-            round_row(wide, columns, y + r * columns);
+            const int64_t at = r * columns;
+            T* target = to.codes ? own : y + at;
+            rstd[r] = rms_norm_row(x + at, residual ? residual + at : nullptr, summed + at, scale, columns, eps, wide,
+                                   target);
+            if (to.codes && !quantize_row(to, target, r, columns)) good = false;
         }
     }
+    return good;
 }
 
-EXPORT void isobit_rms_norm(int64_t kind, const void* x, const void* residual, const void* weight, int64_t rows,
-                            int64_t columns, double eps, void* y, void* summed, float* rstd, int64_t threads) {
-    FOR_KIND(kind, rms_norm((const T*)x, (const T*)residual, (const T*)weight, rows, columns, eps, (T*)y, (T*)summed,
-                            rstd, threads))
+// y, or with `codes` its quantization. Returns 1 where that meets NaN or infinity.
+EXPORT int64_t isobit_rms_norm(int64_t kind, int64_t single, const void* x, const void* residual, const void* weight,
+                               int64_t rows, int64_t columns, double eps, void* y, void* summed, float* rstd, void* codes,
+                               void* scales, int64_t block, int64_t power_of_two, int64_t threads) {
+    const Quantized to{(uint8_t*)codes, (float*)scales, block, power_of_two};
+    bool good = true;
+#define CALL(R)                                                                                                     \
+    good = rms_norm<R>((const T*)x, (const T*)residual, (const T*)weight, rows, columns, eps, (T*)y, (T*)summed, rstd, \
+                       to, threads)
+    FOR_KIND(kind, if (single) CALL(float); else CALL(double))
+#undef CALL
+    return !good;
 }
 
+// The mean of dy · w · n over a row, with n = s · rstd; products are float32.
 template <class T>
+static float mean_product(const T* g, const T* s, const T* weight, float rstd, int64_t columns, double) {
+    f64x8 total = splat(0.0);
+    double rest = 0.0;
+    int64_t i = 0;
+    for (; i + 16 <= columns; i += 16) {
+        f32x16 product = (decode(g + i) * decode(weight + i)) * (decode(s + i) * splat(rstd));
+        total = total + (widen(low_half(product)) + widen(high_half(product)));
+    }
+    for (; i < columns; i++) rest += double((decode_scalar(g[i]) * decode_scalar(weight[i])) * (decode_scalar(s[i]) * rstd));
+    return float((lane_sum(total) + rest) / double(columns));
+}
+template <class T>
+static float mean_product(const T* g, const T* s, const T* weight, float rstd, int64_t columns, float) {
+    f32x16 total[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    T last[3][LANES];
+    for (int64_t i = 0; i < columns; i += LANES) {
+        const T* part[3] = {g + i, s + i, weight + i};
+        for (int k = 0; k < 3 && columns - i < LANES; k++) {
+            std::memset(last[k], 0, sizeof last[k]);
+            std::memcpy(last[k], part[k], (columns - i) * sizeof(T));
+            part[k] = last[k];
+        }
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            f32x16 scaled = decode(part[0] + 16 * k) * decode(part[2] + 16 * k);
+            total[k] = multiply_add(scaled, decode(part[1] + 16 * k) * splat(rstd), total[k]);
+        }
+    }
+    return lane_sum((total[0] + total[2]) + (total[1] + total[3])) / float(columns);
+}
+
+// The weight's gradient of up to 64 columns: dy · n summed over the rows.
+template <class T>
+static void column_sums(const T* dy, const T* summed, const float* rstd, int64_t rows, int64_t columns, int64_t count,
+                        double, float* out) {
+    double total[64] = {0};
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < count; i++)
+            total[i] += double(decode_scalar(dy[r * columns + i]) * (decode_scalar(summed[r * columns + i]) * rstd[r]));
+    for (int64_t i = 0; i < count; i++) out[i] = float(total[i]);
+}
+template <class T>
+static void column_sums(const T* dy, const T* summed, const float* rstd, int64_t rows, int64_t columns, int64_t count,
+                        float, float* out) {
+    float total[64] = {0};
+    T padded_row[2][16] = {{0}};
+    for (int64_t r = 0; r < rows; r += CHAIN)
+        for (int64_t c = 0; c < count; c += 16) {
+            const int64_t width = count - c < 16 ? count - c : 16;
+            f32x16 sum = splat(0.0f);
+            for (int64_t i = r; i < r + CHAIN && i < rows; i++) {
+                const T *a = dy + i * columns + c, *b = summed + i * columns + c;
+                if (width < 16) {
+                    std::memcpy(padded_row[0], a, width * sizeof(T)), std::memcpy(padded_row[1], b, width * sizeof(T));
+                    a = padded_row[0], b = padded_row[1];
+                }
+                sum = multiply_add(decode(a), decode(b) * splat(rstd[i]), sum);
+            }
+            store(total + c, load<f32x16>(total + c) + sum);
+        }
+    std::memcpy(out, total, count * sizeof(float));
+}
+
+template <class R, class T>
 static void rms_norm_backward(const T* dy, const T* summed, const T* weight, const float* rstd, int64_t rows,
                               int64_t columns, T* dx, float* dweight, int64_t threads) {
     int useful = useful_threads(threads, rows * columns);
 #pragma omp parallel for num_threads(useful) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const T *g = dy + r * columns, *s = summed + r * columns;
-        f64x8 total = splat(0.0);
-        double rest = 0.0;
+        const float mean = mean_product(g, s, weight, rstd[r], columns, R(0));
         int64_t i = 0;
         for (; i + 16 <= columns; i += 16) {
-            f32x16 product = (decode(g + i) * decode(weight + i)) * (decode(s + i) * splat(rstd[r]));
-            total = total + (widen(low_half(product)) + widen(high_half(product)));
-        }
-        for (; i < columns; i++)
-            rest += double((decode_scalar(g[i]) * decode_scalar(weight[i])) * (decode_scalar(s[i]) * rstd[r]));
-        float mean = float((lane_sum(total) + rest) / double(columns));
-        for (i = 0; i + 16 <= columns; i += 16) {
             f32x16 scaled = decode(g + i) * decode(weight + i), normed = decode(s + i) * splat(rstd[r]);
             round_once(splat(rstd[r]) * (scaled - normed * splat(mean)), dx + r * columns + i);
         }
@@ -95,116 +131,74 @@ static void rms_norm_backward(const T* dy, const T* summed, const T* weight, con
     int64_t strips = padded(columns, 64) / 64;
 #pragma omp parallel for num_threads(useful) schedule(static)
     for (int64_t strip = 0; strip < strips; strip++) {
-        int64_t first = strip * 64, last = first + 64 < columns ? first + 64 : columns;
-        double total[64] = {0};
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = first; i < last; i++)
-                total[i - first] += double(decode_scalar(dy[r * columns + i]) *
-                                           (decode_scalar(summed[r * columns + i]) * rstd[r]));
-        for (int64_t i = first; i < last; i++) dweight[i] = float(total[i - first]);
+        const int64_t first = strip * 64, count = columns - first < 64 ? columns - first : 64;
+        column_sums(dy + first, summed + first, rstd, rows, columns, count, R(0), dweight + first);
     }
 }
 
-EXPORT void isobit_rms_norm_backward(int64_t kind, const void* dy, const void* summed, const void* weight,
-                                     const float* rstd, int64_t rows, int64_t columns, void* dx, float* dweight,
-                                     int64_t threads) {
-    FOR_KIND(kind, rms_norm_backward((const T*)dy, (const T*)summed, (const T*)weight, rstd, rows, columns, (T*)dx,
-                                     dweight, threads))
+EXPORT void isobit_rms_norm_backward(int64_t kind, int64_t single, const void* dy, const void* summed,
+                                     const void* weight, const float* rstd, int64_t rows, int64_t columns, void* dx,
+                                     float* dweight, int64_t threads) {
+#define CALL(R)                                                                                                     \
+    rms_norm_backward<R>((const T*)dy, (const T*)summed, (const T*)weight, rstd, rows, columns, (T*)dx, dweight, threads)
+    FOR_KIND(kind, if (single) CALL(float); else CALL(double))
+#undef CALL
 }
 
-template <class T>
-static void rotary(const T* x, int64_t row_stride, const float* cosine, const float* sine, const int64_t* positions,
-                   int64_t tokens, int64_t heads, int64_t dim, float direction, T* out, int64_t threads) {
-    int64_t half = dim / 2;
-#pragma omp parallel for num_threads(useful_threads(threads, tokens * heads * dim / 4)) schedule(static)
-    for (int64_t t = 0; t < tokens; t++) {
-        const float *c = cosine + positions[t] * half, *s = sine + positions[t] * half;
-        for (int64_t h = 0; h < heads; h++) {
-            const T* source = x + t * row_stride + h * dim;
-            T* target = out + (t * heads + h) * dim;
-            int64_t i = 0;
-            for (; i + 16 <= half; i += 16) {
-                f32x16 first = decode(source + i), second = decode(source + half + i);
-                f32x16 cs = load<f32x16>(c + i), sn = load<f32x16>(s + i) * splat(direction);
-                round_once(first * cs - second * sn, target + i);
-                round_once(second * cs + first * sn, target + half + i);
-            }
-            for (; i < half; i++) {
-                float first = decode_scalar(source[i]), second = decode_scalar(source[half + i]);
-                float sn = s[i] * direction;
-                round_to(first * c[i] - second * sn, target + i);
-                round_to(second * c[i] + first * sn, target + half + i);
-            }
-        }
-    }
-}
-
-EXPORT void isobit_rotary(int64_t kind, const void* x, int64_t row_stride, const float* cosine, const float* sine,
-                          const int64_t* positions, int64_t tokens, int64_t heads, int64_t dim, int64_t inverse,
-                          void* out, int64_t threads) {
-    FOR_KIND(kind, rotary((const T*)x, row_stride, cosine, sine, positions, tokens, heads, dim,
-                          inverse ? -1.0f : 1.0f, (T*)out, threads))
-}
-
-// exp in float64, rounded to float32: nearly always the float32 nearest to the true value.
-static INLINE f32x16 exponential_single(f32x16 x) {
-    return join(narrow(exponential(widen(low_half(x)))), narrow(exponential(widen(high_half(x)))));
-}
-static INLINE f32x16 silu_mul_lanes(f32x16 gate, f32x16 up) {
-    return gate / (splat(1.0f) + exponential_single(-gate)) * up;
-}
-
-// A row in strips of 16; the last one padded, so that all elements take the same path.
-template <class T>
-static void silu_mul(const T* gate_up, int64_t rows, int64_t inner, T* out, int64_t threads) {
+template <bool Single, class T>
+static bool silu_mul(const T* gate_up, int64_t rows, int64_t inner, T* out, const Quantized& to, int64_t threads) {
+    std::atomic<bool> good{true};
 #pragma omp parallel for num_threads(useful_threads(threads, rows * inner * 2)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-        const T *gate = gate_up + r * 2 * inner, *up = gate + inner;
-        T* target = out + r * inner;
-        int64_t i = 0;
-        for (; i + 16 <= inner; i += 16) round_once(silu_mul_lanes(decode(gate + i), decode(up + i)), target + i);
-        if (i < inner) {
-            T a[16] = {0}, b[16] = {0}, c[16];
-            std::memcpy(a, gate + i, (inner - i) * sizeof(T));
-            std::memcpy(b, up + i, (inner - i) * sizeof(T));
-            round_once(silu_mul_lanes(decode(a), decode(b)), c);
-            std::memcpy(target + i, c, (inner - i) * sizeof(T));
-        }
+        static thread_local Scratch scratch;
+        const T* gate = gate_up + r * 2 * inner;
+        T* target = to.codes ? (T*)scratch.get(inner) : out + r * inner;
+        silu_mul_row<Single>(gate, gate + inner, inner, target);
+        if (to.codes && !quantize_row(to, target, r, inner)) good = false;
     }
+    return good;
 }
 
-EXPORT void isobit_silu_mul(int64_t kind, const void* gate_up, int64_t rows, int64_t inner, void* out,
-                            int64_t threads) {
-    FOR_KIND(kind, silu_mul((const T*)gate_up, rows, inner, (T*)out, threads))
+// silu(gate) · up, or with `codes` its quantization. Returns 1 where that meets NaN or infinity.
+EXPORT int64_t isobit_silu_mul(int64_t kind, int64_t single, const void* gate_up, int64_t rows, int64_t inner, void* out,
+                               void* codes, void* scales, int64_t block, int64_t power_of_two, int64_t threads) {
+    const Quantized to{(uint8_t*)codes, (float*)scales, block, power_of_two};
+    bool good = true;
+#define CALL(SINGLE) good = silu_mul<SINGLE>((const T*)gate_up, rows, inner, (T*)out, to, threads)
+    FOR_KIND(kind, if (single) CALL(true); else CALL(false))
+#undef CALL
+    return !good;
 }
 
-template <class T>
+template <bool Single, class T>
 static INLINE void silu_mul_backward_lanes(const T* dh, const T* gate, const T* up, T* dgate, T* dup) {
     const f32x16 one = splat(1.0f);
-    f32x16 g = decode(gate), wide = decode(dh), sigma = one / (one + exponential_single(-g));
+    f32x16 g = decode(gate), wide = decode(dh), sigma = one / (one + gate_exponential<Single>(-g));
     round_once(wide * decode(up) * (sigma * (one + g * (one - sigma))), dgate);
     round_once(wide * (g * sigma), dup);
 }
 
-template <class T>
+template <bool Single, class T>
 static void silu_mul_backward(const T* dh, const T* gate_up, int64_t rows, int64_t inner, T* out, int64_t threads) {
 #pragma omp parallel for num_threads(useful_threads(threads, rows * inner * 2)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const T *d = dh + r * inner, *gate = gate_up + r * 2 * inner, *up = gate + inner;
         T *dgate = out + r * 2 * inner, *dup = dgate + inner;
         int64_t i = 0;
-        for (; i + 16 <= inner; i += 16) silu_mul_backward_lanes(d + i, gate + i, up + i, dgate + i, dup + i);
+        for (; i + 16 <= inner; i += 16) silu_mul_backward_lanes<Single>(d + i, gate + i, up + i, dgate + i, dup + i);
         if (i < inner) {
             T in[3][16] = {{0}}, result[2][16];
             size_t bytes = (inner - i) * sizeof(T);
             std::memcpy(in[0], d + i, bytes), std::memcpy(in[1], gate + i, bytes), std::memcpy(in[2], up + i, bytes);
-            silu_mul_backward_lanes(in[0], in[1], in[2], result[0], result[1]);
+            silu_mul_backward_lanes<Single>(in[0], in[1], in[2], result[0], result[1]);
             std::memcpy(dgate + i, result[0], bytes), std::memcpy(dup + i, result[1], bytes);
         }
     }
 }
 
-EXPORT void isobit_silu_mul_backward(int64_t kind, const void* dh, const void* gate_up, int64_t rows, int64_t inner,
-                                     void* out, int64_t threads) {
-    FOR_KIND(kind, silu_mul_backward((const T*)dh, (const T*)gate_up, rows, inner, (T*)out, threads))
+EXPORT void isobit_silu_mul_backward(int64_t kind, int64_t single, const void* dh, const void* gate_up, int64_t rows,
+                                     int64_t inner, void* out, int64_t threads) {
+#define CALL(SINGLE) silu_mul_backward<SINGLE>((const T*)dh, (const T*)gate_up, rows, inner, (T*)out, threads)
+    FOR_KIND(kind, if (single) CALL(true); else CALL(false))
+#undef CALL
 }

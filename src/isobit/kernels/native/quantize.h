@@ -62,6 +62,36 @@ INLINE f32x16 divide(f32x16 x, f32x16 scale, f32x16 inverse) {
     return PowerOfTwo ? x * inverse : x / scale;
 }
 
+// A contiguous matrix as sixteen float32 values from an even place of a row, zeros beyond its end.
+template <class T>
+struct Plain {
+    const T* data;
+    int64_t columns;
+    INLINE f32x16 read(int64_t row, int64_t column) const {
+        const T* p = data + row * columns + column;
+        if (columns - column >= 16) return decode(p);
+        T line[16];
+        std::memset(line, 0, sizeof line);
+        std::memcpy(line, p, (columns - column) * sizeof(T));
+        return decode(line);
+    }
+};
+// The same of E4M3 codes: code times scale in float32. Columns of a block: one, a multiple of 16, or all.
+struct Coded {
+    const uint8_t* data;
+    int64_t columns;
+    const float* scales;
+    int64_t block_rows, block_columns;
+    INLINE f32x16 scale(int64_t row, int64_t column) const {
+        if (block_columns == 1) return Plain<float>{scales, columns}.read(row / block_rows, column);
+        int64_t blocks = (columns + block_columns - 1) / block_columns;
+        return splat(scales[row / block_rows * blocks + column / block_columns]);
+    }
+    INLINE f32x16 read(int64_t row, int64_t column) const {
+        return Plain<uint8_t>{data, columns}.read(row, column) * scale(row, column);
+    }
+};
+
 // Codes of a contiguous run under one scale.
 template <bool PowerOfTwo, class T>
 INLINE void encode_run(const T* x, int64_t count, float scale, uint8_t* out) {

@@ -19,6 +19,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi")
 _PATHS: dict[str, tuple[str, ...]] = {
     "tdp32_portable.cpp": (),
+    "tdp32_neon.cpp": (),
     "tdp32_avx2.cpp": _AVX2,
     "tdp32_avx512.cpp": _AVX512,
     "tdp32_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
@@ -26,12 +27,12 @@ _PATHS: dict[str, tuple[str, ...]] = {
 """Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a
 compiler that does not know the flags, such a file is empty."""
 SOURCES = (
-    "product.cpp", "quantize.cpp", "pointwise.cpp", "attention.cpp", "attention_backward.cpp", "sampling.cpp",
-    "interface.cpp", "tdp32.cpp", *_PATHS,
+    "product.cpp", "quantize.cpp", "pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp",
+    "sampling.cpp", "separate.cpp", "squares.cpp", "interface.cpp", "rows32.cpp", "tdp32.cpp", *_PATHS,
 )  # fmt: skip
 HEADERS = (
-    "native.h", "tile.h", "product.h", "quantize.h", "attention.h", "attention_rows.h", "tdp32.h", "tdp32_kernel.h",
-    "tdp32_avx512.h",
+    "native.h", "tile.h", "product.h", "pointwise.h", "quantize.h", "rows.h", "heads.h", "attention.h",
+    "attention_rows.h", "tdp32.h", "tdp32_kernel.h", "tdp32_avx512.h", "self_test.h",
 )  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Werror")

@@ -1,6 +1,8 @@
 // `tdp32-v1`: packing, the choice of the instruction set, threads with FTZ and DAZ, and the self-test.
 #include "tdp32.h"
 
+#include "self_test.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <xmmintrin.h>
@@ -14,7 +16,7 @@ namespace {
 
 // ---- the processor ----
 
-enum Isa : int64_t { PORTABLE, AVX2, AVX512, AMX, ISAS };
+enum Isa : int64_t { PORTABLE, NEON, AVX2, AVX512, AMX, ISAS };
 
 // Subnormal numbers are zeros in this thread, until the end of the scope.
 class Flushing {
@@ -38,13 +40,15 @@ class Flushing {
 };
 
 Tdp32Part part_of(int64_t isa) {
-    const Tdp32Part parts[ISAS] = {tdp32_portable, tdp32_avx2, tdp32_avx512, tdp32_amx};
+    const Tdp32Part parts[ISAS] = {tdp32_portable, tdp32_neon, tdp32_avx2, tdp32_avx512, tdp32_amx};
     return isa >= 0 && isa < ISAS ? parts[isa] : nullptr;
 }
 
 bool processor_has(int64_t isa) {
     if (isa == PORTABLE) return true;
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+    return isa == NEON;
+#elif defined(__x86_64__)
     unsigned a = 0, b = 0, c = 0, d = 0;
     __builtin_cpu_init();
     if (isa == AVX2) {
@@ -107,14 +111,6 @@ void pack(const T* b, int64_t n, int64_t k, int64_t row_stride, int64_t column_s
 }
 
 // ---- the self-test ----
-
-struct Random {
-    uint64_t state;
-    uint32_t next() {
-        state = state * 6364136223846793005ull + 1442695040888963407ull;
-        return uint32_t(state >> 33);
-    }
-};
 
 // BF16 numbers that are hard to add: wide exponents, cancelling magnitudes, sums that are subnormal, raw bits.
 uint16_t hard(Random& random, int64_t data) {

@@ -113,7 +113,7 @@ void amx_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int6
     _tile_release();
 }
 
-bool few_rows(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
+bool in_registers(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
 
 }  // namespace
 

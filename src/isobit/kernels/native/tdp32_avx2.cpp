@@ -65,7 +65,7 @@ INLINE void decode_quad(const uint8_t* p, Vec* v) {
 #include "tdp32_kernel.h"
 
 namespace {
-bool few_rows(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
+bool in_registers(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
 }  // namespace
 
 const Tdp32Part tdp32_avx2 = tdp_part;

@@ -1,4 +1,4 @@
-// `tdp32-v1` with AVX-512 and VBMI. A few rows read B's codes once and decode them in registers.
+// `tdp32-v1` with AVX-512 and VBMI: B's codes are decoded in registers, for up to 8 rows at a time.
 #include "tdp32.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t FEW = 4;
+constexpr int64_t MOST = 8;
 
 struct Bf16Source {
     static constexpr int64_t bytes = 2;
@@ -31,7 +31,7 @@ struct CodeSource {
 
 // MR rows times NP panels, whose codes have one scale for every 128 of K.
 template <class Source, bool SCALED, int MR, int NP>
-void few(const Product& g, int64_t row, int64_t panel, const float* a, int64_t lda, Source& source) {
+void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t lda, Source& source) {
     const int64_t depth = padded(g.k, DEPTH), stride = depth * PANEL * Source::bytes;
     const uint8_t* b = (const uint8_t*)g.packed + panel * stride;
     Vec total[MR][NP];
@@ -95,41 +95,55 @@ void few(const Product& g, int64_t row, int64_t panel, const float* a, int64_t l
     }
 }
 
+// All rows times NP panels, MOST at a time: the codes come from the nearest cache again, and A from the second.
+template <class Source, bool SCALED, int NP>
+void row_groups(const Product& g, int64_t row, int64_t rows, int64_t panel, const float* a, int64_t lda, Source& source) {
+    int64_t r = 0;
+#define ISOBIT_ROWS(MR) \
+    for (; r + MR <= rows; r += MR) tile<Source, SCALED, MR, NP>(g, row + r, panel, a + r * lda, lda, source)
+    if constexpr (NP == 1) {
+        ISOBIT_ROWS(MOST);
+        ISOBIT_ROWS(4);
+        ISOBIT_ROWS(3);
+    }
+    ISOBIT_ROWS(2);
+    ISOBIT_ROWS(1);
+#undef ISOBIT_ROWS
+}
+
 // Groups of panels begin at multiples of NP, so that none crosses a block of scales.
-template <class Source, bool SCALED, int MR>
-void few_panels(const Product& g, int64_t row, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
-    constexpr int NP = MR == 1 ? 4 : MR == 2 ? 2 : 1;
+template <class Source, bool SCALED, int NP>
+void panel_groups(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
     Source source;
     for (int64_t panel = panel0; panel < panel1;)
         if (panel % NP == 0 && panel + NP <= panel1)
-            few<Source, SCALED, MR, NP>(g, row, panel, a, lda, source), panel += NP;
+            row_groups<Source, SCALED, NP>(g, row, rows, panel, a, lda, source), panel += NP;
         else
-            few<Source, SCALED, MR, 1>(g, row, panel, a, lda, source), panel += 1;
+            row_groups<Source, SCALED, 1>(g, row, rows, panel, a, lda, source), panel += 1;
 }
 
 template <class Source, bool SCALED>
-void few_of(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
-    if (rows == 1) few_panels<Source, SCALED, 1>(g, row, panel0, panel1, a, lda);
-    if (rows == 2) few_panels<Source, SCALED, 2>(g, row, panel0, panel1, a, lda);
-    if (rows == 3) few_panels<Source, SCALED, 3>(g, row, panel0, panel1, a, lda);
-    if (rows == 4) few_panels<Source, SCALED, 4>(g, row, panel0, panel1, a, lda);
+void rows_of(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
+    if (rows == 1) panel_groups<Source, SCALED, 4>(g, row, rows, panel0, panel1, a, lda);
+    else if (rows == 2) panel_groups<Source, SCALED, 2>(g, row, rows, panel0, panel1, a, lda);
+    else panel_groups<Source, SCALED, 1>(g, row, rows, panel0, panel1, a, lda);
 }
 
-bool few_rows(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
-    if (rows > FEW || g.kind_b == E5M2) return false;
+bool in_registers(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
+    if (g.kind_b == E5M2) return false;
     if (g.kind_b == BF16) {
-        few_of<Bf16Source, false>(g, row, rows, panel0, panel1, a, lda);
+        rows_of<Bf16Source, false>(g, row, rows, panel0, panel1, a, lda);
         return true;
     }
     const Scales& s = g.scale_b;
     if (g.scaled & BLOCKS) {
-        few_of<CodeSource, true>(g, row, rows, panel0, panel1, a, lda);
+        rows_of<CodeSource, true>(g, row, rows, panel0, panel1, a, lda);
         return true;
     }
     const bool uniform = (s.block_rows % (4 * PANEL) == 0 || s.block_rows >= g.n) &&
                          (s.block_columns % STEP == 0 || s.block_columns >= g.k);
     if (!(g.scaled & FOLD_B) || !uniform) return false;
-    few_of<CodeSource, false>(g, row, rows, panel0, panel1, a, lda);
+    rows_of<CodeSource, false>(g, row, rows, panel0, panel1, a, lda);
     return true;
 }
 

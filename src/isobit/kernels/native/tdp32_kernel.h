@@ -5,7 +5,8 @@
 //   split(p, even, odd)    16 pairs of BF16 numbers
 //   decode_quad(p, v)      E4M3 codes of 4 consecutive k and 16 columns, as they are packed
 //
-// in the anonymous namespace, and then defines `few_rows`. Every path computes the same operations on an element, in the same order.
+// in the anonymous namespace, and then defines `in_registers`. Every path computes the same operations on an element, in
+// the same order.
 #pragma once
 
 #include "tdp32.h"
@@ -14,8 +15,8 @@ namespace {
 
 constexpr int64_t WIDE = 2;  // panels of B that are decoded together
 
-// Whether it has computed these few rows in a way of its own; a[r * lda + k] are A's values.
-bool few_rows(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda);
+// Whether it has computed these rows with B decoded in registers, tile by tile; a[r * lda + k] are A's values.
+bool in_registers(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda);
 
 // A's rows as float32, without scales: out[r * stride + k], zeros up to the next multiple of 32.
 template <class T>
@@ -183,7 +184,7 @@ void finish(const Product& g, int64_t row, int64_t column, int64_t columns, floa
     for (int64_t row = row0; row < row1; row += chunk) {
         const int64_t rows = row1 - row < chunk ? row1 - row : chunk;
         decode_a(g, row, rows, a, lda);
-        if (few_rows(g, row, rows, panel0, panel1, a, lda)) continue;
+        if (in_registers(g, row, rows, panel0, panel1, a, lda)) continue;
         for (int64_t s = 0; g.scaled & BLOCKS && s < blocks; s++)
             g.scale_a.fill(row, rows, g.m, s * STEP, row_scale + s * chunk);
         for (int64_t panel = panel0; panel < panel1; panel += WIDE) {

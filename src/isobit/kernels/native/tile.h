@@ -12,9 +12,9 @@ template <> struct Columns<float> { typedef f32x16 V; static constexpr int lanes
 
 constexpr int64_t PANEL = 16;
 
-// What becomes of a tile's sums: they replace C, continue it (the chain goes on from C), or are added to it after a
-// multiplication by (row scale · column scale), rounding the product and the sum.
-enum Finish { REPLACE, CONTINUE, ADD_SCALED };
+// What becomes of a tile's sums: they replace C, continue it (the chain goes on from C), are added to it, or are added
+// after a multiplication by (row scale · column scale), rounding the product and the sum.
+enum Finish { REPLACE, CONTINUE, ADD, ADD_SCALED };
 struct Factors {
     const double *row, *column;
 };
@@ -50,6 +50,8 @@ static void tile(const R* a, int64_t lda, const R* b, int64_t ldb, int64_t panel
             R* target = c + r * ldc + w * lanes;
             if constexpr (F == ADD_SCALED)
                 store(target, load<V>(target) + sum[r][w] * (splat(row_factors[r]) * load<V>(column_factors + w * lanes)));
+            else if constexpr (F == ADD)
+                store(target, load<V>(target) + sum[r][w]);
             else
                 store(target, sum[r][w]);
         }
@@ -87,6 +89,22 @@ static void tile_product(int64_t rows, int64_t panels, const R* a, int64_t lda, 
         ISOBIT_TILES(1, 4);
     }
 #undef ISOBIT_TILES
+}
+
+constexpr int64_t CHAIN = 32;
+
+// C += A · B. In float64 the chain of C goes on; in float32 every 32 of k are a chain from zero that is added to C, so
+// that its error grows with count / 32.
+template <class R>
+static void accumulate(int64_t rows, int64_t panels, const R* a, int64_t lda, const R* b, int64_t ldb, int64_t count, R* c,
+                       int64_t ldc) {
+    if constexpr (sizeof(R) == sizeof(double)) {
+        tile_product<CONTINUE>(rows, panels, a, lda, b, ldb, PANEL, count, c, ldc);
+    } else {
+        for (int64_t k = 0; k < count; k += CHAIN)
+            tile_product<ADD>(rows, panels, a + k, lda, b + k * ldb, ldb, PANEL, count - k < CHAIN ? count - k : CHAIN, c,
+                              ldc);
+    }
 }
 
 // ---- transposition of 16 rows into a panel [count][16] ----

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from isobit.kernels.composed import Composed
 from isobit.kernels.matrices import Operand, Prepared, weight_of
-from isobit.kernels.reference import attention, pointwise, product, routing, sampling, tdp32
+from isobit.kernels.reference import attention, attention32, pointwise, product, routing, rows32, sampling, tdp32
 from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import QTensor, QuantSpec, quantize
 
-ORDERS = {"exact": "exact", "bitwise": tdp32.ORDER, "fast": "libraries"}
-"""Of products on a CPU, by `consistency`."""
+ORDERS = {"exact": "exact", "bitwise": f"{tdp32.ORDER}+{rows32.ORDER}", "fast": "libraries"}
+"""Of products, and of sums within a row, on a CPU, by `consistency`."""
 
 
 class ReferenceOps(Composed):
@@ -24,6 +24,9 @@ class ReferenceOps(Composed):
         self.order = ORDERS[consistency]
         self.why = why
         self.device = torch.device(device)
+        single = consistency == "bitwise"
+        self._rows = rows32 if single else pointwise
+        self._attention = attention32 if single else attention
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         return quantize(x, spec, name)
@@ -48,10 +51,10 @@ class ReferenceOps(Composed):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return pointwise.rms_norm(x, weight, eps, residual)
+        return self._rows.rms_norm(x, weight, eps, residual)
 
     def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        return pointwise.rms_norm_backward(dy, summed, weight, rstd)
+        return self._rows.rms_norm_backward(dy, summed, weight, rstd)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
         return pointwise.rotary(x, cos, sin, positions, inverse)
@@ -60,18 +63,18 @@ class ReferenceOps(Composed):
         attention.kv_write(store, k, v, layout)
 
     def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        return attention.attention(q, store, layout, scale)
+        return self._attention.attention(q, store, layout, scale)
 
     def attention_backward(
         self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return attention.attention_backward(dout, q, out, lse, store, layout, scale)
+        return self._attention.attention_backward(dout, q, out, lse, store, layout, scale)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return pointwise.silu_mul(gate_up)
+        return self._rows.silu_mul(gate_up)
 
     def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
-        return pointwise.silu_mul_backward(dh, gate_up)
+        return self._rows.silu_mul_backward(dh, gate_up)
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         return sampling.token_logprobs(logits, tokens, temperature)

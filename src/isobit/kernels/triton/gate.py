@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast
-from isobit.kernels.triton.quantize import codes, empty, largest, quantize, scale_or_flag, supported
+from isobit.kernels.triton.quantize import codes, empty, largest, lies_beside, quantize, scale_or_flag, supported
 from isobit.precision import BLOCK, QTensor, QuantSpec
 
 _HIGH = 8
@@ -27,6 +27,7 @@ _WARPS = 4
 def _silu_mul(
     gate_up_ptr, h_ptr, scale_ptr, flag_ptr, rows,
     COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, QUANTIZED: tl.constexpr, UE8M0: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """A tile [HIGH, WIDE] of the result [rows, COLUMNS]."""
     STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
@@ -45,7 +46,10 @@ def _silu_mul(
     if QUANTIZED:
         h = h.to(tl.float32)
         scale = scale_or_flag(largest(h, 1), flag_ptr, UE8M0)
-        tl.store(scale_ptr + first * STEPS + i * STEPS + across, scale, mask=row < rows)
+        if BESIDE:
+            tl.store(scale_ptr + tl.cast(rows, tl.int64) * across + row, scale, mask=row < rows)
+        else:
+            tl.store(scale_ptr + first * STEPS + i * STEPS + across, scale, mask=row < rows)
         h = codes(h, scale[:, None], UE8M0)
     tl.store(out, h, mask=inside)
 
@@ -76,7 +80,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I], rounded once."""
     gate_up = gate_up.contiguous()
     h = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    _launch(_silu_mul, h.shape, gate_up, h, None, None, QUANTIZED=False, UE8M0=False)
+    _launch(_silu_mul, h.shape, gate_up, h, None, None, QUANTIZED=False, UE8M0=False, BESIDE=False)
     return h
 
 
@@ -90,8 +94,8 @@ def silu_mul_quantized(gate_up: Tensor, spec: QuantSpec, flag: Tensor) -> QTenso
     assert supported(spec), f"no kernel quantizes to {spec}"
     gate_up = gate_up.contiguous()
     made = empty(gate_up.shape[0], gate_up.shape[1] // 2, spec, gate_up.device)
-    data, ue8m0 = made.data.view(torch.uint8), spec.scale == "ue8m0"
-    _launch(_silu_mul, made.shape, gate_up, data, made.scale, flag, QUANTIZED=True, UE8M0=ue8m0)
+    data, ue8m0, beside = made.data.view(torch.uint8), spec.scale == "ue8m0", lies_beside(made)
+    _launch(_silu_mul, made.shape, gate_up, data, made.scale, flag, QUANTIZED=True, UE8M0=ue8m0, BESIDE=beside)
     return made
 
 

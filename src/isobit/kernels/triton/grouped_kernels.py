@@ -47,7 +47,7 @@ def _store_rows(total, y_ptr, n, t, stop, COLUMNS: tl.constexpr):
     tl.store(y_ptr + at, y, mask=(t < stop)[:, None] & (n < COLUMNS)[None, :])
 
 
-@triton.jit(do_not_specialize=["tiles", "a_scale_row"])
+@triton.jit(do_not_specialize=["tiles", "a_scale_row", "a_scale_block"])
 def block_product(
     a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, y_ptr, tile_ptr, offsets_ptr,
     tiles, a_scale_row, a_scale_block, w_scale_expert, w_scale_row, w_scale_block,
@@ -131,7 +131,7 @@ def transpose_codes(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLO
     tl.store(y_ptr + first + c[:, None] * ROWS + r[None, :], tl.trans(x), mask=tl.trans(inside))
 
 
-@triton.jit(do_not_specialize=["tiles", "x_scale_row"])
+@triton.jit(do_not_specialize=["tiles", "x_scale_row", "x_scale_block"])
 def quantize_tokens(
     x_ptr, x_scale_ptr, y_ptr, scale_ptr, flag_ptr, tile_ptr, offsets_ptr, tiles, x_scale_row, x_scale_block,
     COLUMNS: tl.constexpr, CODES: tl.constexpr, UE8M0: tl.constexpr, BLOCK_C: tl.constexpr,

@@ -21,6 +21,7 @@ from isobit.kernels.triton.quantize import (
     codes,
     empty,
     largest,
+    lies_beside,
     quantize,
     scale_or_flag,
     supported,
@@ -49,7 +50,7 @@ def pair_sum(x, LEVELS: tl.constexpr):
 def _rms_norm(
     x_ptr, residual_ptr, weight_ptr, summed_ptr, y_ptr, scale_ptr, rstd_ptr, flag_ptr, eps,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
-    QUANTIZED: tl.constexpr, UE8M0: tl.constexpr,
+    QUANTIZED: tl.constexpr, UE8M0: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """A row as BLOCKS blocks of WIDE columns, which are those of the quantizer."""
     row = tl.program_id(0).to(tl.int64)
@@ -71,7 +72,10 @@ def _rms_norm(
         y = y.to(tl.float32)
         STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
         scale = scale_or_flag(largest(y, 1), flag_ptr, UE8M0)
-        tl.store(scale_ptr + row * STEPS + block, scale, mask=block < STEPS)
+        if BESIDE:
+            tl.store(scale_ptr + tl.num_programs(0).to(tl.int64) * block + row, scale, mask=block < STEPS)
+        else:
+            tl.store(scale_ptr + row * STEPS + block, scale, mask=block < STEPS)
         y = codes(y, scale[:, None], UE8M0)
         # as many codes a thread as it has loaded, in 16 bytes: loads are not spread to fit the store
         out = tl.max_contiguous(y_ptr + row * COLUMNS + at, [1, 128 // x_ptr.dtype.element_ty.primitive_bitwidth])
@@ -148,9 +152,8 @@ def rms_norm_quantized(
     x, residual, summed, rstd = _prepare(x, residual)
     made = empty(x.shape[0], x.shape[1], spec, x.device)
     codes_of = made.data.view(torch.uint8)
-    _launch_norm(
-        x, residual, weight, summed, codes_of, made.scale, rstd, flag, eps, ue8m0=spec.scale == "ue8m0"
-    )  # fmt: skip
+    ue8m0, beside = spec.scale == "ue8m0", lies_beside(made)
+    _launch_norm(x, residual, weight, summed, codes_of, made.scale, rstd, flag, eps, ue8m0=ue8m0, beside=beside)
     return made, summed, rstd
 
 
@@ -193,12 +196,12 @@ def _prepare(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None,
 
 def _launch_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, summed: Tensor, y: Tensor, scale: Tensor | None, rstd: Tensor,
-    flag: Tensor | None, eps: float, *, ue8m0: bool,
+    flag: Tensor | None, eps: float, *, ue8m0: bool, beside: bool = False,
 ) -> None:  # fmt: skip
     columns = x.shape[1]
     blocks = triton.next_power_of_2(-(-columns // BLOCK))
     launch(
         _rms_norm, (x.shape[0],), x, residual, weight, summed, y, scale, rstd, flag, eps,
         COLUMNS=columns, BLOCKS=blocks, WIDE=BLOCK, LEVELS=(blocks * BLOCK).bit_length() - 1,
-        QUANTIZED=scale is not None, UE8M0=ue8m0, num_warps=warps_for(blocks * BLOCK),
+        QUANTIZED=scale is not None, UE8M0=ue8m0, BESIDE=beside, num_warps=warps_for(blocks * BLOCK),
     )  # fmt: skip

@@ -33,7 +33,7 @@ from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults
 from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
-from isobit.precision import E4M3, Precision, QTensor, QuantSpec
+from isobit.precision import E4M3, ErrorSums, Precision, QTensor, QuantSpec, error_sums
 
 _ALLOWED = {
     "weights": ("128x128",),
@@ -80,6 +80,9 @@ class TritonOps(Ops):
 
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         return quantize.quantize_along_tokens(x, spec, self._faults.of(name))
+
+    def error_sums(self, x: Operand, quantized: QTensor) -> ErrorSums:
+        return error_sums(values(x), quantized)
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
         return weight
@@ -157,6 +160,9 @@ class TritonOps(Ops):
 
     def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
         return gate.silu_mul_backward(dh, gate_up)
+
+    def square_sums(self, x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square_()
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         gradient = torch.zeros(count, dy.shape[1], device=dy.device)

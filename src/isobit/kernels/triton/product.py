@@ -58,7 +58,8 @@ def _blocks(a: QTensor, b: QTensor, bias: Tensor | None, out: torch.dtype) -> Te
     if inner != a.shape[1]:  # zero codes, so that rows start at multiples of 16 bytes and are loaded so
         left, right = padded(left, a.shape[0], inner), padded(right, b.shape[0], inner)
     sizes = (a.shape[0], b.shape[0], inner)
-    # many rows: scales of neighbouring rows side by side, so that a tile's are loaded from one address
+    # many rows: scales of neighbouring rows side by side, so that a tile's are loaded from one address; quantizers
+    # write them so (`quantize.empty`), and nothing is copied
     scale = a.scale if sizes[0] <= FEW_ROWS else a.scale.t().contiguous().t()
     strides = (row_stride(left), *scale_strides(scale, sizes[0]), row_stride(right), *scale_strides(b.scale, sizes[1]))
     chosen = plan(*sizes, torch.uint8)

@@ -17,6 +17,7 @@ from torch import Tensor
 from isobit.kernels.matrices import Operand
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import block_scale, from_e4m3, to_e4m3
+from isobit.kernels.triton.product_plan import FEW_ROWS
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec, along_rows
 
 INFINITY = tl.constexpr(0x7F800000)
@@ -24,6 +25,7 @@ INFINITY = tl.constexpr(0x7F800000)
 _TILES = {"1x128": (16, 128, 4), "128x1": (128, 64, 16), "128x128": (128, 128, 16)}
 """Rows and columns of a program's tile, and its warps: 16 to 32 elements a thread."""
 _WIDEST = 16384
+_ALIGNED = 16  # bytes of the widest store
 
 
 @triton.jit
@@ -55,16 +57,17 @@ def codes(x, scale, UE8M0: tl.constexpr):
         return to_e4m3(tl.div_rn(x, tl.broadcast_to(scale, x.shape)))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "old_row", "old_step"])
 def _tiles(
-    x_ptr, old_ptr, data_ptr, scale_ptr, flag_ptr, rows, stride, pitch,
+    x_ptr, old_ptr, data_ptr, scale_ptr, flag_ptr, rows, stride, pitch, old_row, old_step,
     COLUMNS: tl.constexpr, OLD_BLOCK: tl.constexpr, GRANULARITY: tl.constexpr, TRANSPOSED: tl.constexpr,
-    UE8M0: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    BESIDE: tl.constexpr, UE8M0: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile [HIGH, WIDE]: its scales and codes; `old_ptr` are the scales of an `x` that is codes itself.
+    """A tile [HIGH, WIDE]: its scales and codes; `old_ptr` are the scales of an `x` that is codes itself, with strides
+    `old_row` and `old_step`. BESIDE: the result's scales as `empty` has them for many rows.
 
-    `pitch` is the row stride of the result: COLUMNS, or of a transposed one the number of rows once more, but here
-    with its divisibility, on which wide stores depend.
+    `pitch` is the row stride of the result: COLUMNS, or of a transposed one the number of rows, rounded up to 16, on
+    which wide stores depend; the padding is written, as zeros.
     """
     ACROSS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
     tile = tl.program_id(0)
@@ -77,16 +80,18 @@ def _tiles(
     if old_ptr is None:
         x = x.to(tl.float32)
     else:
-        OLD_STEPS: tl.constexpr = (COLUMNS + OLD_BLOCK - 1) // OLD_BLOCK
-        old = old_ptr + first * OLD_STEPS + i * OLD_STEPS + across * WIDE // OLD_BLOCK
+        old = old_ptr + (first + i) * old_row + (across * WIDE // OLD_BLOCK).to(tl.int64) * old_step
         x = from_e4m3(x) * tl.load(old, mask=row < rows, other=0.0)[:, None]
     if GRANULARITY == "1x128":
         scale = scale_or_flag(largest(x, 1), flag_ptr, UE8M0)
-        tl.store(scale_ptr + first * ACROSS + i * ACROSS + across, scale, mask=row < rows)
+        if BESIDE:
+            tl.store(scale_ptr + tl.cast(rows, tl.int64) * across + row, scale, mask=row < rows)
+        else:
+            tl.store(scale_ptr + first * ACROSS + i * ACROSS + across, scale, mask=row < rows)
         found = codes(x, scale[:, None], UE8M0)
     elif GRANULARITY == "128x1":
         scale = scale_or_flag(largest(x, 0), flag_ptr, UE8M0)
-        if TRANSPOSED:
+        if TRANSPOSED and not BESIDE:
             tl.store(scale_ptr + column * ((rows + HIGH - 1) // HIGH) + down, scale, mask=column < COLUMNS)
         else:
             tl.store(scale_ptr + down * COLUMNS + column, scale, mask=column < COLUMNS)
@@ -135,15 +140,32 @@ def supported(spec: QuantSpec) -> bool:
     return spec.format is E4M3 and spec.granularity in (*_TILES, "row") and spec.scale in ("fp32", "ue8m0")
 
 
-def empty(rows: int, columns: int, spec: QuantSpec, device: torch.device) -> QTensor:
-    """A quantized matrix [rows, columns] whose contiguous codes and scales are still to be written."""
+def empty(rows: int, columns: int, spec: QuantSpec, device: torch.device, pitch: int | None = None) -> QTensor:
+    """A quantized matrix [rows, columns] whose codes and scales are still to be written. Rows of codes are `pitch`
+    bytes apart; by default they are contiguous.
+
+    Of more than FEW_ROWS rows with a scale of their own for each block, the scales of neighbouring rows stand side by
+    side, as products load them (`lies_beside`); all others are contiguous.
+    """
     high, wide = spec.block((rows, columns))
-    data = torch.empty(rows, columns, dtype=E4M3.dtype, device=device)
-    return QTensor(data, torch.empty(-(-rows // high), -(-columns // wide), device=device), spec)
+    data = torch.empty(rows, pitch or columns, dtype=E4M3.dtype, device=device)[:, :columns]
+    sizes = (-(-rows // high), -(-columns // wide))
+    scale = torch.empty(sizes[::-1], device=device).t() if _many(rows, spec) else torch.empty(sizes, device=device)
+    return QTensor(data, scale, spec)
+
+
+def _many(rows: int, spec: QuantSpec) -> bool:
+    return rows > FEW_ROWS and spec.granularity == "1x128"
+
+
+def lies_beside(made: QTensor) -> bool:
+    """Whether `empty` made these scales [R, L] with strides (1, R)."""
+    return _many(made.shape[0], made.spec)
 
 
 def quantize(x: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
-    """`isobit.precision.quantize` of a BF16 or float32 matrix [R, C], bit for bit; codes and scales are contiguous.
+    """`isobit.precision.quantize` of a BF16 or float32 matrix [R, C], bit for bit; codes are contiguous, scales as
+    `empty` has them.
 
     `flag` [1] int32 becomes 1 where `x` holds NaN or an infinity. Rows may have any stride.
     """
@@ -167,17 +189,19 @@ def quantize(x: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
 
 
 def quantize_along_tokens(x: Operand, spec: QuantSpec, flag: Tensor) -> QTensor:
-    """xᵀ [C, T] of x [T, C], quantized in blocks of 128 tokens: codes [C, T] and scales [C, ceil(T / 128)], contiguous.
+    """xᵀ [C, T] of x [T, C], quantized in blocks of 128 tokens: codes [C, T] and scales [C, ceil(T / 128)], as
+    `empty` has them.
 
-    The bits of `quantize(values of x, 128x1).transpose()`. `x` is a BF16 or float32 matrix, or quantized with blocks
-    along its rows (`1x128` or `row`): its values are then restored in registers. Where T is a multiple of 16, codes
-    are stored 16 at a time. `spec` is that of `x` or of a gradient; `flag` as of `quantize`.
+    Rows of codes are a multiple of 16 bytes apart, so that any T is stored 16 codes at a time and by one binary. The
+    bits are those of `quantize(values of x, 128x1).transpose()`. `x` is a BF16 or float32 matrix, or quantized with
+    blocks along its rows (`1x128` or `row`): its values are then restored in registers. `spec` is that of `x` or of a
+    gradient; `flag` as of `quantize`.
     """
     along = along_rows(spec)
     assert along.granularity == "128x1" and supported(along), f"no kernel quantizes {spec} along the tokens"  # noqa: PT018
     rows, columns = x.shape
     values = x.data.view(torch.uint8) if isinstance(x, QTensor) else x
-    made = empty(columns, rows, along.transpose(), values.device)
+    made = empty(columns, rows, along.transpose(), values.device, pitch=-(-rows // _ALIGNED) * _ALIGNED)
     if rows * columns > 0:
         _launch_tiles(_with_rows(values), x if isinstance(x, QTensor) else None, made, along, flag, transposed=True)
     return made
@@ -203,8 +227,9 @@ def _launch_tiles(
         assert old.block[1] in (BLOCK, columns), f"no kernel reads blocks of {old.spec}"
     launch(
         _tiles, (-(-rows // high) * -(-columns // wide),),
-        values, None if old is None else old.scale.contiguous(), made.data.view(torch.uint8), made.scale, flag,
-        rows, values.stride(0), made.shape[1],
+        values, None if old is None else old.scale, made.data.view(torch.uint8), made.scale, flag,
+        rows, values.stride(0), made.data.stride(0), *((0, 0) if old is None else old.scale.stride()),
         COLUMNS=columns, OLD_BLOCK=BLOCK if old is None else old.block[1], GRANULARITY=spec.granularity,
-        TRANSPOSED=transposed, UE8M0=spec.scale == "ue8m0", HIGH=high, WIDE=wide, num_warps=warps,
+        TRANSPOSED=transposed, BESIDE=lies_beside(made), UE8M0=spec.scale == "ue8m0", HIGH=high, WIDE=wide,
+        num_warps=warps,
     )  # fmt: skip

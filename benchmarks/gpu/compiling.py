@@ -1,0 +1,129 @@
+"""Compiles every kernel of the benchmarks' models before one runs, on all processors at once, into the shared cache.
+
+Compiled when first launched, by one process at a time, they would take minutes of a lease. The launches are recorded as
+in `benchmarks/kernel_table.py`, and Triton compiles what it would compile for them (`JITFunction.warmup`), so that the
+launch finds it. Each is loaded too: one that wants more shared memory than the GPU has is found here.
+
+`python -m benchmarks.gpu.compiling INDEX COUNT` is one worker: it compiles every COUNTth kernel, and prints a line of
+JSON for each.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.cross_compile import kernel_name
+from benchmarks.gpu import bits
+from benchmarks.gpu.common import Bench, described
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.kernel_table import META, MODELS, launches, signature
+from isobit.kernels.triton import product as product_module
+from isobit.kernels.triton.launch import KernelLaunch, record_launches
+from isobit.kernels.triton.ops import TritonOps
+
+PRESETS = ("fp8", "bf16", "fp8-unified")
+_MOST_WORKERS = 14  # each has a context on the GPU, of half a gigabyte
+
+
+def run(bench: Bench) -> None:
+    """One case; a row for every kernel that failed, and one for all."""
+    what = "kernels of real models"
+    if not bench.wants(what):
+        return
+    with bench.case(what) as case:
+        start = time.perf_counter()
+        count = 1 if bench.rehearsal else min(_MOST_WORKERS, os.cpu_count() or 2)
+        found = _by_workers(count, bench)
+        for line in found:
+            if "failure" in line:
+                case.failures.append({"contestant": f"{line['kernel']} {line['constants']}", **line["failure"]})
+        case.row(
+            "compiled", time.perf_counter() - start, kernels=len(found), workers=count,
+            seconds_of_all=sum(line["took_s"] for line in found),
+        )  # fmt: skip
+        if not found:
+            raise RuntimeError("no worker has compiled anything: see what it printed")
+
+
+def _by_workers(count: int, bench: Bench) -> list[dict[str, Any]]:
+    """What all of them have done in the stage's time; a rehearsal lists the kernels, and compiles none."""
+    command = [sys.executable, "-m", "benchmarks.gpu.compiling"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    listed = ["--list"] if bench.rehearsal else []
+    workers = [
+        subprocess.Popen([*command, str(i), str(count), *listed], env=environment, stdout=subprocess.PIPE, text=True)
+        for i in range(count)
+    ]
+    lines: list[dict[str, Any]] = []
+    for worker in workers:
+        try:
+            out, _ = worker.communicate(timeout=300 if bench.rehearsal else max(bench.left_s, 1))
+        except subprocess.TimeoutExpired:  # what is left is compiled when it is launched
+            worker.kill()
+            out, _ = worker.communicate()
+        lines += [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+    return lines
+
+
+def distinct() -> list[KernelLaunch]:
+    """One launch of every kernel that Triton compiles for itself, in an order that is the same in every process."""
+    first: dict[tuple[object, ...], KernelLaunch] = {}
+    for name in MODELS:
+        for preset in PRESETS:
+            for _, launch in launches(SHAPES[name], preset):
+                first.setdefault(signature(launch), launch)
+    for launch in _tiles():
+        first.setdefault(signature(launch), launch)
+    return [first[key] for key in sorted(first, key=repr)]
+
+
+def _tiles() -> list[KernelLaunch]:
+    """The products of the stage `bits` by every tile."""
+    ops = TritonOps("bitwise", "recorded", META)
+    with record_launches() as found:
+        for outputs, inputs in bits.sizes_of({name: SHAPES[name] for name in bits.MODELS}).values():
+            for kind in ("fp8", "bf16"):
+                x, w = bits.operands(kind, bits.ROWS_OF_TILES, outputs, inputs, ops)
+                for tile in bits.TILES:
+                    with bits.forced(tile):
+                        product_module.product(x, w, None, torch.float32)
+    return found
+
+
+def compile_all(chosen: list[KernelLaunch]) -> Iterator[dict[str, object]]:
+    """Compile each as its launch would (`isobit.kernels.triton.launch.launch`); what fails says why."""
+    for launch in chosen:
+        start = time.perf_counter()
+        constants = {name: str(value) for name, value in launch.constants.items()}
+        line: dict[str, object] = {"kernel": kernel_name(launch), "constants": constants}
+        try:
+            made = launch.kernel.warmup(
+                *launch.arguments, grid=launch.grid, **launch.constants, num_warps=launch.num_warps,
+                num_stages=launch.num_stages, enable_fp_fusion=False,
+            )  # fmt: skip
+            if torch.cuda.is_available():
+                made._init_handles()  # as a launch does first
+        except Exception as error:  # of a compiler, anything
+            line["failure"] = described(error)
+        yield line | {"took_s": time.perf_counter() - start}
+
+
+def main() -> None:
+    index, count = (int(word) for word in sys.argv[1:3])
+    chosen = distinct()[index::count]
+    for line in _listed(chosen) if "--list" in sys.argv else compile_all(chosen):
+        print(json.dumps(line), flush=True)
+
+
+def _listed(chosen: list[KernelLaunch]) -> Iterator[dict[str, object]]:
+    yield from ({"kernel": kernel_name(launch), "took_s": 0.0} for launch in chosen)
+
+
+if __name__ == "__main__":
+    main()

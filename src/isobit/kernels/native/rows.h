@@ -1,0 +1,129 @@
+// RMSNorm and the SiLU gate of a row, in float64 inside (`exact`, `fast`) or in float32 (`bitwise`, the order `rows32-v1`
+// of reference/rows32.py); and a row's quantization.
+#pragma once
+
+#include "pointwise.h"
+#include "quantize.h"
+
+constexpr int64_t LANES = 64;  // of a sum over the channels in float32
+
+// How the rows of an operator's result are quantized, if at all: E4M3, blocks of `block` columns.
+struct Quantized {
+    uint8_t* codes;
+    float* scales;
+    int64_t block, power_of_two;
+};
+
+// The operators, which the self-test calls too (pointwise.cpp).
+EXPORT int64_t isobit_rms_norm(int64_t kind, int64_t single, const void* x, const void* residual, const void* weight,
+                               int64_t rows, int64_t columns, double eps, void* y, void* summed, float* rstd, void* codes,
+                               void* scales, int64_t block, int64_t power_of_two, int64_t threads);
+EXPORT int64_t isobit_silu_mul(int64_t kind, int64_t single, const void* gate_up, int64_t rows, int64_t inner, void* out,
+                               void* codes, void* scales, int64_t block, int64_t power_of_two, int64_t threads);
+
+// Columns as the norm of a row computes them, with zeros after the last.
+template <class R> constexpr int64_t norm_width(int64_t columns) {
+    return padded(columns, sizeof(R) == sizeof(float) ? LANES : 16);
+}
+template <class R, class T>
+static INLINE void decode_padded(const T* x, int64_t columns, R* out) {
+    decode_row(x, columns, out);
+    for (int64_t i = columns; i < norm_width<R>(columns); i++) out[i] = R(0);
+}
+
+// 1 / sqrt(mean of squares + eps) of a row that is padded.
+static INLINE float inverse_rms(const double* x, int64_t columns, double eps) {
+    f64x8 squares[2] = {splat(0.0), splat(0.0)};
+    for (int64_t i = 0; i < norm_width<double>(columns); i += 16)
+        for (int half = 0; half < 2; half++) {
+            f64x8 value = load<f64x8>(x + i + 8 * half);
+            squares[half] = multiply_add(value, value, squares[half]);
+        }
+    return float(1.0 / std::sqrt(lane_sum(squares[0] + squares[1]) / double(columns) + eps));
+}
+static INLINE float inverse_rms(const float* x, int64_t columns, double eps) {
+    f32x16 squares[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    for (int64_t i = 0; i < norm_width<float>(columns); i += LANES)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) {
+            f32x16 value = load<f32x16>(x + i + 16 * part);
+            squares[part] = multiply_add(value, value, squares[part]);
+        }
+    const float sum = lane_sum((squares[0] + squares[2]) + (squares[1] + squares[3]));
+    const float mean = sum / float(columns) + float(eps);
+    return mean < INFINITY ? 1.0f / std::sqrt(mean) : NAN;  // not 0, so that weights that blew up are noticed
+}
+
+// x · factor · weight of 16 columns, rounded once from float64, or after each multiplication.
+template <class T>
+static INLINE void scale_sixteen(const double* x, float factor, const double* weight, T* out) {
+    const f64x8 wide = splat(double(factor));
+    round_once(load<f64x8>(x) * wide * load<f64x8>(weight), load<f64x8>(x + 8) * wide * load<f64x8>(weight + 8), out);
+}
+template <class T>
+static INLINE void scale_sixteen(const float* x, float factor, const float* weight, T* out) {
+    round_once(load<f32x16>(x) * splat(factor) * load<f32x16>(weight), out);
+}
+
+// summed = x + residual, rounded; y = summed · rstd · weight. `weight` and `wide` are padded; returns rstd.
+template <class R, class T>
+static float rms_norm_row(const T* x, const T* residual, T* summed, const R* weight, int64_t columns, double eps, R* wide,
+                          T* y) {
+    if (residual) {
+        int64_t i = 0;
+        for (; i + 16 <= columns; i += 16) round_once(decode(x + i) + decode(residual + i), summed + i);
+        for (; i < columns; i++) round_to(decode_scalar(x[i]) + decode_scalar(residual[i]), summed + i);
+        x = summed;
+    }
+    decode_padded(x, columns, wide);
+    const float rstd = inverse_rms(wide, columns, eps);
+    int64_t i = 0;
+    for (; i + 16 <= columns; i += 16) scale_sixteen(wide + i, rstd, weight + i, y + i);
+    if (i < columns) {
+        T last[16];
+        scale_sixteen(wide + i, rstd, weight + i, last);
+        std::memcpy(y + i, last, (columns - i) * sizeof(T));
+    }
+    return rstd;
+}
+
+// exp of float64, rounded to float32: nearly always the float32 nearest to the true value; or of float32.
+template <bool Single>
+static INLINE f32x16 gate_exponential(f32x16 x) {
+    if (Single) return exponential(x);
+    return join(narrow(exponential(widen(low_half(x)))), narrow(exponential(widen(high_half(x)))));
+}
+template <bool Single>
+static INLINE f32x16 silu_mul_lanes(f32x16 gate, f32x16 up) {
+    return gate / (splat(1.0f) + gate_exponential<Single>(-gate)) * up;
+}
+
+// A row in strips of 16; the last one padded, so that all elements take the same path.
+template <bool Single, class T>
+static void silu_mul_row(const T* gate, const T* up, int64_t inner, T* out) {
+    int64_t i = 0;
+    for (; i + 16 <= inner; i += 16) round_once(silu_mul_lanes<Single>(decode(gate + i), decode(up + i)), out + i);
+    if (i < inner) {
+        T a[16] = {0}, b[16] = {0}, c[16];
+        std::memcpy(a, gate + i, (inner - i) * sizeof(T));
+        std::memcpy(b, up + i, (inner - i) * sizeof(T));
+        round_once(silu_mul_lanes<Single>(decode(a), decode(b)), c);
+        std::memcpy(out + i, c, (inner - i) * sizeof(T));
+    }
+}
+
+// Codes and scales of row r. Returns false on NaN or infinity.
+template <class T>
+static bool quantize_row(const Quantized& to, const T* x, int64_t r, int64_t columns) {
+    const int64_t blocks = (columns + to.block - 1) / to.block;
+    uint8_t* codes = to.codes + r * columns;
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t first = b * to.block, count = columns - first < to.block ? columns - first : to.block;
+        const uint32_t amax = run_amax(x + first, count);
+        if (!is_finite(amax)) return false;
+        const float scale = to.scales[r * blocks + b] = scale_of(amax, to.power_of_two);
+        if (to.power_of_two) encode_run<true>(x + first, count, scale, codes + first);
+        else encode_run<false>(x + first, count, scale, codes + first);
+    }
+    return true;
+}

@@ -1,0 +1,156 @@
+// The self-test of `rows32-v1` (reference/rows32.py): norms, gates and attention of hard numbers against scalar arithmetic.
+#include <initializer_list>
+
+#include "attention.h"
+#include "rows.h"
+#include "self_test.h"
+
+namespace {
+
+// Numbers that are hard to add: of size one, with wide exponents, of few magnitudes of either sign, and tiny ones.
+float hard(Random& random, int64_t data) {
+    const uint32_t r = random.next(), sign = (r & 1) << 31, mantissa = r >> 1 & 0x7fffff, any = r >> 24;
+    if (data == 0) return bits_of<float>(sign | (124 + any % 4) << 23 | mantissa);
+    if (data == 1) return bits_of<float>(sign | (127 - 20 + any % 25) << 23 | mantissa);
+    if (data == 2) return bits_of<float>(sign | (127 - any % 3 * 8) << 23 | (mantissa & 0x600000));
+    return bits_of<float>(sign | (any % 66) << 23 | mantissa);
+}
+
+// ---- scalar arithmetic, with constants of its own ----
+
+__attribute__((noinline)) float fused(float a, float b, float c) { return std::fma(a, b, c); }
+
+float halves(float* lane, int64_t lanes) {
+    for (int64_t half = lanes / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; i++) lane[i] = lane[i] + lane[i + half];
+    return lane[0];
+}
+float dot(const float* a, const float* b, int64_t count, int64_t lanes) {
+    float lane[64] = {0};
+    for (int64_t i = 0; i < count; i++) lane[i % lanes] = fused(a[i], b[i], lane[i % lanes]);
+    return halves(lane, lanes);
+}
+float scalar_exp(float x) {
+    if (x < -87.0f) return 0.0f;
+    if (x > 88.0f) x = 88.0f;
+    const float magic = 0x1.8p23f, shifted = x * 1.44269504f + magic, n = shifted - magic;
+    const float r = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, x));
+    float p = 1.0f / 5040.0f;
+    for (float term : {720.0f, 120.0f, 24.0f, 6.0f, 2.0f, 1.0f, 1.0f}) p = fused(p, r, 1.0f / term);
+    return p * bits_of<float>(uint32_t(int32_t(n) + 127) << 23);
+}
+
+int64_t differing(const float* found, const float* wanted, int64_t count) {
+    int64_t different = 0;
+    for (int64_t i = 0; i < count; i++) different += bits_of<uint32_t>(found[i]) != bits_of<uint32_t>(wanted[i]);
+    return different;
+}
+
+// ---- norms and gates ----
+
+int64_t differing_rows(Random& random, int64_t data) {
+    constexpr int64_t N = 150;
+    float x[2 * N], weight[N], found[N], wanted[N], rstd = 0;
+    for (float& one : x) one = hard(random, data);
+    for (float& one : weight) one = hard(random, 0);
+    isobit_rms_norm(FP32, 1, x, nullptr, weight, 1, N, 1e-6, found, nullptr, &rstd, nullptr, nullptr, 1, 0, 1);
+    const float wanted_rstd = 1.0f / std::sqrt(dot(x, x, N, 64) / float(N) + 1e-6f);
+    for (int64_t i = 0; i < N; i++) wanted[i] = x[i] * wanted_rstd * weight[i];
+    int64_t different = differing(&rstd, &wanted_rstd, 1) + differing(found, wanted, N);
+    isobit_silu_mul(FP32, 1, x, 1, N, found, nullptr, nullptr, 1, 0, 1);
+    for (int64_t i = 0; i < N; i++) wanted[i] = x[i] / (1.0f + scalar_exp(-x[i])) * x[N + i];
+    return different + differing(found, wanted, N);
+}
+
+// ---- attention ----
+
+constexpr int64_t CHAINED = 32, KEYS = 77, DIM = 80, PAGE = 4, PAGES = (KEYS + PAGE - 1) / PAGE;
+
+struct Store {
+    float keys[KEYS][DIM], values[KEYS][DIM];  // by position, codes times 2^-8
+    float key_factor[KEYS], value_factor[KEYS];
+};
+
+void scalar_attention(const Store& store, const float* q, int64_t keys, float* out, float* lse) {
+    float weight[KEYS], lane[16] = {0}, peak = -INFINITY;
+    for (int64_t j = 0; j < keys; j++) {
+        weight[j] = dot(q, store.keys[j], DIM, 16) * store.key_factor[j];
+        peak = weight[j] > peak ? weight[j] : peak;
+    }
+    for (int64_t j = 0; j < keys; j++) {
+        weight[j] = scalar_exp(weight[j] - peak);
+        lane[j % 16] = lane[j % 16] + weight[j];
+        weight[j] = weight[j] * store.value_factor[j];
+    }
+    const float total = halves(lane, 16);
+    for (int64_t d = 0; d < DIM; d++) {
+        float mixed = 0.0f;
+        for (int64_t first = 0; first < keys; first += CHAINED) {
+            float chain = 0.0f;
+            for (int64_t j = first; j < first + CHAINED && j < keys; j++) chain = fused(weight[j], store.values[j][d], chain);
+            mixed = mixed + chain;
+        }
+        out[d] = mixed / total;
+    }
+    *lse = float(double(peak) + logarithm(double(total)));
+}
+
+// A few new rows after stored ones, and the last row alone, as C++ has two loops; `heads` share one key head.
+int64_t differing_attention(Random& random, int64_t data, bool codes, int64_t heads) {
+    static Store store;
+    static float plain[2][PAGES * PAGE][DIM], scales[2][PAGES * PAGE];
+    static uint8_t coded[2][PAGES * PAGE][DIM];
+    constexpr int64_t ROWS = 6;
+    static float q[ROWS][2][DIM], found[ROWS][2][DIM], found_lse[ROWS][2], wanted[DIM];
+    int32_t pages[PAGES];
+    for (int64_t p = 0; p < PAGES; p++) pages[p] = int32_t(PAGES - 1 - p);
+    const float factor = 0.3f;
+    for (int64_t j = 0; j < KEYS; j++) {
+        const int64_t slot = pages[j / PAGE] * PAGE + j % PAGE;
+        for (int side = 0; side < 2; side++) {
+            float *natural = side ? store.values[j] : store.keys[j], *where = side ? store.value_factor : store.key_factor;
+            scales[side][slot] = std::fabs(hard(random, 0)) * 0x1p-4f;
+            where[j] = codes ? scales[side][slot] * 256.0f * (side ? 1.0f : factor) : side ? 1.0f : factor;
+            for (int64_t d = 0; d < DIM; d++) {
+                do coded[side][slot][d] = uint8_t(random.next()); while ((coded[side][slot][d] & 0x7f) == 0x7f);
+                plain[side][slot][d] = hard(random, data);
+                natural[d] = codes ? decode_scalar(coded[side][slot][d]) * 0x1p-8f : plain[side][slot][d];
+            }
+        }
+    }
+    for (int64_t r = 0; r < ROWS; r++)
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t d = 0; d < DIM; d++) (&q[0][0][0])[(r * heads + h) * DIM + d] = hard(random, data);
+    int64_t different = 0;
+    for (int64_t rows : {ROWS, int64_t(1)}) {
+        const int64_t row_start[2] = {0, rows}, context = KEYS - rows;
+        Attention g{};
+        g.kind = FP32, g.store_kind = codes ? E4M3 : FP32, g.q = q, g.out = found, g.lse = &found_lse[0][0];
+        g.k = codes ? (void*)coded[0] : (void*)plain[0], g.v = codes ? (void*)coded[1] : (void*)plain[1];
+        g.k_scale = codes ? scales[0] : nullptr, g.v_scale = codes ? scales[1] : nullptr, g.scale_step = 1;
+        g.row_start = row_start, g.context = &context, g.page_table = pages, g.pages = PAGES, g.page_size = PAGE;
+        g.sequences = 1, g.heads = heads, g.kv_heads = 1, g.dim = DIM, g.scale = factor, g.threads = 1, g.rows = rows;
+        g.single = 1;
+        isobit_attention(&g);
+        for (int64_t i = 0; i < rows * heads; i++) {
+            float lse;
+            scalar_attention(store, &q[0][0][0] + i * DIM, context + i / heads + 1, wanted, &lse);
+            different += differing(&found[0][0][0] + i * DIM, wanted, DIM) + differing(&found_lse[0][0] + i, &lse, 1);
+        }
+    }
+    return different;
+}
+
+}  // namespace
+
+// How many results differ.
+EXPORT int64_t isobit_rows32_self_test() {
+    Random random{1};
+    int64_t different = 0;
+    for (int64_t data = 0; data < 4; data++) {
+        different += differing_rows(random, data);
+        for (int64_t heads = 1; heads <= 2; heads++)
+            for (int64_t codes = 0; codes < 2; codes++) different += differing_attention(random, data, codes, heads);
+    }
+    return different;
+}

@@ -1,0 +1,158 @@
+"""Makes the working weights of a use for the first time, of masters, or of values that are read and not kept.
+
+Left out: what they are, and their making anew (`working.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from isobit.kernels import Operand, Ops, Stacked
+from isobit.model.config import ModelConfig
+from isobit.model.low_rank import Adapter
+from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight
+from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, map_parts
+from isobit.precision import Flow, Precision
+
+Made = dict[tuple[int | None, Flow], Layer | Outside]
+"""The parts made so far, by layer and flow; uses with the same flow share them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What working weights are made of. `masters` are the leaves: where ranks share the masters, what is made is
+    storage that `remake` fills. With an `adapter`, `masters` are values that nothing trains, which are read one at a
+    time and not kept, and `leaves` those of the adapter's masters."""
+
+    masters: Mapping[str, Tensor]
+    adapter: Adapter | None = None
+    leaves: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def leaf(self, master: Tensor) -> Tensor:
+        """That through which the gradient of a master returns."""
+        return master if self.adapter is None else NO_MASTER
+
+    def low_rank(self, name: str, flow: Flow) -> tuple[LowRank, ...]:
+        """The adapters of a weight, their working factors in the compute format."""
+
+        def factor(name: str) -> Weight:
+            working = self.leaves[name].detach().to(flow.compute.dtype, copy=True)
+            return Weight(name, self.leaves[name], working, None, None)
+
+        if self.adapter is None:
+            return ()
+        return tuple(
+            LowRank(factor(one.masters[0]), factor(one.masters[1]), one.lo, one.hi, self.adapter.scale)
+            for one in self.adapter.of(name)
+        )
+
+
+def make_working(
+    config: ModelConfig,
+    precision: Precision,
+    ops: Ops,
+    sources: Sources,
+    use: str,
+    made: Made,
+    multiplying: Ops,
+) -> Working:
+    """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops` quantize; the use
+    multiplies with `multiplying`, which prepare the weights."""
+    parts: list[Layer | Outside] = []
+    for index in (None, *range(config.num_layers)):
+        flow = precision.flow(use, index, config.num_layers)
+        if (index, flow) not in made:
+            part = (
+                _make_outside(config, flow, sources)
+                if index is None
+                else _make_layer(config, precision, ops, sources, index, flow)
+            )
+            made[index, flow] = _prepared(part, multiplying)
+        parts.append(made[index, flow])
+    outside, *layers = parts
+    assert isinstance(outside, Outside)
+    return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
+
+
+def _prepared(part: Layer | Outside, ops: Ops) -> Any:
+    """The same with every linear layer's weight prepared for `ops`."""
+
+    def change(part: Weight | Vector) -> Weight | Vector:
+        return replace(part, prepared=ops.prepare(part.working)) if isinstance(part, Weight) else part
+
+    return map_parts(part, change)
+
+
+def _make_outside(config: ModelConfig, flow: Flow, sources: Sources) -> Outside:
+    embed = _vector("embed", flow, sources)
+    head = embed if config.tie_embeddings else _vector("head", flow, sources)
+    final_norm = _vector("final_norm", flow, sources)
+    return Outside(embed, final_norm, Weight(head.name, head.master, head.working, None, None))
+
+
+def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: Sources, index: int, flow: Flow) -> Layer:
+    prefix, masters, leaf = f"layers.{index}.", sources.masters, sources.leaf
+    dgrad, wgrad = precision.backward(index, config.num_layers)
+
+    def vector(name: str) -> Vector:
+        return _vector(prefix + name, flow, sources)
+
+    def made_of(name: str, master: Tensor) -> Operand:
+        spec = precision.linear_flow(flow, name.rpartition(".")[2]).weight
+        if spec is not None:
+            return ops.quantize(master.detach(), spec, prefix + name)
+        return master.detach().to(flow.compute.dtype, copy=True)
+
+    def weight(name: str, master: Tensor, working: Operand | None = None) -> Weight:
+        bias = masters.get(f"{prefix}{name}_bias")
+        rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
+        operand = made_of(name, master) if working is None else working
+        adapters = sources.low_rank(prefix + name, flow)
+        kept = None if bias is None else leaf(bias)
+        made = Weight(prefix + name, leaf(master), operand, kept, rounded, adapters=adapters)
+        activation = precision.linear_flow(flow, name.rpartition(".")[2]).activation
+        if activation is None:
+            return made
+        own_copy = precision.wgrad_activation == "own-copy" and sources.adapter is None
+        gradient = precision.gradient
+        return replace(made, activation=activation, gradient=gradient, dgrad=dgrad, wgrad=wgrad, own_copy=own_copy)
+
+    def mixture() -> Mixture:
+        assert config.experts is not None
+        router, count = masters[prefix + "router"], config.experts.count
+        kept = Weight(prefix + "router", leaf(router), router.detach().clone(), None, None)
+
+        def stacked(role: str) -> tuple[Stacked, list[Weight]]:
+            names, leaves = [f"experts.{number}.{role}" for number in range(count)], []
+
+            def matrices() -> Iterator[Operand]:
+                for name in names:
+                    master = masters[prefix + name]
+                    leaves.append(leaf(master))
+                    yield made_of(name, master)
+
+            stack = Stacked.of(matrices(), count)
+            return stack, [weight(*each) for each in zip(names, leaves, stack.experts)]
+
+        (gate_up, ups), (down, downs) = stacked("gate_up"), stacked("down")
+        experts = tuple(Mlp(first, second) for first, second in zip(ups, downs))
+        return Mixture(kept, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
+
+    return Layer(
+        flow=flow,
+        input_norm=vector("input_norm"),
+        qkv=weight("qkv", masters[prefix + "qkv"]),
+        head_norms=(vector("q_norm"), vector("k_norm")) if config.qk_norm else None,
+        o=weight("o", masters[prefix + "o"]),
+        post_norm=vector("post_norm"),
+        mlp=mixture()
+        if config.is_mixture(index)
+        else Mlp(weight("gate_up", masters[prefix + "gate_up"]), weight("down", masters[prefix + "down"])),
+    )
+
+
+def _vector(name: str, flow: Flow, sources: Sources) -> Vector:
+    master = sources.masters[name]
+    return Vector(name, sources.leaf(master), master.detach().to(flow.compute.dtype, copy=True))

@@ -1,0 +1,69 @@
+"""An adapter added to its model's weights, for systems that take no adapters, and how much of it survives.
+
+W + s · B·A is computed in float64 and rounded to the FP32 master. A run trains the model Q(W) with the update Δ =
+s · B·A beside it, unrounded; a merged model is Q(W + Δ). Where an update is smaller than the weights' rounding, it
+arrives with an error larger than itself. So the gap is measured: |Q(W + Δ) - Q(W) - Δ| / |Δ|, of Frobenius norms over
+all matrices that have an adapter (`tests/commands/test_merge.py`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import plain
+from isobit.model.model import Model
+from isobit.model.peft import base_of, brings_tokenizer, read_peft
+from isobit.model.tokenizer import Tokenizer
+from isobit.model.working import made_like
+from isobit.precision import Precision
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Of a merge: `update` is |Δ| / |W|, `error` that of the quantized sum relative to |Δ|."""
+
+    update: float
+    error: float
+
+    def text(self, precision: str) -> str:
+        """In a line."""
+        if not self.update:
+            return "merged: the adapter changes nothing"
+        return (
+            f"merged: the update has {self.update:.2e} of the weights' norm; in the weights as {precision} multiplies "
+            f"them it has an error of {self.error:.2g} times its own norm"
+        )
+
+
+@torch.no_grad()
+def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tuple[Model, Gap]:
+    """The model of an adapter's folder with the adapter in its masters, and the gap under a flow. Raises IsobitError as
+    `Model.load`."""
+    model = Model.load(base_of(folder), precision)
+    adapter = read_peft(folder, model.config)
+    if brings_tokenizer(folder):
+        model.tokenizer = Tokenizer.load(folder)
+    masters = model.named_parameters()
+    working = {weight.name: weight.working for weight in model.transformer.rollout_weights()}
+    sums = torch.zeros(3, dtype=torch.float64)  # squares of W, of the update, of its error
+    for name in dict.fromkeys(one.weight for one in adapter.projections):
+        before, update = masters[name].double(), torch.zeros_like(masters[name], dtype=torch.float64)
+        for one in adapter.of(name):
+            a, b = (adapter.tensors[factor].to(update.device).double() for factor in one.masters)
+            update[one.lo : one.hi] = adapter.scale * (b @ a)
+        masters[name].copy_(before + update)
+        old, new = working[name], made_like(working[name], masters[name], model.ops, name)
+        error = plain(new, torch.float32).double() - plain(old, torch.float32).double() - update
+        sums += torch.stack([_square(part) for part in (before, update, error)]).cpu()
+    model.sync()
+    norms = [math.sqrt(each) for each in sums.tolist()]
+    return model, Gap(norms[1] / norms[0], norms[2] / norms[1] if norms[1] else 0.0)
+
+
+def _square(x: Tensor) -> Tensor:
+    return x.square().sum()

@@ -1,0 +1,83 @@
+"""What a forward multiplies by: weights of linear layers with their products' formats, adapters on them, and vectors.
+
+Weights enter an operator twice: the *working* weight that is multiplied, and the FP32 *master* that receives the
+gradient. A frozen weight has no master, and none of its inputs is kept for the backward, unless adapters need it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import Operand, Prepared, weight_of
+from isobit.precision import QuantSpec, along_rows
+
+NO_MASTER = torch.empty(0)
+"""In the place of a frozen weight's master: no gradient is computed for it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One linear layer's weights [N, K]: masters, working copies, and how its three products run.
+
+    `prepared` is the working weight as the forward's product takes it, with what the backend packed of it. `adapters`
+    are added to its result (`low_rank.py`).
+    """
+
+    name: str
+    master: Tensor
+    prepared: Prepared
+    bias_master: Tensor | None
+    bias: Tensor | None
+    activation: QuantSpec | None = None
+    gradient: QuantSpec | None = None
+    dgrad: str = "bf16"
+    wgrad: str = "bf16"
+    own_copy: bool = False  # the forward also quantizes the unquantized activation along the tokens, for WGrad
+    adapters: tuple["LowRank", ...] = ()
+
+    @property
+    def working(self) -> Operand:
+        """The working weight itself."""
+        return weight_of(self.prepared)
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether the backward needs what the forward multiplied."""
+        return self.master.requires_grad or bool(self.adapters)
+
+    @property
+    def adapter_masters(self) -> tuple[Tensor, ...]:
+        """A and B of each adapter in turn."""
+        return tuple(factor.master for one in self.adapters for factor in (one.a, one.b))
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """Low-rank factors a [r, K] and b [n, r]: scale · b · a is added to rows `lo` to `hi` = lo + n of a weight."""
+
+    a: Weight
+    b: Weight
+    lo: int
+    hi: int
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A norm's weight [C] or an embedding [V, C]: its master and its working copy."""
+
+    name: str
+    master: Tensor
+    working: Tensor
+
+
+def has_own_copy(weight: Weight) -> bool:
+    """Whether WGrad multiplies a second copy of the activation, quantized along the tokens."""
+    return weight.own_copy and weight.wgrad == "fp8" and weight.activation is not None
+
+
+def copy_spec(weight: Weight) -> QuantSpec:
+    """The spec of that copy [K, T]."""
+    assert weight.activation is not None
+    return along_rows(weight.activation).transpose()

@@ -1,0 +1,4 @@
+"""The matrices that adapters are of, by Hugging Face's names, without torch, which the model would need."""
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"

@@ -1,0 +1,28 @@
+"""The model that a run trains: all of it, or an adapter beside it."""
+
+from pathlib import Path
+
+from isobit.config import Config, SftConfig
+from isobit.distributed import ALONE, Ranks
+from isobit.errors import IsobitError
+from isobit.model import Model
+from isobit.model.adapter import NewAdapter, targeted
+
+
+def load_trained(config: Config | SftConfig, base: Path, checkpoint: Path | None = None, ranks: Ranks = ALONE) -> Model:
+    """The model at `base`, or the state of a `checkpoint`, which holds the adapter alone where there is one. Raises
+    IsobitError where an adapter is not what the config says."""
+    flow = config.precision, config.backend, config.consistency, ranks
+    given = config.adapter
+    if given is None:
+        model = Model.load(checkpoint or base, *flow)
+        if model.transformer.adapter is not None:
+            raise IsobitError(f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init")
+        return model
+    new = NewAdapter(given.rank, given.alpha, given.targets, config.seed)
+    model = Model.load(base, *flow, adapter=checkpoint or given.init or new)
+    found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
+    assert found is not None
+    if (found.rank, found.alpha, found.projections) != (given.rank, given.alpha, wanted):
+        raise IsobitError(f"adapter.init: {given.init} is an {found}; set rank, alpha and targets to these")
+    return model

@@ -1,0 +1,159 @@
+// A program that prints a digest of what each operator computes from the same numbers, and what the self-tests find:
+// `test_arm.py` compares those of two processors.
+#include <cinttypes>
+#include <cstdio>
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+#include "rows.h"
+#include "self_test.h"
+#include "tdp32.h"
+
+EXPORT int64_t isobit_tdp32_isa(int64_t wanted);
+EXPORT int64_t isobit_tdp32_self_test(int64_t isa);
+EXPORT int64_t isobit_rows32_self_test();
+EXPORT void isobit_tdp32_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64_t row_stride,
+                              int64_t column_stride, void* out, int64_t threads);
+EXPORT void isobit_tdp32_product(const Product* arguments);
+EXPORT int64_t isobit_quantize(int64_t kind, const void* x, int64_t rows, int64_t columns, int64_t block_rows,
+                               int64_t block_columns, int64_t power_of_two, void* codes, void* scales, int64_t threads);
+EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, int64_t rows, int64_t count,
+                                  const float* temperature, int64_t step, float* logprobs, float* entropy,
+                                  int64_t threads);
+EXPORT void isobit_sample(const float* logits, const int64_t* keys, int64_t rows, int64_t count,
+                          const float* temperature, int64_t step, int64_t* tokens, int64_t threads);
+EXPORT void isobit_square_sums(const float* x, int64_t rows, int64_t columns, double* sums, int64_t threads);
+
+namespace {
+
+Random random_numbers{7};
+
+// Of either sign, over 2^-6 to 2^6.
+float number() {
+    const uint32_t r = random_numbers.next();
+    return bits_of<float>((r & 1) << 31 | (121 + (r >> 1) % 12) << 23 | (random_numbers.next() & 0x7fffff));
+}
+template <class T>
+std::vector<T> drawn(int64_t count);
+template <>
+std::vector<float> drawn(int64_t count) {
+    std::vector<float> out(count);
+    for (float& x : out) x = number();
+    return out;
+}
+template <>
+std::vector<uint16_t> drawn(int64_t count) {
+    std::vector<uint16_t> out(count);
+    for (uint16_t& x : out) x = to_bf16(number());
+    return out;
+}
+template <>
+std::vector<uint8_t> drawn(int64_t count) {
+    std::vector<uint8_t> out(count);
+    for (uint8_t& x : out)
+        do x = uint8_t(random_numbers.next()); while ((x & 0x7f) == 0x7f);
+    return out;
+}
+
+template <class T>
+void print(const char* name, const std::vector<T>& values) {
+    uint64_t hash = 14695981039346656037ull;
+    const uint8_t* bytes = (const uint8_t*)values.data();
+    for (size_t i = 0; i < values.size() * sizeof(T); i++) hash = (hash ^ bytes[i]) * 1099511628211ull;
+    std::printf("%s %016" PRIx64 "\n", name, hash);
+}
+
+constexpr int64_t M = 21, N = 70, K = 320;
+
+void products(int64_t isa) {
+    const auto a = drawn<uint16_t>(M * K), b = drawn<uint16_t>(N * K);
+    const auto a_codes = drawn<uint8_t>(M * K), b_codes = drawn<uint8_t>(N * K);
+    auto a_scales = drawn<float>(M * 3), b_scales = drawn<float>(3);
+    std::vector<uint16_t> packed(80 * K);
+    std::vector<uint8_t> packed_codes(80 * K);
+    isobit_tdp32_pack(BF16, b.data(), N, K, K, 1, packed.data(), 1);
+    isobit_tdp32_pack(E4M3, b_codes.data(), N, K, K, 1, packed_codes.data(), 1);
+    std::vector<uint16_t> out(M * N);
+    std::vector<float> exact(M * N);
+    Product g{BF16, M, N, K, a.data(), K, 1, BF16, packed.data(), nullptr, 0, out.data(), BF16, 2, 0, {}, {}, isa};
+    isobit_tdp32_product(&g);
+    print("bf16", out);
+    g.kind_a = E4M3, g.a = a_codes.data(), g.kind_b = E4M3, g.packed = packed_codes.data(), g.scaled = BLOCKS;
+    g.scale_a = {a_scales.data(), 1, 128, 3, 1}, g.scale_b = {b_scales.data(), 128, 128, 3, 1};
+    g.out = exact.data(), g.out_kind = FP32;
+    isobit_tdp32_product(&g);
+    print("blocks", exact);
+    for (float& s : a_scales) s = 0x1p-3f;
+    for (float& s : b_scales) s = 0x1p+2f;
+    g.scaled = FOLD_A | FOLD_B;
+    isobit_tdp32_product(&g);
+    print("folded", exact);
+}
+
+void rows() {
+    const auto x = drawn<uint16_t>(M * K), more = drawn<uint16_t>(M * K), weight = drawn<uint16_t>(K);
+    std::vector<uint16_t> y(M * K), summed(M * K), half(M * K / 2);
+    std::vector<uint8_t> codes(M * K);
+    std::vector<float> rstd(M), scales(M * 3);
+    isobit_rms_norm(BF16, 1, x.data(), more.data(), weight.data(), M, K, 1e-6, y.data(), summed.data(), rstd.data(),
+                    nullptr, nullptr, 0, 0, 2);
+    print("norm", y), print("rstd", rstd);
+    isobit_rms_norm(BF16, 1, x.data(), more.data(), weight.data(), M, K, 1e-6, nullptr, summed.data(), rstd.data(),
+                    codes.data(), scales.data(), 128, 0, 2);
+    print("norm's codes", codes), print("norm's scales", scales);
+    isobit_silu_mul(BF16, 1, x.data(), M, K / 2, half.data(), nullptr, nullptr, 0, 0, 2);
+    print("gate", half);
+    isobit_quantize(BF16, x.data(), M, K, 1, 128, 1, codes.data(), scales.data(), 2);
+    print("codes", codes), print("scales", scales);
+    std::vector<double> sums(M);
+    const auto gradient = drawn<float>(M * K);
+    isobit_square_sums(gradient.data(), M, K, sums.data(), 2);
+    print("squares", sums);
+}
+
+void attention() {
+    constexpr int64_t TOKENS = 40, HEADS = 4, KV = 2, DIM = 40, PAGE = 16, PAGES = 3;
+    const auto q = drawn<uint16_t>(TOKENS * HEADS * DIM), dout = drawn<uint16_t>(TOKENS * HEADS * DIM);
+    const auto k = drawn<uint8_t>(PAGES * PAGE * KV * DIM), v = drawn<uint8_t>(PAGES * PAGE * KV * DIM);
+    std::vector<float> ones(PAGES * PAGE * KV, 0x1p-5f), lse(TOKENS * HEADS);
+    const int64_t row_start[] = {0, TOKENS}, context[] = {0};
+    const int32_t pages[] = {2, 0, 1};
+    std::vector<uint16_t> out(q.size()), dq(q.size()), dk(TOKENS * KV * DIM), dv(TOKENS * KV * DIM);
+    Attention g{BF16, E4M3, q.data(), k.data(), v.data(), ones.data(), ones.data(), row_start, context, pages, PAGES, PAGE,
+                1, HEADS, KV, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr, nullptr, 2, TOKENS, 1, 1, 0};
+    isobit_attention(&g);
+    print("attention", out), print("lse", lse);
+    g.dout = dout.data(), g.dq = dq.data(), g.dk = dk.data(), g.dv = dv.data();
+    isobit_attention_backward(&g);
+    print("dq", dq), print("dk", dk), print("dv", dv);
+}
+
+void head() {
+    constexpr int64_t V = 1000;
+    const auto logits = drawn<float>(M * V);
+    std::vector<int64_t> tokens(M), drawn_tokens(M), keys(M * 4);
+    for (int64_t& t : tokens) t = random_numbers.next() % V;
+    for (int64_t& key : keys) key = random_numbers.next();
+    std::vector<float> logprobs(M), entropy(M);
+    const float temperature = 0.9f;
+    isobit_token_logprobs(logits.data(), tokens.data(), M, V, &temperature, 0, logprobs.data(), entropy.data(), 2);
+    print("logprobs", logprobs), print("entropy", entropy);
+    isobit_sample(logits.data(), keys.data(), M, V, &temperature, 0, drawn_tokens.data(), 2);
+    print("tokens", drawn_tokens);
+}
+
+}  // namespace
+
+int main() {
+    const int64_t best = isobit_tdp32_isa(-1);
+    for (int64_t isa : {int64_t(0), best})
+        if (const int64_t found = isobit_tdp32_self_test(isa)) return std::printf("path %" PRId64 ": %" PRId64 " differ\n", isa, found), 1;
+    if (const int64_t found = isobit_rows32_self_test()) return std::printf("rows: %" PRId64 " differ\n", found), 1;
+    products(best);
+    rows();
+    attention();
+    head();
+    std::printf("path %" PRId64 "\n", best);
+    return 0;
+}

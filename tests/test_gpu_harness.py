@@ -1,0 +1,452 @@
+"""What the benchmarks on a GPU rest on: how a call is timed, that a failure ends nothing else, and that nothing is lost
+where a process ends."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import bits, kernels, sanitizer, tests, timing
+from benchmarks.gpu.bits import compared
+from benchmarks.gpu.common import GPU_LOST, Bench, Case
+from benchmarks.gpu.results import FILE, Results
+from benchmarks.gpu.timing import CALLS, Rotation, Timer, race
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Clock:
+    """A pretended GPU: calls are launched in some microseconds, and run for as long as they say."""
+
+    def __init__(self, captures: bool) -> None:
+        self.now, self.captures, self.capturing, self.log = 0.0, captures, False, []
+
+    def call(self, name: object, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            self.log.append(name)
+            if not self.capturing:
+                self.now += seconds + 50e-6  # Python's launch
+            elif not self.captures:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            else:
+                self.graph.append(seconds)
+
+        return run
+
+    @contextmanager
+    def capture(self, graph: "Graph", stream: object) -> Iterator[None]:
+        self.capturing, self.graph = True, graph.calls
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+
+class Graph:
+    clock: Clock
+
+    def __init__(self) -> None:
+        self.calls: list[float] = []
+
+    def replay(self) -> None:
+        self.clock.now += sum(self.calls)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Clock:
+    clock = Clock(getattr(request, "param", True))
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = clock.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1e3 * (end.at - self.at)
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    @contextmanager
+    def stream(which: object) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(Graph, "clock", clock, raising=False)
+    fakes = {"Event": Event, "Stream": Stream, "stream": stream, "current_stream": Stream, "CUDAGraph": Graph}
+    for name, fake in (fakes | {"graph": clock.capture, "synchronize": lambda: None}).items():
+        monkeypatch.setattr(timing.torch.cuda, name, fake)
+    return clock
+
+
+def test_a_time_is_that_of_the_gpu_and_not_of_launches(gpu: Clock) -> None:
+    contestant = Rotation([gpu.call(i, 2e-6) for i in range(3)], nbytes=100)
+    found = race({"a": Timer(contestant, False), "b": Timer(Rotation([gpu.call(9, 4e-6)]), False)})
+    assert found["a"].seconds == pytest.approx(2e-6)
+    assert found["b"].seconds == pytest.approx(4e-6)
+    assert found["a"].how == "graph"
+    assert (found["a"].sets, found["a"].set_bytes) == (3, 300)
+    assert found["a"].calls >= CALLS
+    assert gpu.log[:3] == [0, 1, 2], "warmed up, each"
+    captured = gpu.log[3:24]
+    assert captured == [0, 1, 2] * 7, "at least 20 in a graph, in turns"
+
+
+@pytest.mark.parametrize("gpu", [False], indirect=True)
+def test_what_cannot_be_captured_is_timed_and_says_so(gpu: Clock) -> None:
+    """The control of the test above: launched by Python, the same call takes 26 times as long."""
+    found = race({"a": Timer(Rotation([gpu.call(0, 2e-6)]), False)})["a"]
+    assert found.seconds == pytest.approx(52e-6)
+    assert found.how == "eager, the capture failed: RuntimeError: operation not permitted when stream is capturing"
+    assert found.calls >= CALLS
+
+
+def test_long_calls_are_not_repeated(gpu: Clock) -> None:
+    found = race({"a": Timer(Rotation([gpu.call(0, 0.5)], calls=1), False)})["a"]
+    assert (found.calls, found.samples) == (1, 5)
+    whole = race({"a": Timer(Rotation([gpu.call("whole", 0.5)], eager=True, calls=1), False)}, samples=3)["a"]
+    assert (whole.calls, whole.samples, whole.how) == (1, 3, "eager, as a run launches it")
+    assert gpu.log.count("whole") == 4, "warmed up once, and counted three times"
+
+
+def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(timing, "l2_bytes", lambda: 50 << 20)
+    for nbytes in (1 << 20, 3 << 20, 60 << 20, 1 << 30):
+        assert timing.num_sets(nbytes) * nbytes >= 200 << 20
+        assert timing.num_sets(nbytes) >= 2
+    assert timing.num_sets(10) == 256
+
+
+def _bench(folder: Path, stage: str = "kernels", session: str = "one", **more: Any) -> Bench:
+    results = Results(folder, session, rehearsal=True, **more)
+    results.begin()
+    return Bench(stage, results)
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def _broken(*_: object) -> None:
+    raise type("CompilationError", (Exception,), {})("PassManager::run failed")  # Triton's are no RuntimeErrors
+
+
+def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One contestant that does not compile, and one case that does not start."""
+    ops = kernels.get_ops("triton")
+    monkeypatch.setattr(type(ops), "silu_mul_quantized", _broken)
+    monkeypatch.setattr(kernels, "_attend", _broken)
+    monkeypatch.setattr(kernels, "_products", lambda case, *_: case.row("x", 1.0))
+    bench = _bench(tmp_path)
+    kernels.run(bench)
+    assert bench.failed
+    cases = {line["case"]: line for line in _lines(tmp_path) if line.get("status") in ("done", "failed")}
+    failed = {name for name, line in cases.items() if line["status"] == "failed"}
+    assert failed == {name for name in cases if name.startswith(("attention", "silu_mul_quantized"))}
+    assert len(cases) == 12
+    (failure,) = cases["silu_mul_quantized, 4 rows"]["failures"]
+    assert (failure["error"], failure["message"]) == ("CompilationError", "PassManager::run failed")
+    assert "test_gpu_harness.py" in failure["where"]
+    assert cases["rms_norm_quantized, 4 rows"]["rows"]
+
+
+def test_one_contestant_fails_and_the_others_are_timed(tmp_path: Path) -> None:
+    bench = _bench(tmp_path)
+    with bench.case("a") as case:
+        for name, found in case.time({"bad": Rotation([_broken]), "good": Rotation([lambda: None])}).items():
+            case.row(name, found)
+    line = _lines(tmp_path)[-1]
+    assert (line["status"], [row["contestant"] for row in line["rows"]]) == ("failed", ["good"])
+    assert [failure["contestant"] for failure in line["failures"]] == ["bad"]
+
+
+def test_where_the_gpu_is_lost_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench(tmp_path)
+    monkeypatch.setattr("benchmarks.gpu.common.answers", lambda rehearsal: False)
+    with pytest.raises(SystemExit) as stop, bench.case("a") as case, case.attempt("x"):
+        _broken()
+    assert stop.value.code == GPU_LOST
+    assert _lines(tmp_path)[-1]["status"] == "failed"
+    assert len(_lines(tmp_path)[-1]["failures"]) == 1
+
+
+def test_a_run_goes_on_where_another_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench(tmp_path)
+    for name in ("a", "b"):
+        with bench.case(name) as case:
+            case.row("x", 1.0)
+            if name == "b":
+                _broken()
+    bench.results.case("kernels", "c", "started")
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"session": "one", "stage": "kernels", "case": "c", "st')  # torn
+    later = _bench(tmp_path, session="two")
+    assert [later.wants(name) for name in "abcd"] == [False, False, True, True]
+    assert later.results.rows("kernels") == [{"case": name, "contestant": "x", "seconds": 1.0} for name in "ab"]
+    assert [_bench(tmp_path, session="three", retry=True).wants(name) for name in "abc"] == [False, True, True]
+    monkeypatch.setattr("benchmarks.gpu.results.source_digest", lambda: "other code")
+    changed = _bench(tmp_path, session="four")
+    assert [changed.wants(name) for name in "abcd"] == [True] * 4
+    assert changed.results.rows("kernels") == []
+
+
+def test_a_stage_without_time_says_what_is_missing(tmp_path: Path) -> None:
+    results = Results(tmp_path, "one")
+    results.begin()
+    assert not Bench("decode", results, budget_s=-1.0).wants("a")
+    assert (_lines(tmp_path)[-1]["status"], _lines(tmp_path)[-1]["case"]) == ("missing", "a")
+    assert not results.whole("decode")
+
+
+def _arguments(**more: object) -> Namespace:
+    return Namespace(rehearse=True, retry=False, prompts=1, group=1, new_tokens=1, **more)
+
+
+def test_where_a_process_dies_the_next_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench(tmp_path, "bits")
+    ends = iter([-11, GPU_LOST, 0])
+
+    def run(words: object, limit: float) -> int:
+        status = next(ends)
+        name = f"case before {status}"
+        bench.results.case("bits", name, "started")
+        if status != -11:
+            bench.results.case("bits", name, "failed" if status else "done")
+        return status
+
+    monkeypatch.setattr(command, "_run", run)
+    assert command._run_stage("bits", 100.0, 1e18, _arguments(), bench.results) == "ended"
+    found = {case: line["status"] for (_, case), line in bench.results.of_this_machine().items()}
+    assert found == {"case before -11": "failed", f"case before {GPU_LOST}": "failed", "case before 0": "done"}
+    assert next(ends, None) is None
+
+
+def test_a_stage_that_is_stopped_leaves_its_case_for_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = _bench(tmp_path, "bits")
+    bench.results.case("bits", "a", "started")
+    monkeypatch.setattr(command, "_run", lambda words, limit: None)
+    assert command._run_stage("bits", 100.0, 1e18, _arguments(), bench.results).startswith("stopped after")
+    assert _lines(tmp_path)[-1]["status"] == "cut"
+    assert _bench(tmp_path, "bits", "two").wants("a")
+
+
+def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert command._run([sys.executable, "-c", code], 0.5) is None
+    assert command._run([sys.executable, "-c", "raise SystemExit(5)"], 60.0) == 5
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(2)"], check=True)
+    assert not mark.exists()
+
+
+def test_floors_are_of_what_this_machine_reached(tmp_path: Path) -> None:
+    bench = _bench(tmp_path, "ceilings")
+    assert bench.rates is None, "no other GPU's numbers"
+    for what, rate in (("copy", 3e12), ("copy", 2e12), ("bf16", 7e14), ("fp8", 1.2e15)):
+        with bench.case(f"{what} {rate}") as case:
+            case.row("x", 1.0, what=what, rate=rate)
+    rates = bench.rates
+    assert rates is not None
+    assert (rates.bandwidth, rates.bf16, rates.fp8) == (3e12, 7e14, 1.2e15)
+
+
+def test_bits_that_prove_nothing_do_not_hold() -> None:
+    case, x = Case("a", True), torch.tensor([1.0, 2.0, 3.0])
+    compared(case, "equal", x, x.clone())
+    compared(
+        case, "one bit", x.view(torch.int32).add(torch.tensor([0, 1, 0], dtype=torch.int32)).view(torch.float32), x
+    )
+    compared(case, "control", x, x.clone(), "different")
+    compared(case, "zeros", torch.zeros(3), torch.zeros(3))
+    compared(case, "nan", torch.full((3,), torch.nan), torch.full((3,), torch.nan))
+    compared(case, "a record", -x, x, None)
+    assert [row.get("holds") for row in case.rows] == [True, False, False, False, False, None]
+    assert (case.rows[1]["differing"], case.rows[1]["first"]) == (1, 1)
+    assert case.rows[1]["largest"] == pytest.approx(2**-22 / 3)
+
+
+def test_a_tile_that_changed_a_bit_would_be_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    product = bits.product_module.product
+
+    def wrong(a: Any, b: Any, bias: Any, out: torch.dtype) -> torch.Tensor:
+        y = product(a, b, bias, out)
+        return y * (1 + 2**-20) if bits.product_module.plan(5, 64, 32, torch.uint8).tile_m == 64 else y
+
+    for implementation, expected in ((product, "done"), (wrong, "failed")):
+        monkeypatch.setattr(bits.product_module, "product", implementation)
+        bench = _bench(tmp_path, "bits", expected)
+        with bench.case(expected) as case:
+            bits._tiles("fp8", 64, 32, case, bench)
+        line = _lines(tmp_path)[-1]
+        assert line["status"] == expected
+        wrong_rows = {row["contestant"][:6] for row in line["rows"] if not row["holds"]}
+        assert wrong_rows == ({"N = 64"} if expected == "failed" else set())
+
+
+_SUITE = """
+import pytest
+def test_good(): pass
+def test_bad(): assert 1 == 2, "a message"
+@pytest.mark.skip
+def test_none(): pass
+@pytest.mark.parametrize("i", range(3))
+def test_more(i): pass
+"""
+
+
+def _suite(text: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """The stage over a file of tests."""
+    (tmp_path / "test_suite.py").write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(tests, "_REHEARSED", ("test_suite.py",))
+    original = tests._pytest
+    monkeypatch.setattr(tests, "_pytest", lambda chosen, _, bench: original(chosen, workers, bench))
+    bench = _bench(tmp_path, "tests")
+    tests.run(bench)
+    return bench
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_test_is_a_case_and_is_not_run_twice(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = _suite(_SUITE, workers, tmp_path, monkeypatch)
+    found = {case: line for (_, case), line in bench.results.of_this_machine().items()}
+    outcomes = {case.partition("::")[2]: line["outcome"] for case, line in found.items() if "::" in case}
+    passed = ("test_good", "test_more[0]", "test_more[1]", "test_more[2]")
+    assert outcomes == {**dict.fromkeys(passed, "passed"), "test_bad": "failed", "test_none": "skipped"}
+    assert "a message" in found["test_suite.py::test_bad"]["message"]
+    group = found["pytest: bits"]
+    assert group["status"] == "failed"
+    assert group["rows"][0].items() >= {"passed": 4, "failed": 1, "skipped": 1, "holds": False}.items()
+    before = len(_lines(tmp_path))
+    bench.results.case("tests", "pytest: bits", "cut")
+    tests.run(bench)
+    again = [line for line in _lines(tmp_path)[before:] if "::" in line.get("case", "")]
+    assert again == [], "all of them are on record"
+
+
+_LOST = """
+import os, pytest
+from benchmarks.gpu import tests
+tests.answers = lambda rehearsal: "LOST" not in os.environ
+@pytest.mark.parametrize("i", range(12))
+def test_more(i):
+    assert "LOST" not in os.environ, "what another test has done"
+    if i == 3:
+        os.environ["LOST"] = "1"
+        assert False, "illegal address"
+"""
+
+
+@pytest.mark.slow
+def test_a_test_that_loses_the_gpu_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _suite(_LOST, 2, tmp_path, monkeypatch)
+    found = {case: line for (_, case), line in bench.results.of_this_machine().items() if "::" in case}
+    failed = [case for case, line in found.items() if line["outcome"] == "failed"]
+    assert failed == ["test_suite.py::test_more[3]"]
+    assert len(found) == 12
+    assert "illegal address" in found[failed[0]]["message"] or "crashed" in found[failed[0]]["message"]
+
+
+@pytest.mark.parametrize("status", [0, 5, 2, -9])
+def test_a_pytest_that_records_nothing_has_failed(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test found is no success: it has not begun."""
+    monkeypatch.setattr(tests, "_pytest", lambda *_: status)
+    bench = _bench(tmp_path, "tests")
+    tests.run(bench)
+    assert bench.failed
+    assert _lines(tmp_path)[-1]["status"] == "failed"
+    bench.results.case("tests", f"{tests._REHEARSED[0]}::test_a", "done", outcome="passed")
+    bench.results.case("tests", "pytest: bits", "cut")
+    tests.run(bench)
+    assert _lines(tmp_path)[-1]["status"] == ("done" if status in (0, 5) else "failed")
+
+
+@pytest.mark.parametrize(("errors", "holds"), [(0, True), (2, False)])
+def test_what_the_sanitizer_finds_is_kept(
+    errors: int, holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / sanitizer.PROGRAM
+    line = "========= Invalid __global__ read of size 16 bytes\n" if errors else ""
+    program.write_text(
+        f"#!/bin/sh\nprintf '{line}========= ERROR SUMMARY: {errors} errors\\n'\nexit {86 if errors else 0}\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    bench = _bench(tmp_path, "sanitizer")
+    sanitizer.run(bench)
+    (row,) = _lines(tmp_path)[-1]["rows"]
+    assert row["holds"] is holds
+    assert row["summary"] == [f"{errors} errors"]
+    assert bench.failed is not holds
+    assert ("Invalid __global__ read" in " ".join(row["found"])) is not holds
+
+
+_COMPILED = """
+import torch, triton
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Driver())
+from dataclasses import replace
+from benchmarks.gpu.compiling import compile_all, distinct
+
+launches = [l for l in distinct() if l.kernel.__name__ == "_row_sums"][:1]
+assert len(launches) == 1
+(line,) = compile_all(launches)
+assert "failure" not in line, line
+cache = Path(FOLDER)
+before = sorted(p.name for p in cache.iterdir())
+assert before
+launches[0].kernel.device_caches.clear()
+
+def real(value):
+    return torch.empty(64, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+(line,) = compile_all([replace(launches[0], arguments=tuple(map(real, launches[0].arguments)))])
+assert "failure" not in line, line
+assert sorted(p.name for p in cache.iterdir()) == before, "a launch over real memory finds the kernel"
+other = {**launches[0].constants, "TILE": 2 * launches[0].constants["TILE"]}
+(line,) = compile_all([replace(launches[0], constants=other)])
+assert len(sorted(cache.iterdir())) > len(before), "the control"
+(line,) = compile_all([replace(launches[0], constants={})])
+assert line["failure"]
+"""
+
+
+@pytest.mark.slow
+def test_what_is_compiled_ahead_is_found_when_it_is_launched(tmp_path: Path) -> None:
+    """Without a GPU: Triton's own key, under a driver that says sm_90."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    code = _COMPILED.replace("FOLDER", repr(str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
