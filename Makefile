@@ -15,11 +15,12 @@ LOCKED = $(PIP) --constraint $(VENV)/.locked
 # The last line of `make install` and `make quickstart`: what to type next.
 NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 
-.PHONY: help install quickstart test lint docs bench gpu kernels wheel relock floor ceiling clean
+.PHONY: help install quickstart test sanitize lint docs bench gpu kernels wheel relock floor ceiling clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
 	@echo "make test         the whole test suite"
+	@echo "make sanitize     the C++ operators under sanitizers: address, undefined behaviour, races"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, in build/site; open build/site/index.html"
 	@echo "make bench        the benchmarks; results under benchmarks/results"
@@ -61,6 +62,9 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+sanitize: $(VENV)/.dev
+	$(BIN)/python -m tests.kernels.sanitizers
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,9 +84,10 @@ $(VENV)/.gpu: $(VENV)/.installed
 	$(LOCKED) "pytest>=8" "pytest-xdist>=3.6"
 	@touch $@
 
+# The exit status is 1 where anything failed; the page says what was measured all the same.
 gpu: $(VENV)/.gpu
-	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu
-	$(BIN)/python -m benchmarks.gpu.page
+	$(BIN)/python -m benchmarks.gpu first --out benchmarks/results/gpu; status=$$?; \
+		$(BIN)/python -m benchmarks.gpu.page && exit $$status
 
 kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu

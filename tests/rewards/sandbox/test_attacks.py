@@ -114,19 +114,36 @@ def together(source: str) -> int:
     return len(outcome.output)
 
 
+# A child kills the group that its parent has left: were the program itself killed, its end might be reported first.
+KILLS_ITS_GROUP = """
+import contextlib, os, time
+left, leave = os.pipe()
+if os.fork() == 0:
+    os.read(left, 1)
+    os.kill(0, 9)
+with contextlib.suppress(PermissionError):  # the leader of a session stays in its group
+    os.setpgid(0, 0)
+os.write(leave, b"+")
+time.sleep(3)
+"""
+INTERRUPTS = attacks.SIGNALS["interrupts the first process"] + "\nimport time\ntime.sleep(3)"  # else it may end first
+
+
 @pytest.mark.parametrize(
     ("wall", "attack"),
     [
-        ("        os.setsid()", "kills its group"),
-        ("        signal.signal(signal.SIGINT, signal.SIG_IGN)", "interrupts the first process"),
+        ("        os.setsid()", KILLS_ITS_GROUP),
+        ("        signal.signal(signal.SIGINT, signal.SIG_IGN)", INTERRUPTS),
     ],
+    ids=["session", "signals"],
 )
 def test_without_its_session_and_signals_the_cage_is_ended(wall: str, attack: str, tmp_path: Path) -> None:
     """In a session of its own, since such an attack reaches the whole process group."""
     source = Path(launch.__file__).with_name("jail.py").read_text()
     assert source.count(wall) == 1
     program = (
-        "import sys\nfrom pathlib import Path\nfrom isobit.rewards.sandbox import launch\n"
+        "import signal, sys\nfrom pathlib import Path\nfrom isobit.rewards.sandbox import launch\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"  # a shell's background jobs ignore it
         "launch._HERE = Path(sys.argv[1])\n"
         "print(launch.run_caged({'p.py': sys.argv[2]}, 'p.py', [''], launch.Limits(5, 256, 4, 16), 'namespaces'))\n"
     )
@@ -134,8 +151,7 @@ def test_without_its_session_and_signals_the_cage_is_ended(wall: str, attack: st
     def ended(text: str) -> bool:
         """Whether the attack ends the cage, or the process that made it."""
         (tmp_path / "jail.py").write_text(text)
-        lasting = attacks.SIGNALS[attack] + "\nimport time\ntime.sleep(1)"  # else it may have ended, and been reported
-        command = [sys.executable, "-c", program, str(tmp_path), lasting]
+        command = [sys.executable, "-c", program, str(tmp_path), attack]
         done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
         assert done.returncode or done.stdout.startswith("[")
         return bool(done.returncode) or done.stdout == "[]\n"
