@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from isobit.engine.engine import Engine
+from isobit.engine.engine import Engine, _most_cache_bytes
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
@@ -120,6 +120,12 @@ def test_sized_for_a_number_of_sequences_nobody_waits(monkeypatch: pytest.Monkey
         Engine.sized_for(tiny(), [[5], [5] * 200], 1, 5)
     with pytest.raises(IsobitError, match="needs 4 pages of 16 tokens with 20 new ones, but the engine has 3"):
         Engine.sized_for(tiny(), prompts, 12, 20, EngineSize(kv_pages=3))
+
+
+def test_a_cache_leaves_what_others_will_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU: whoever opens an engine before its moments and gradients exist says how large they are."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000, 9000))
+    assert [_most_cache_bytes(torch.device("cuda"), reserved) for reserved in (1000, 3400, 5000)] == [1000, 200, 0]
 
 
 def test_the_longest_prompts_that_fit_are_answered(make_engine: MakeEngine) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from isobit.commands.dry_run import dry_run_report
 from isobit.config import load_config
+from isobit.engine import engine
 from isobit.errors import IsobitError
 from isobit.training import host, plan
 from isobit.training.assembly import open_parts
@@ -65,6 +66,16 @@ def test_the_total_is_what_is_held_and_the_largest_part(tmp_path: Path, base_mod
     assert held["Python and its libraries"] == 1000
     assert during["saving: a copy of masters or moments"] == 2 * masters
     assert found.total == sum(held.values()) + max(during.values())
+
+
+def test_caches_are_sized_beside_moments_and_gradients_that_do_not_exist_yet(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(engine, "_most_cache_bytes", lambda device, reserved: asked.append(reserved) or 1 << 20)
+    parts = _parts(tmp_path, base_model, "evaluation.every=1")
+    masters = sum(p.numel() for p in parts.model.parameters())
+    assert asked == [12 * masters] * 2  # two moments and a gradient, in FP32; for the rollout and for the evaluation
 
 
 def test_activation_checkpointing_lowers_the_plan(tmp_path: Path, base_model: Path) -> None:

@@ -32,7 +32,7 @@ from isobit.kernels import KVStore
 from isobit.model import Model
 
 _CACHE_BYTES = 2 << 30
-_GPU_FRACTION = 4  # of the memory that is free
+_GPU_FRACTION = 3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
 Progress = Callable[[int, int], None]
 _DEFAULT, _DEFAULT_SIZE = Sampling(), EngineSize()
 OnGroup = Callable[[int, list[Completion]], None]
@@ -97,10 +97,12 @@ class Engine:
         sequences: int,
         max_new_tokens: int,
         size: EngineSize = _DEFAULT_SIZE,
+        reserved: int = 0,
     ) -> "Engine":
         """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
-        preemption, as far as `size.max_sequences` at a time and 2 GiB, or a quarter of a GPU's free memory, allow; or
-        has `size.kv_pages`.
+        preemption, as far as `size.max_sequences` at a time and 2 GiB, or a third of a GPU's free memory, allow; or
+        has `size.kv_pages`. `reserved`: bytes of the GPU that are free now and will be held by others, a learner's
+        moments and gradients.
 
         Raises IsobitError for a prompt that leaves no room for an answer.
         """
@@ -113,7 +115,7 @@ class Engine:
         kv_pages = size.kv_pages
         if kv_pages is None:
             page_bytes = Engine(model, 1, size.page_size, cuda_graphs=False).kv_bytes
-            limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device)
+            limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
             # a prompt is held beside the sequences that share its pages
             kv_pages = max(each, min((min(sequences, size.max_sequences) + 1) * each, limit_bytes // page_bytes))
         engine = Engine(
@@ -360,9 +362,11 @@ class Engine:
         return KVStore.allocate(*shape, flow.kv, flow.compute, device=device)
 
 
-def _most_cache_bytes(device: torch.device) -> int:
+def _most_cache_bytes(device: torch.device, reserved: int) -> int:
     """Bytes of keys and values that an engine takes without being told to."""
-    return torch.cuda.mem_get_info(device)[0] // _GPU_FRACTION if device.type == "cuda" else _CACHE_BYTES
+    if device.type != "cuda":
+        return _CACHE_BYTES
+    return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // _GPU_FRACTION
 
 
 def clamped_fraction(clamped: int, written: int) -> dict[str, float]:

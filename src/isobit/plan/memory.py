@@ -28,7 +28,7 @@ from isobit.rl.optim_8bit import quantizable
 HEAD_ELEMENTS = 1 << 28
 """Logits that the learner holds at a time on a GPU (`Transformer.head_rows`)."""
 _LOGITS = 12  # bytes of each: float32, its probability and its gradient
-_CACHE_FRACTION = 4  # of the memory that is free when an engine is opened, for its keys and values
+_CACHE_FRACTION = 3  # of the memory that weights, moments and gradients leave, for an engine's keys and values
 Item = tuple[str, float]
 Kind = tuple[int | None, str, tuple[int, ...]]
 """Layer, or None outside the layers; role, the last part of the name; shape."""
@@ -88,7 +88,7 @@ def memory(job: Job) -> Memory:
         ),
         ("FP32 gradients, this rank's rows", 4.0 * shard),
     ]
-    free = job.device.memory - sum(each for _, each in weighing)
+    free = max(job.device.memory - sum(each for _, each in (*weighing, *moving)), 0.0)
     per_token = cache_bytes_of_a_token(job.model, job.precision)
     pages = cache_pages(job, job.completions_of_a_rank, free / _CACHE_FRACTION)
     tokens = pages * job.config.engine.page_size

@@ -109,7 +109,8 @@ def _open_models(
         measured_idle=config.mismatch.samples_of_idle_groups,
     )
     sampling = replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
-    engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n)
+    coming = optimizer.nbytes + 4 * sum(parameter.numel() for parameter in optimizer.parameters.values())
+    engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n, coming)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
     parts = Parts(
         config,
@@ -117,7 +118,7 @@ def _open_models(
         model,
         reference,
         task,
-        _held_out(config, model, task, scorer) if config.evaluation.every else None,
+        _held_out(config, model, task, scorer, coming) if config.evaluation.every else None,
         rewards,
         scorer,
         engine,
@@ -154,11 +155,11 @@ def _with_fitting_tokens(parts: Parts) -> Parts:
     return replace(parts, config=replace(parts.config, optimizer=optimizer))
 
 
-def _held_out(config: Config, model: Model, task: Task, scorer: Scorer) -> HeldOut:
+def _held_out(config: Config, model: Model, task: Task, scorer: Scorer, reserved: int) -> HeldOut:
     plan = evaluation_plan(config)
     examples = list(task.held_out.examples[: config.evaluation.samples])
     prompts = [example.prompt for example in examples]
-    engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples))
+    engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples), reserved)
     held_out = HeldOut(engine, examples, held_out_judge(scorer), plan, model.ranks)
     held_out.check_metric(config.evaluation.best_by)
     return held_out
@@ -204,6 +205,7 @@ def objective_of(config: Config, model: Model) -> Objective:
     return for_precision(given, model.precision, stale=stale)
 
 
-def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int) -> Engine:
-    """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds."""
-    return Engine.sized_for(model, prompts, sequences, config.sampling.max_new_tokens, config.engine)
+def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int, reserved: int = 0) -> Engine:
+    """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds; `reserved`:
+    bytes that the first update will take."""
+    return Engine.sized_for(model, prompts, sequences, config.sampling.max_new_tokens, config.engine, reserved)
