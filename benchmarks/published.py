@@ -17,9 +17,10 @@ from pathlib import Path
 
 from benchmarks.common import Claim, Result
 from benchmarks.plan_jobs import MODELS, job
+from isobit.model import ModelConfig
 from isobit.plan import Device, Job, Lengths, device_named
 from isobit.plan.devices import FACTORS, GIB, Factors, rates
-from isobit.plan.memory import cache_bytes_of_a_token, memory, num_parameters, saved_bytes, weights
+from isobit.plan.memory import cache_bytes_of_a_token, memory, num_parameters, weights
 from isobit.plan.seconds import logprobs, micro_batch, rollout, seconds, step, sync
 from isobit.plan.work import floor, learn
 from isobit.precision import PRESETS
@@ -165,11 +166,19 @@ def training(factors: Factors, power: float) -> list[Point]:
     ]
 
 
+def _kept_by_autograd(model: ModelConfig) -> float:
+    """Bytes of a token and layer where every operator keeps its inputs in BF16; isobit keeps fewer."""
+    heads, width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    norms = 2 * (2 * 2 * model.hidden_size + 4)  # their inputs, and their results, which products take
+    attention = 2 * model.qkv_size + 2 * 3 * heads + 4 * model.num_heads + 4 * width
+    return norms + attention + 2 * 3 * model.intermediate_size
+
+
 def training_memory() -> list[Point]:
     """GiB of the same."""
     model = MODELS["Llama-3.1-8B"]
     parameters, tokens = num_parameters(model), 16384
-    saved = tokens * sum(saved_bytes(model, PRESETS["bf16"], layer) for layer in range(model.num_layers))
+    saved = tokens * model.num_layers * _kept_by_autograd(model)
     logits = 3 * 4 * tokens * model.vocab_size
     whole = (16 * parameters / 8 + saved / 2 + logits) / GIB
     divided = 16 * parameters * (1 / 8 - 1 / 128) / GIB

@@ -200,7 +200,7 @@ def test_the_targets_of_memory_are_possible() -> None:
         saved = [sum(saved_bytes(config, precision, layer) for layer in layers) for precision in (low, wide)]
         assert working[0] / working[1] <= 0.65
         assert cache[0] / cache[1] <= 0.55
-        assert saved[0] / saved[1] <= 0.9
+        assert saved[0] / saved[1] <= 1.0, "both keep what cannot be made again"
         float32 = 16 * num_parameters(config)
         assert (float32 + working[0]) / (float32 + working[1]) > 0.65, "so no whole could be halved"
 

@@ -62,7 +62,7 @@ def _memory(steps: Rows) -> list[Target]:
     parts = (
         ("memory of working weights", "≤ 0.65", _part("working_bytes")),
         ("memory of a token's keys and values", "≤ 0.55", _part("kv_bytes_per_token")),
-        ("memory of activations, at the peak of learning", "≤ 0.9", _activations),
+        ("memory of activations, at the peak of learning", "≤ 1.05", _activations),
     )
     return [
         Target(f"{what}, `fp8` over `bf16`", required, _ratios(steps, value, *sides)) for what, required, value in parts

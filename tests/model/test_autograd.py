@@ -165,27 +165,6 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float)
     return torch.cat(outputs)
 
 
-def test_attention_is_straight_through_the_quantized_keys_and_values(ops: Ops) -> None:
-    lengths, dim, kv = [19, 1, 33], 24, QuantSpec(E4M3, "row")
-    layout = Layout.packed(lengths, 16)
-    total = sum(lengths)
-    q = _random(total, 4, dim, seed=1, dtype=torch.float32).requires_grad_()
-    k, v = (_random(total, 2, dim, seed=s, dtype=torch.float32).requires_grad_() for s in (2, 3))
-    store = KVStore.allocate(layout.num_slots, 2, dim, kv, FP32)
-    ops.kv_write(store, k.detach(), v.detach(), layout)
-    out = autograd.attention(q, k, v, store, layout, dim**-0.5, ops)
-    dout = _random(total, 4, dim, seed=4, dtype=torch.float32)
-    out.backward(dout)
-    read_k, read_v = store.gather(layout.slots)
-    assert not torch.equal(read_k, k)
-    exact = [t.detach().double().requires_grad_() for t in (q, read_k, read_v)]
-    wanted = _attended(*exact, lengths, dim**-0.5)
-    wanted.backward(dout.double())
-    torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-6)
-    for given, oracle in zip((q, k, v), exact):
-        torch.testing.assert_close(given.grad.double(), oracle.grad, rtol=1e-5, atol=1e-5)
-
-
 def _head_rows(qkv: Tensor, norms: list[Tensor], tables: tuple[Tensor, Tensor], positions: Tensor) -> list[Tensor]:
     """Queries (4 heads) and keys (2) of qkv, normed if `norms`, rotated; and values."""
     q, k, v = qkv.split((4, 2, 2), 1)
@@ -197,30 +176,38 @@ def _head_rows(qkv: Tensor, norms: list[Tensor], tables: tuple[Tensor, Tensor], 
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_attention_inputs_are_normed_rotated_and_stored(ops: Ops, normed: bool) -> None:
-    qkv, layout = _random(9, 8, 6, dtype=torch.float32).requires_grad_(), Layout.packed([5, 4], 4)
-    angles = torch.rand(5, 3) * 6
-    tables, weights = (angles.cos(), angles.sin()), [_random(6, seed=s, dtype=torch.float32) for s in (1, 2)]
+@pytest.mark.parametrize("kv", [None, QuantSpec(E4M3, "row")], ids=["plain", "quantized"])
+def test_attention_is_of_normed_rotated_and_stored_heads(ops: Ops, normed: bool, kv: QuantSpec | None) -> None:
+    """Straight through the quantization of keys and values; the backward makes its own of them, elsewhere."""
+    lengths, dim = [19, 1, 33], 24
+    layout, total = Layout.packed(lengths, 16), sum(lengths)
+    qkv = _random(total, 8, dim, dtype=torch.float32).requires_grad_()
+    angles = torch.rand(40, dim // 2) * 6
+    tables, weights = (angles.cos(), angles.sin()), [_random(dim, seed=s, dtype=torch.float32) for s in (1, 2)]
     vectors = [Vector("norm", torch.nn.Parameter(w.clone()), w) for w in weights]
-    store = KVStore.allocate(layout.num_slots, 2, 6, None, FP32)
+    stores = [KVStore.allocate(layout.num_slots, 2, dim, kv, FP32) for _ in range(2)]
     heads = Heads((weights[0], weights[1]) if normed else None, 1e-5, tables)
     masters = (vectors[0].master, vectors[1].master) if normed else None
-    found = autograd.attention_inputs(qkv, heads, masters, store, layout, ops)
-    gradients = [_random(*x.shape, seed=5 + i, dtype=torch.float32) for i, x in enumerate(found)]
-    torch.autograd.backward(found, gradients)
+    given = autograd.Attended(heads, lambda: stores[0], lambda: stores[1], layout, dim**-0.5)
+    out = autograd.attend(qkv, masters, given, ops)
+    assert not stores[1].k.any()
+    dout = _random(total, 4, dim, seed=4, dtype=torch.float32)
+    out.backward(dout)
+    assert all(torch.equal(a, b) for a, b in zip(stores[0].gather(layout.slots), stores[1].gather(layout.slots)))
     exact, scale = qkv.detach().double().requires_grad_(), [w.double().requires_grad_() for w in weights]
     wide = (tables[0].double(), tables[1].double())
-    wanted = _head_rows(exact, scale if normed else [], wide, layout.positions)
-    torch.autograd.backward(wanted, [g.double() for g in gradients])
-    for given, oracle in zip(found, wanted):
-        torch.testing.assert_close(given.double(), oracle, rtol=1e-6, atol=1e-6)
-    assert torch.equal(store.k[layout.slots], found[1])
-    assert torch.equal(store.v[layout.slots], found[2])
+    q, *made = _head_rows(exact, scale if normed else [], wide, layout.positions)
+    read = [value.double() for value in stores[0].gather(layout.slots)]
+    assert torch.allclose(read[0], made[0], rtol=1e-5, atol=1e-5) == (kv is None)
+    k, v = (x + (value - x).detach() for x, value in zip(made, read))
+    wanted = _attended(q, k, v, lengths, dim**-0.5)
+    wanted.backward(dout.double())
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(qkv.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
     for vector, w in zip(vectors, scale):
         assert (vector.master.grad is not None) == normed
         if normed:
-            torch.testing.assert_close(vector.master.grad.double(), w.grad, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(vector.master.grad.double(), w.grad, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("fp8", [True, False])

@@ -88,7 +88,7 @@ def test_overrides_change_the_plan(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("words", "warning"),
     [
-        (("optimizer.micro_batch_tokens=18000",), "less than 10%: an allocator keeps"),
+        (("optimizer.micro_batch_tokens=27000",), "less than 10%: an allocator keeps"),
         (("--gpus", "512"), "342 micro-batches in an optimizer step for 512 GPUs: 170 wait"),
         (("--gpus", "512"), "64 prompts in a step for 512 GPUs: a group is sampled on one"),
         (("--gpus", "1024"), "a layer's gradient goes to its 1024 owners in messages of 736 KiB"),

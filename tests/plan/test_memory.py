@@ -149,7 +149,7 @@ def test_keys_change_the_parts_that_they_are_about() -> None:
         return {label.partition(":")[0]: size for label, size in (*found.held, *found.parts)} | {"total": found.total}
 
     plain = parts()
-    assert parts("optimizer.activation_checkpointing=true")["learning"] < 0.3 * plain["learning"]
+    assert parts("optimizer.activation_checkpointing=true")["learning"] < 0.35 * plain["learning"]
     assert parts("optimizer.micro_batch_tokens=8192")["learning"] < 0.6 * plain["learning"]
     low = parts("optimizer.state=8bit")["AdamW moments, this rank's rows"]
     assert low == pytest.approx(plain["AdamW moments, this rank's rows"] / 4, rel=0.03)

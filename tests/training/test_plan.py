@@ -83,7 +83,7 @@ def test_activation_checkpointing_lowers_the_plan(tmp_path: Path, base_model: Pa
     for given in ("false", "true"):
         parts = _parts(tmp_path, base_model, f"optimizer.activation_checkpointing={given}")
         sizes.append(plan.measure_parts(parts).at(4096))
-    assert sizes[1] < 0.8 * sizes[0]
+    assert sizes[1] < 0.85 * sizes[0]
 
 
 def test_a_plan_that_does_not_fit_names_the_keys_that_lower_it(

@@ -6,7 +6,7 @@ from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
 from isobit.kernels.types import Heads, KVStore, Layout, Ops
-from isobit.kernels.watching import Watching
+from isobit.kernels.watching import Watching, unwatched
 
 __all__ = [
     "BACKENDS",
@@ -24,6 +24,7 @@ __all__ = [
     "get_ops",
     "plain",
     "separate_ops",
+    "unwatched",
     "versions",
     "weight_of",
 ]

@@ -11,3 +11,10 @@ class Watching:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._ops, name)
+
+
+def unwatched(ops: Ops) -> Ops:
+    """The operators below all that look: for what a backward computes again, and a forward has shown already."""
+    while isinstance(ops, Watching):
+        ops = ops._ops
+    return ops

@@ -5,10 +5,15 @@ runs inside a `torch.autograd.Function` whose backward is written out; so record
 forward (`tests/model/test_transformer.py`). Weights enter twice: the *working* weight that is multiplied, and the FP32
 *master* that receives the gradient, straight through the quantization.
 
+What an elementwise operator makes again bit for bit of what is kept anyway is not kept (COAT: Xi et al. 2024, arXiv
+2410.19313, which keeps it rounded): the operands of products behind norms and gates, queries, and keys and values.
+`tests/model/test_saved.py` holds gradients to the bits that they have when all is kept.
+
 Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Heads, KVStore, Layout, Operand, Ops, plain
+from isobit.kernels import Heads, KVStore, Layout, Operand, Ops, plain, unwatched
 from isobit.model import low_rank
 from isobit.model.weights import Vector, Weight, copy_spec, has_own_copy
 from isobit.precision import QTensor, QuantSpec, quantize_with_scale
@@ -24,11 +29,13 @@ from isobit.precision import QTensor, QuantSpec, quantize_with_scale
 ALONG_INPUTS = ("1x32", "1x16", "row")
 
 
-def linear(x: Tensor, weight: Weight, ops: Ops) -> Tensor:
-    """x [T, K] times the weight, plus bias: [T, N] in x's dtype."""
+def linear(x: Tensor, weight: Weight, ops: Ops, *, kept: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, K] times the weight, plus bias: [T, N] in x's dtype, or all of it in a wider `dtype`. `kept`: another
+    function keeps x for its backward, so this one does too, and not its codes."""
+    dtype = dtype or x.dtype
     if torch.is_grad_enabled():
-        return _Linear.apply(x, weight.master, weight.bias_master, weight, ops, *weight.adapter_masters)
-    return low_rank.product(_quantized(x, weight, ops), weight, ops, x.dtype)[0]
+        return _Linear.apply(x, weight.master, weight.bias_master, weight, ops, kept, dtype, *weight.adapter_masters)
+    return low_rank.product(_quantized(x.to(dtype), weight, ops), weight, ops, dtype)[0]
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops: Ops) -> tuple[Tensor, Tensor]:
@@ -57,33 +64,36 @@ def gated_linear(gate_up: Tensor, weight: Weight, ops: Ops) -> Tensor:
     return low_rank.product(_gated(gate_up, weight, ops), weight, ops, gate_up.dtype)[0]
 
 
-def attention_inputs(
-    qkv: Tensor, heads: Heads, masters: tuple[Tensor, Tensor] | None, store: KVStore, layout: Layout, ops: Ops
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: normed and rotated; keys and values stored. `masters`
-    are those of the norms."""
+def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended", ops: Ops) -> Tensor:
+    """Attention [T, H, D] of qkv [T, H + 2 KV, D]: queries and keys normed and rotated, keys and values stored, queries
+    rounded where the flow says so. `masters` are those of the norms. Straight through the roundings."""
     if torch.is_grad_enabled():
-        return _AttentionInputs.apply(qkv, *(masters or (None, None)), heads, store, layout, ops)
-    return ops.attention_inputs(qkv, heads, store, layout)
+        return _Attend.apply(qkv, *(masters or (None, None)), given, ops)
+    return _attend(qkv, given, ops)[0]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, store: KVStore, layout: Layout, scale: float, ops: Ops) -> Tensor:
-    """Attention over the stored keys and values: [T, H, D]. k and v, stored already, receive gradients."""
-    if torch.is_grad_enabled():
-        return _Attention.apply(q, k, v, store, layout, scale, ops)
-    return ops.attention(q, store, layout, scale)[0]
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What attention takes besides its rows. `store` gives where keys and values are, `temporary` an empty one of the
+    same kind; `query` is how queries are rounded, if they are, with a scale per row, or with `query_scale` [1]."""
+
+    heads: Heads
+    store: Callable[[], KVStore]
+    temporary: Callable[[], KVStore]
+    layout: Layout
+    scale: float
+    query: QuantSpec | None = None
+    query_scale: Tensor | None = None
 
 
 def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -> Tensor:
-    """x [T, H, D] quantized and dequantized, in x's dtype: with a scale per row, or with the given `scale` [1]. The
-    gradient goes straight through."""
-    flat = x.reshape(-1, x.shape[-1]).detach()
+    """x [T, H, D] quantized and dequantized, in x's dtype: with a scale per row, or with the given `scale` [1]."""
+    flat = x.reshape(-1, x.shape[-1])
     if scale is None:
         quantized = ops.quantize(flat, spec, "queries")
     else:
         quantized = quantize_with_scale(flat, scale.to(x.device).view(1, 1), spec)
-    values = quantized.dequantize().to(x.dtype).view(x.shape)
-    return _StraightThrough.apply(x, values) if torch.is_grad_enabled() else values
+    return quantized.dequantize().to(x.dtype).view(x.shape)
 
 
 def embedding(tokens: Tensor, table: Vector, ops: Ops) -> Tensor:
@@ -102,29 +112,38 @@ class _Linear(Function):
         bias_master: Tensor | None,
         weight: Weight,
         ops: Ops,
+        kept: bool,
+        dtype: torch.dtype,
         *adapter_masters: Tensor,
     ) -> Tensor:
-        ctx.weight, ctx.ops = weight, ops
-        operand = _quantized(x, weight, ops)
-        y, us = low_rank.product(operand, weight, ops, x.dtype)
-        ctx.save_for_backward(*us, *_kept(operand, x, weight, ops))
+        ctx.weight, ctx.ops, ctx.kept, ctx.dtype = weight, ops, kept, x.dtype
+        operand = _quantized(x.to(dtype), weight, ops)
+        y, us = low_rank.product(operand, weight, ops, dtype)
+        found: tuple[Tensor, ...] = ()
+        if weight.keeps_inputs:
+            found = (x,) if kept else parts(_multiplied(x.to(dtype), operand, weight, ops))
+        ctx.save_for_backward(*us, *found)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, db, *adapters = _linear_backward(ctx, dy, ctx.saved_tensors, ctx.needs_input_grad[:3])
-        return dx, dw, db, None, None, *adapters
+        weight = ctx.weight
+        us, saved = ctx.saved_tensors[: len(weight.adapters)], ctx.saved_tensors[len(weight.adapters) :]
+        if ctx.kept and saved:
+            operand: Operand | None = _multiplied(saved[0].to(dy.dtype), None, weight, ctx.ops)
+        else:
+            operand = _joined(saved, weight)
+        dx, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
+        return None if dx is None else dx.to(ctx.dtype), dw, db, None, None, None, None, *adapters
 
 
-def _kept(operand: Operand, x: Tensor, weight: Weight, ops: Ops) -> tuple[Tensor, ...]:
-    """The tensors that gradients of masters need later: the parts of `operand`, which was quantized from x [T, K], or
-    those of a copy of x quantized along the tokens. DGrad needs neither."""
-    if not weight.keeps_inputs:
-        return ()
-    if weight.activation is None or not has_own_copy(weight):
-        return parts(operand)
-    return parts(ops.quantize_along_tokens(x, weight.activation, weight.name))
+def _multiplied(x: Tensor, operand: Operand | None, weight: Weight, ops: Ops) -> Operand:
+    """What gradients of masters take of x [T, K]: `operand`, which was quantized from it, or that again; or a copy of x
+    quantized along the tokens. DGrad needs neither."""
+    if weight.activation is not None and has_own_copy(weight):
+        return ops.quantize_along_tokens(x, weight.activation, weight.name)
+    return _quantized(x, weight, unwatched(ops)) if operand is None else operand
 
 
 def _quantized(x: Tensor, weight: Weight, ops: Ops) -> Operand:
@@ -136,22 +155,26 @@ def parts(operand: Operand) -> tuple[Tensor, ...]:
     return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
 
 
+def _joined(saved: Sequence[Tensor], weight: Weight) -> Operand | None:
+    """The operand of saved `parts`, None of none."""
+    spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
+    return QTensor(saved[0], saved[1], spec) if len(saved) == 2 and spec is not None else next(iter(saved), None)
+
+
 def _linear_backward(
-    ctx: Any, dy: Tensor, saved: Sequence[Tensor], needed: Sequence[bool]
+    ctx: Any, dy: Tensor, operand: Operand | None, us: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the operand, of the weight and of the bias, None if not `needed`, and of each adapter's A and B.
-    `saved`: each adapter's u, then the operand's parts."""
+    `operand`: `_multiplied`, None where the weight needs none; `us`: each adapter's u."""
     weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
-    us, kept = saved[: len(weight.adapters)], saved[len(weight.adapters) :]
-    spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
-    operand = QTensor(kept[0], kept[1], spec) if len(kept) == 2 else next(iter(kept), dy)
     if weight.adapters:
+        assert operand is not None
         dx, found = low_rank.backward(dy, operand, us, weight, ops, needed[0])
         if dx is not None:
             dx = dx.add_(_dgrad(dy, weight, ops, torch.float32)).to(dy.dtype)
     else:
         dx, found = _dgrad(dy, weight, ops, dy.dtype) if needed[0] else None, []
-    dw = _wgrad(dy, operand, weight, ops) if needed[1] else None
+    dw = _wgrad(dy, operand, weight, ops) if needed[1] and operand is not None else None
     db = dy.double().sum(0).float() if needed[2] else None
     return dx, dw, db, *found
 
@@ -214,25 +237,21 @@ class _NormLinear(Function):
         ops: Ops,
         *adapter_masters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        if has_own_copy(weight):
-            normed, summed, rstd = ops.rms_norm(x, norm.working, eps, residual)
-            operand = _quantized(normed, weight, ops)
-            kept = _kept(operand, normed, weight, ops)
-        else:
-            operand, summed, rstd = _normed(x, residual, norm, eps, weight, ops)
-            kept = parts(operand) if weight.keeps_inputs else ()
+        operand, summed, rstd = _normed(x, residual, norm, eps, weight, ops)
         y, us = low_rank.product(operand, weight, ops, x.dtype)
-        ctx.norm, ctx.weight, ctx.ops, ctx.has_residual = norm, weight, ops, residual is not None
-        ctx.save_for_backward(summed, rstd, *us, *kept)
+        ctx.norm, ctx.eps, ctx.weight, ctx.ops, ctx.has_residual = norm, eps, weight, ops, residual is not None
+        ctx.save_for_backward(summed, rstd, *us)
         return y, summed.view_as(summed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
-        summed, rstd, *saved = ctx.saved_tensors
-        dnormed, dw, db, *adapters = _linear_backward(ctx, dy, saved, (True, *ctx.needs_input_grad[3:5]))
+        (summed, rstd, *us), norm, weight = ctx.saved_tensors, ctx.norm, ctx.weight
+        operand = _normed_again(summed, norm, ctx.eps, weight, ctx.ops) if weight.keeps_inputs else None
+        dnormed, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, (True, *ctx.needs_input_grad[3:5]))
+        del operand
         assert dnormed is not None
-        dx, dnorm = ctx.ops.rms_norm_backward(dnormed, summed, ctx.norm.working, rstd)
+        dx, dnorm = ctx.ops.rms_norm_backward(dnormed, summed, norm.working, rstd)
         dx = dx + dsummed
         return dx, dx if ctx.has_residual else None, dnorm, dw, db, None, None, None, None, *adapters
 
@@ -243,6 +262,13 @@ def _normed(
     if weight.activation is None:
         return ops.rms_norm(x, norm.working, eps, residual)
     return ops.rms_norm_quantized(x, norm.working, eps, residual, weight.activation, weight.name)
+
+
+def _normed_again(summed: Tensor, norm: Vector, eps: float, weight: Weight, ops: Ops) -> Operand:
+    """`_multiplied` of the normed rows."""
+    if has_own_copy(weight):
+        return _multiplied(ops.rms_norm(summed, norm.working, eps)[0], None, weight, ops)
+    return _normed(summed, None, norm, eps, weight, unwatched(ops))[0]
 
 
 class _GatedLinear(Function):
@@ -256,23 +282,18 @@ class _GatedLinear(Function):
         ops: Ops,
         *adapter_masters: Tensor,
     ) -> Tensor:
-        if has_own_copy(weight):
-            hidden = ops.silu_mul(gate_up)
-            operand = _quantized(hidden, weight, ops)
-            kept = _kept(operand, hidden, weight, ops)
-        else:
-            operand = _gated(gate_up, weight, ops)
-            kept = parts(operand) if weight.keeps_inputs else ()
-        y, us = low_rank.product(operand, weight, ops, gate_up.dtype)
+        y, us = low_rank.product(_gated(gate_up, weight, ops), weight, ops, gate_up.dtype)
         ctx.weight, ctx.ops = weight, ops
-        ctx.save_for_backward(gate_up, *us, *kept)
+        ctx.save_for_backward(gate_up, *us)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, *saved = ctx.saved_tensors
-        dh, dw, db, *adapters = _linear_backward(ctx, dy, saved, ctx.needs_input_grad[:3])
+        (gate_up, *us), weight = ctx.saved_tensors, ctx.weight
+        operand = _gated_again(gate_up, weight, ctx.ops) if weight.keeps_inputs else None
+        dh, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
+        del operand
         return None if dh is None else ctx.ops.silu_mul_backward(dh, gate_up), dw, db, None, None, *adapters
 
 
@@ -282,57 +303,44 @@ def _gated(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:
     return ops.silu_mul_quantized(gate_up, weight.activation, weight.name)
 
 
-class _AttentionInputs(Function):
+def _gated_again(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:
+    """`_multiplied` of the gated rows."""
+    if has_own_copy(weight):
+        return _multiplied(ops.silu_mul(gate_up), None, weight, ops)
+    return _gated(gate_up, weight, unwatched(ops))
+
+
+class _Attend(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_master: Tensor | None,
-        k_master: Tensor | None,
-        heads: Heads,
-        store: KVStore,
-        layout: Layout,
-        ops: Ops,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.heads, ctx.positions, ctx.ops = heads, layout.positions, ops
-        ctx.save_for_backward(qkv)
-        q, k, v = ops.attention_inputs(qkv, heads, store, layout)
-        return q, k, v.view_as(v)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.ops.attention_inputs_backward(gradients, *ctx.saved_tensors, ctx.heads, ctx.positions)
-        return (*found, None, None, None, None)
-
-
-class _Attention(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, store: KVStore, layout: Layout, scale: float, ops: Ops
+        ctx: Any, qkv: Tensor, q_master: Tensor | None, k_master: Tensor | None, given: Attended, ops: Ops
     ) -> Tensor:
-        out, lse = ops.attention(q, store, layout, scale)
-        ctx.store, ctx.layout, ctx.scale, ctx.ops = store, layout, scale, ops
-        ctx.save_for_backward(q, out, lse)
+        out, lse = _attend(qkv, given, ops)
+        ctx.given, ctx.ops = given, ops
+        ctx.save_for_backward(qkv, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse = ctx.saved_tensors
-        gradients = ctx.ops.attention_backward(dout.contiguous(), q, out, lse, ctx.store, ctx.layout, ctx.scale)
-        return (*gradients, None, None, None, None)
+        (qkv, out, lse), given, ops = ctx.saved_tensors, ctx.given, ctx.ops
+        store = given.temporary()
+        q = _queries(qkv, given, store, unwatched(ops))
+        gradients = ops.attention_backward(dout.contiguous(), q, out, lse, store, given.layout, given.scale)
+        found = ops.attention_inputs_backward(gradients, qkv, given.heads, given.layout.positions)
+        return (*found, None, None)
 
 
-class _StraightThrough(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
-        return values
+def _attend(qkv: Tensor, given: Attended, ops: Ops) -> tuple[Tensor, Tensor]:
+    """(attention [T, H, D], its log-sum-exp [T, H])."""
+    store = given.store()
+    return ops.attention(_queries(qkv, given, store, ops), store, given.layout, given.scale)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy, None
+
+def _queries(qkv: Tensor, given: Attended, store: KVStore, ops: Ops) -> Tensor:
+    """[T, H, D], as they are multiplied; keys and values are in the store afterwards."""
+    q = ops.attention_inputs(qkv, given.heads, store, given.layout)[0]
+    return q if given.query is None else rounded(q, given.query, ops, given.query_scale)
 
 
 class _Embedding(Function):

@@ -2,14 +2,12 @@
 
 A token is in the sorted rows once for every expert that serves it. Activations are quantized row by row, so once per
 token; a row's bits are those of the expert's MLP over that row alone (`tests/model/test_experts.py`). The forward never
-waits for a GPU, unless WGrad has copies of its own. The backward waits once for each of the two matrices, because an
-expert without rows gets no gradient.
+waits for a GPU. The backward waits once for each of the two matrices, because an expert without rows gets no gradient.
 
 Activations or gradients whose rows share scales (granularity `tensor`, and the like) are quantized expert by expert, as
 separate matrices. Left out: which experts serve a token (`moe.py`).
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Operand, Ops, Stacked, plain
+from isobit.kernels import Operand, Ops, Stacked, plain, unwatched
 from isobit.model import autograd
 from isobit.model.autograd import ALONG_INPUTS
-from isobit.model.weights import Weight, copy_spec, has_own_copy
+from isobit.model.weights import Weight, has_own_copy
 from isobit.model.working import Mixture, Mlp
 from isobit.precision import QTensor, QuantSpec
 
@@ -58,30 +56,30 @@ class _Experts(Function):
     def forward(
         ctx: Any, x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, *masters: Tensor
     ) -> Tensor:
-        total, places, inputs, gate_up, hidden, results = _forward(x, gates, chosen, layer, ops)
-        (rows, _, offsets), up, down = places, layer.experts[0].gate_up, layer.experts[0].down
-        kept = autograd.parts(inputs) if up.keeps_inputs else ()
-        kept_hidden = autograd.parts(hidden) if down.keeps_inputs else ()
-        if has_own_copy(up):
-            kept = _copies(x.index_select(0, rows), up, offsets, ops)
-        if has_own_copy(down):
-            kept_hidden = _copies(ops.silu_mul(gate_up), down, offsets, ops)
-        ctx.layer, ctx.ops, ctx.num_inputs = layer, ops, len(kept)
-        ctx.save_for_backward(gates, *places, gate_up, results, *kept, *kept_hidden)
+        total, places, gate_up, results = _forward(x, gates, chosen, layer, ops)
+        ctx.layer, ctx.ops = layer, ops
+        kept = (x,) if layer.experts[0].gate_up.keeps_inputs else ()  # the router keeps it too
+        ctx.save_for_backward(gates, *places, gate_up, results, *kept)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         layer, ops, count = ctx.layer, ctx.ops, len(ctx.layer.experts)
-        gates, rows, place, offsets, gate_up, results, *parts = ctx.saved_tensors
+        gates, rows, place, offsets, gate_up, results, *kept = ctx.saved_tensors
         up, down = layer.experts[0].gate_up, layer.experts[0].down
-        inputs, hidden = parts[: ctx.num_inputs], parts[ctx.num_inputs :]
         needed = ctx.needs_input_grad[5:]
         dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results, place, gates)
-        ddown = _weight_gradients(dy, hidden, None, down, offsets, needed[count:], ops)
+        ddown: list[Tensor | None] = [None] * count
+        dup: list[Tensor | None] = [None] * count
+        if any(needed[count:]):
+            hidden = ops.silu_mul(gate_up) if has_own_copy(down) else _gated(gate_up, down, unwatched(ops))
+            ddown = _weight_gradients(dy, hidden, down, offsets, needed[count:], ops)
+            del hidden
         dgate_up = ops.silu_mul_backward(_input_gradient(dy, layer.down, down, offsets, ops), gate_up)
-        dup = _weight_gradients(dgate_up, inputs, rows, up, offsets, needed[:count], ops)
+        if any(needed[:count]):
+            inputs = kept[0] if has_own_copy(up) else _inputs(kept[0], up, unwatched(ops))
+            dup = _weight_gradients(dgate_up, _pick(inputs, rows), up, offsets, needed[:count], ops)
         dx = None
         if ctx.needs_input_grad[0]:
             drows = _input_gradient(dgate_up, layer.gate_up, up, offsets, ops)
@@ -96,19 +94,24 @@ begin [experts + 1]."""
 
 def _forward(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
-) -> tuple[Tensor, Places, Operand, Tensor, Operand, Tensor]:
-    """(sums [T, H], places, operand of x [T, H]; of the sorted rows gate_up [T k, 2I], operand, results [T k, H])."""
+) -> tuple[Tensor, Places, Tensor, Tensor]:
+    """(sums [T, H], places; of the sorted rows gate_up [T k, 2I] and results [T k, H])."""
     first = layer.experts[0]
     order, offsets = by_expert(chosen, len(layer.experts))
     rows, place = order // chosen.shape[1], _inverse(order).view(chosen.shape)
-    spec, gated = first.gate_up.activation, first.down.activation
-    inputs: Operand = x if spec is None else ops.quantize(x, spec, _name(first.gate_up))
-    gate_up = ops.grouped_product(_pick(inputs, rows), layer.gate_up, offsets, x.dtype)
-    hidden: Operand = (
-        ops.silu_mul(gate_up) if gated is None else ops.silu_mul_quantized(gate_up, gated, _name(first.down))
-    )
-    results = ops.grouped_product(hidden, layer.down, offsets, x.dtype)
-    return ops.sum_of_rows(results, place, gates), (rows, place, offsets), inputs, gate_up, hidden, results
+    inputs = _pick(_inputs(x, first.gate_up, ops), rows)
+    gate_up = ops.grouped_product(inputs, layer.gate_up, offsets, x.dtype)
+    results = ops.grouped_product(_gated(gate_up, first.down, ops), layer.down, offsets, x.dtype)
+    return ops.sum_of_rows(results, place, gates), (rows, place, offsets), gate_up, results
+
+
+def _inputs(x: Tensor, weight: Weight, ops: Ops) -> Operand:
+    return x if weight.activation is None else ops.quantize(x, weight.activation, _name(weight))
+
+
+def _gated(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:
+    spec = weight.activation
+    return ops.silu_mul(gate_up) if spec is None else ops.silu_mul_quantized(gate_up, spec, _name(weight))
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -129,53 +132,24 @@ def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tenso
 
 
 def _weight_gradients(
-    dy: Tensor,
-    saved: list[Tensor],
-    rows: Tensor | None,
-    weight: Weight,
-    offsets: Tensor,
-    needed: tuple[bool, ...],
-    ops: Ops,
+    dy: Tensor, x: Operand, weight: Weight, offsets: Tensor, needed: tuple[bool, ...], ops: Ops
 ) -> list[Tensor | None]:
-    """dW [N, K] float32 of every expert that has rows and needs one. `saved`: the parts of an operand, of which dy has
-    the `rows`, by default all; or those of the copies that `_copies` made."""
-    if not any(needed):
-        return [None] * len(needed)
+    """dW [N, K] float32 of every expert that has rows and needs one, of dy [R, N] and the rows x [R, K] as they were
+    multiplied; before they were quantized, where WGrad has copies of its own."""
     name = _name(weight)
-    if has_own_copy(weight):
+    if has_own_copy(weight) and isinstance(x, Tensor):
         assert weight.gradient is not None
+        assert weight.activation is not None
         found: list[Tensor | None] = [None] * len(needed)
-        for expert, (start, stop), copy in _split(saved, weight, offsets):
-            gradient = ops.quantize_along_tokens(dy[start:stop], weight.gradient, f"output gradient of {name}")
-            found[expert] = ops.gradient_product(gradient, copy, torch.float32)
+        for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
+            if stop > start:
+                copy = ops.quantize_along_tokens(x[start:stop], weight.activation, name)
+                gradient = ops.quantize_along_tokens(dy[start:stop], weight.gradient, f"output gradient of {name}")
+                found[expert] = ops.gradient_product(gradient, copy, torch.float32)
     else:
-        operand = _operand(saved, weight)
-        given = weight.gradient if weight.wgrad == "fp8" and isinstance(operand, QTensor) else None
-        found = ops.grouped_weight_gradient(dy, operand if rows is None else _pick(operand, rows), offsets, given, name)
+        given = weight.gradient if weight.wgrad == "fp8" and isinstance(x, QTensor) else None
+        found = ops.grouped_weight_gradient(dy, x, offsets, given, name)
     return [dw if wanted else None for dw, wanted in zip(found, needed)]
-
-
-def _copies(x: Tensor, weight: Weight, offsets: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
-    """Codes [K, R] and scales [K, blocks] of x [R, K] quantized along the tokens, expert by expert; waits for the
-    GPU, to know where each expert's rows begin."""
-    assert weight.activation is not None
-    bounds = [pair for pair in pairwise(offsets.tolist()) if pair[1] > pair[0]]
-    found = [ops.quantize_along_tokens(x[i:j], weight.activation, _name(weight)) for i, j in bounds]
-    if not found:
-        return x.new_empty(x.shape[1], 0), x.new_empty(x.shape[1], 0)
-    codes = torch.cat([copy.data.view(torch.uint8) for copy in found], 1)
-    return codes.view(found[0].data.dtype), torch.cat([copy.scale for copy in found], 1)
-
-
-def _split(saved: list[Tensor], weight: Weight, offsets: Tensor) -> Iterator[tuple[int, tuple[int, int], QTensor]]:
-    """(expert, its rows, its copy [K, rows]) of every expert that has rows."""
-    (codes, scales), spec, column = saved, copy_spec(weight), 0
-    for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
-        if stop > start:
-            wide = spec.block((codes.shape[0], stop - start))[1]
-            blocks = -(-(stop - start) // wide)
-            yield expert, (start, stop), QTensor(codes[:, start:stop], scales[:, column : column + blocks], spec)
-            column += blocks
 
 
 def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
@@ -208,13 +182,6 @@ def _pick(operand: Operand, rows: Tensor) -> Operand:
         return operand.index_select(0, rows)
     codes = operand.data.view(torch.uint8).index_select(0, rows).view(operand.data.dtype)
     return QTensor(codes, operand.scale.index_select(0, rows), operand.spec)
-
-
-def _operand(parts: list[Tensor], weight: Weight) -> Operand:
-    if len(parts) == 1:
-        return parts[0]
-    assert weight.activation is not None
-    return QTensor(parts[0], parts[1], weight.activation)
 
 
 def _name(weight: Weight) -> str:

@@ -6,6 +6,7 @@ Left out: the operators with their gradients (`autograd.py`), experts (`moe.py`)
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -51,8 +52,10 @@ class Pass:
 
     def store_of(self, index: int, layer: Layer) -> KVStore:
         """Where a layer's keys and values are."""
-        if self.stores is not None:
-            return self.stores[index]
+        return self.stores[index] if self.stores is not None else self.temporary_store(index, layer)
+
+    def temporary_store(self, index: int, layer: Layer) -> KVStore:
+        """An empty one for a layer's keys and values of this forward alone."""
         config, flow = self.config, layer.flow
         shape = (self.layout.num_slots, config.num_kv_heads, config.head_dim)
         scales = scales_of(self.scales)[index, :2] if flow.calibrated else None
@@ -83,17 +86,18 @@ def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pa
 
 def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tensor:
     """Attention and its output projection: qkv [T, (H + 2 KV) · D] to [T, hidden]."""
-    dim, flow, store = one.config.head_dim, layer.flow, one.store_of(index, layer)
-    qkv = qkv.view(qkv.shape[0], qkv.shape[1] // dim, dim)
-    norms = layer.head_norms
+    dim, norms = one.config.head_dim, layer.head_norms
     masters = None if norms is None else (norms[0].master, norms[1].master)
     heads = Heads(None if norms is None else (norms[0].working, norms[1].working), one.config.rms_eps, one.tables)
-    q, k, v = autograd.attention_inputs(qkv, heads, masters, store, one.layout, ops)
-    if flow.query is not None and not (one.calibrating and flow.calibrated_queries):
-        scale = scales_of(one.scales)[index, 2:] if flow.calibrated_queries else None
-        q = autograd.rounded(q, flow.query, ops, scale)
-    out = autograd.attention(q, k, v, store, one.layout, dim**-0.5, ops)
-    return autograd.linear(out.flatten(1), layer.o, ops)
+    query, scale = layer.flow.query, None
+    if one.calibrating and layer.flow.calibrated_queries:
+        query = None
+    elif layer.flow.calibrated_queries:
+        scale = scales_of(one.scales)[index, 2:]
+    store, temporary = partial(one.store_of, index, layer), partial(one.temporary_store, index, layer)
+    given = autograd.Attended(heads, store, temporary, one.layout, dim**-0.5, query, scale)
+    out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, given, ops)
+    return autograd.linear(out.flatten(1), layer.o, ops, kept=True)
 
 
 def _recomputed_layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def decode_routes(text: str, layers: int, per_token: int) -> Tensor:
 def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None) -> Tensor:
     """x [T, H] through the experts that the router chooses: [T, H] in x's dtype."""
     given = None if tape is None else tape.next_given(x.device)
-    logits = autograd.linear(x.float(), layer.router, ops)
+    logits = autograd.linear(x, layer.router, ops, kept=True, dtype=torch.float32)
     probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
     if tape is not None:
         tape.follow(probabilities, chosen)

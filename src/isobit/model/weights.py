@@ -33,7 +33,7 @@ class Weight:
     gradient: QuantSpec | None = None
     dgrad: str = "bf16"
     wgrad: str = "bf16"
-    own_copy: bool = False  # the forward also quantizes the unquantized activation along the tokens, for WGrad
+    own_copy: bool = False  # WGrad takes the unquantized activation, quantized along the tokens
     adapters: tuple["LowRank", ...] = ()
 
     @property

@@ -234,7 +234,10 @@ def _learning(job: Job) -> Item:
     kept, again = sum(saved) + 2 * hidden, gate_bytes(config)
     if job.config.optimizer.activation_checkpointing:
         kept, again = 2 * hidden * config.num_layers, max(saved) - 2 * hidden  # whose inputs are among the kept
-        again += 0 if adapter is None else adding_bytes(config, job.precision, adapter)
+        adding = 0 if adapter is None else adding_bytes(config, job.precision, adapter)
+        # the gradients of the experts' results, and two rows in float32
+        mixing = 0 if config.experts is None else config.experts.per_token * hidden + 8 * config.hidden_size
+        again += max(adding, mixing)
     rows = min(tokens, max(16, HEAD_ELEMENTS // config.vocab_size))
     outside = 4 * config.vocab_size * config.hidden_size
     kept_outside = outside if adapter is None else 0
@@ -264,37 +267,20 @@ def gate_bytes(config: ModelConfig) -> float:
 
 def saved_bytes(config: ModelConfig, precision: Precision, layer: int, adapter: AdapterConfig | None = None) -> float:
     """What a layer's forward keeps of a token for its backward (`isobit.model.autograd`, `isobit.model.experts`)."""
-    flow = precision.flow("learner", layer, config.num_layers)
-    size, hidden, heads = flow.compute.itemsize, config.hidden_size, config.num_heads * config.head_dim
-
-    projections = () if adapter is None else targeted(config, adapter.targets)
-    adapted = Counter(one.weight for one in projections)
-
-    def operand(name: str, columns: int) -> float:
-        parts = adapted[f"layers.{layer}.{name}"]
-        if adapter is None or parts:
-            return codes(name, columns) + (0 if adapter is None else size * adapter.rank * parts)
-        return 0.0
-
-    def codes(name: str, columns: int) -> float:
-        spec = precision.linear_flow(flow, name).activation
-        if spec is None:
-            return size * columns
-        return columns + 4 * math.ceil(columns / spec.block((1 << 20, columns))[1])
-
+    size = precision.flow("learner", layer, config.num_layers).compute.itemsize
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     kept = 2.0 * (size * hidden + 4)  # the sums that both norms take, and their scales
-    kept += operand("qkv", hidden) + size * config.qkv_size
-    kept += 2 * size * heads + 4 * config.num_heads + operand("o", heads)  # queries, attention's output and normalizer
-    width = config.num_kv_heads * config.head_dim
-    kept += 2 * size * width if flow.kv is None else 2 * width + (0 if flow.calibrated else 8 * config.num_kv_heads)
+    kept += size * config.qkv_size + size * heads + 4 * config.num_heads  # attention's inputs, output and normalizer
+    if adapter is not None:  # what each A gives
+        weights = (one.weight for one in targeted(config, adapter.targets))
+        kept += size * adapter.rank * sum(name.startswith(f"layers.{layer}.") for name in weights)
     if config.experts is None or not config.is_mixture(layer):
-        inner = config.intermediate_size
-        return kept + operand("gate_up", hidden) + 2 * size * inner + operand("down", inner)
+        return kept + 2 * size * config.intermediate_size
     inner, slots = config.experts.intermediate_size, config.experts.per_token
-    kept += 0 if size == 4 or adapter is not None else 4 * hidden  # the router's input, in FP32
+    kept += 0 if adapter is not None else size * hidden  # what router and experts take
     kept += 4 * config.experts.count + 8 * slots  # its probabilities and choices
     kept += slots * (4 + 8 + 8)  # gates, rows, places
-    return kept + operand("gate_up", hidden) + slots * (2 * size * inner + operand("down", inner) + size * hidden)
+    return kept + slots * (2 * size * inner + size * hidden)
 
 
 def adding_bytes(config: ModelConfig, precision: Precision, adapter: AdapterConfig) -> float:
