@@ -10,6 +10,7 @@ NAMES = (
     "rollout",
     "grpo_step",
     "kv_bytes",
+    "saved_bytes",
     "decode_scaling",
     "growth",
     "recipes",

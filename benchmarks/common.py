@@ -52,6 +52,8 @@ class Result:
     name: str
     rows: list[Row] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of what a counted figure consists: case to label to bytes."""
 
     def median(self, contestant: str, case: str | None = None) -> float:
         return next(r.median_s for r in self.rows if r.contestant == contestant and case in (None, r.case))
@@ -61,6 +63,10 @@ class Result:
         for row in self.rows:
             rate = "" if row.rate is None else f"{row.rate:12,.0f} {row.unit}"
             print(f"  {row.case:34} {row.contestant:26} {_duration(row.median_s)} {_duration(row.least_s)} {rate}")
+        for case, parts in self.parts.items():
+            print(f"  {case}: {sum(parts.values()):,.1f}")
+            for label, size in parts.items():
+                print(f"    {label:60} {size:10,.1f}")
         for claim in self.claims:
             verdict = "holds" if claim.holds else "DOES NOT HOLD"
             print(f"  {claim.what}: {claim.value:.3f}, claimed {claim.sign} {claim.target}: {verdict}")
@@ -69,6 +75,8 @@ class Result:
         folder.mkdir(parents=True, exist_ok=True)
         claims = [{**asdict(claim), "holds": claim.holds} for claim in self.claims]
         content = {"name": self.name, "machine": machine(), "claims": claims, "rows": [asdict(r) for r in self.rows]}
+        if self.parts:
+            content["parts"] = self.parts
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         return path

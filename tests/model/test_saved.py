@@ -129,6 +129,7 @@ def test_gradients_are_those_of_a_forward_that_keeps_all(
         model.transformer.calibrate(KVScales(torch.full((2, 3), 0.02), model.weights_version))
     notes = Notes(type(model.ops), monkeypatch)
     found = gradients(model, notes)
+    assert all(same(gradients(model, notes, level), found) for level in ("mlp", True))
     notes.keeps = True
     assert same(gradients(model, notes), found)
     assert notes.handed >= 2 * (2 if adapted and family == "qwen3_moe" else 3)

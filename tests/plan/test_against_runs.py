@@ -90,10 +90,12 @@ def test_learning_takes_what_was_planned(flow: str, family: str, adapter: Adapte
     layers = (saved_bytes(config, model.precision, layer, adapter) for layer in range(config.num_layers))
     saved = sum(layers) + 2 * hidden
     assert measured.phases[0].slope == pytest.approx(saved, rel=0.1)
-    planned = [_learning(model, checkpointing, adapter) for checkpointing in ("false", "true")]
+    planned = [_learning(model, checkpointing, adapter) for checkpointing in ("false", "mlp", "true")]
     assert measured.at(4096) == pytest.approx(planned[0], rel=0.1)
-    assert measure(model, recompute=True).at(4096) == pytest.approx(planned[1], rel=0.1)
-    assert planned[1] < 0.5 * planned[0], "the control: one is not the other"
+    assert measure(model, recompute="mlp").at(4096) == pytest.approx(planned[1], rel=0.1)
+    assert measure(model, recompute=True).at(4096) == pytest.approx(planned[2], rel=0.1)
+    assert planned[2] < 0.5 * planned[0], "the control: one is not the other"
+    assert family != "qwen3" or planned[1] < 0.75 * planned[0]
 
 
 @pytest.mark.slow

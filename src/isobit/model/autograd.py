@@ -26,6 +26,7 @@ from isobit.model import low_rank
 from isobit.model.weights import Vector, Weight, copy_spec, has_own_copy
 from isobit.precision import QTensor, QuantSpec, quantize_with_scale
 
+Again = Callable[[], tuple[Tensor, Tensor]]
 ALONG_INPUTS = ("1x32", "1x16", "row")
 
 
@@ -57,10 +58,12 @@ def norm_linear(
     return low_rank.product(operand, weight, ops, x.dtype)[0], summed
 
 
-def gated_linear(gate_up: Tensor, weight: Weight, ops: Ops) -> Tensor:
-    """linear(silu_mul(gate_up [T, 2K])) [T, N]: the bits of the two in turn."""
+def gated_linear(gate_up: Tensor, weight: Weight, ops: Ops, again: "Again | None" = None) -> Tensor:
+    """linear(silu_mul(gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`: gives gate_up, and something,
+    once more, so that it is not kept for the backward."""
     if torch.is_grad_enabled():
-        return _GatedLinear.apply(gate_up, weight.master, weight.bias_master, weight, ops, *weight.adapter_masters)
+        masters = weight.master, weight.bias_master
+        return _GatedLinear.apply(gate_up, *masters, weight, ops, again, *weight.adapter_masters)
     return low_rank.product(_gated(gate_up, weight, ops), weight, ops, gate_up.dtype)[0]
 
 
@@ -280,21 +283,24 @@ class _GatedLinear(Function):
         bias_master: Tensor | None,
         weight: Weight,
         ops: Ops,
+        again: Again | None,
         *adapter_masters: Tensor,
     ) -> Tensor:
         y, us = low_rank.product(_gated(gate_up, weight, ops), weight, ops, gate_up.dtype)
-        ctx.weight, ctx.ops = weight, ops
-        ctx.save_for_backward(gate_up, *us)
+        ctx.weight, ctx.ops, ctx.again = weight, ops, again
+        ctx.save_for_backward(*us, *(() if again else (gate_up,)))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up, *us), weight = ctx.saved_tensors, ctx.weight
+        weight, saved = ctx.weight, ctx.saved_tensors
+        us, gate_up = saved[: len(weight.adapters)], ctx.again()[0] if ctx.again else saved[-1]
+        ctx.again = None  # it holds the residual stream
         operand = _gated_again(gate_up, weight, ctx.ops) if weight.keeps_inputs else None
         dh, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
         del operand
-        return None if dh is None else ctx.ops.silu_mul_backward(dh, gate_up), dw, db, None, None, *adapters
+        return None if dh is None else ctx.ops.silu_mul_backward(dh, gate_up), dw, db, None, None, None, *adapters
 
 
 def _gated(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:

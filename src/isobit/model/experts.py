@@ -24,15 +24,16 @@ from isobit.model.working import Mixture, Mlp
 from isobit.precision import QTensor, QuantSpec
 
 
-def through_experts(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
+def through_experts(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, again: bool = False) -> Tensor:
     """The experts `chosen` [T, k] int64 for the rows of x [T, H], times their gates [T, k] float32, added in float32 in
-    the order of k and rounded once: [T, H] in x's dtype."""
+    the order of k and rounded once: [T, H] in x's dtype. `again`: the backward computes both products again; where rows
+    share scales it does not."""
     first = layer.experts[0]
     if any(_shares_scales(spec) for weight in (first.gate_up, first.down) for spec in _specs(weight)):
         return _one_by_one(x, gates, chosen, layer, ops)
     if torch.is_grad_enabled():
         masters = [expert.gate_up.master for expert in layer.experts] + [expert.down.master for expert in layer.experts]
-        return _Experts.apply(x, gates, chosen, layer, ops, *masters)
+        return _Experts.apply(x, gates, chosen, layer, ops, again, *masters)
     return _forward(x, gates, chosen, layer, ops)[0]
 
 
@@ -54,21 +55,22 @@ def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
 class _Experts(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, *masters: Tensor
+        ctx: Any, x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, again: bool, *masters: Tensor
     ) -> Tensor:
         total, places, gate_up, results = _forward(x, gates, chosen, layer, ops)
-        ctx.layer, ctx.ops = layer, ops
-        kept = (x,) if layer.experts[0].gate_up.keeps_inputs else ()  # the router keeps it too
-        ctx.save_for_backward(gates, *places, gate_up, results, *kept)
+        ctx.layer, ctx.ops, ctx.again = layer, ops, again
+        inputs = (x,) if again or layer.experts[0].gate_up.keeps_inputs else ()  # the router keeps it too
+        ctx.save_for_backward(gates, *places, *inputs, *(() if again else (gate_up, results)))
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         layer, ops, count = ctx.layer, ctx.ops, len(ctx.layer.experts)
-        gates, rows, place, offsets, gate_up, results, *kept = ctx.saved_tensors
+        gates, rows, place, offsets, *kept = ctx.saved_tensors
         up, down = layer.experts[0].gate_up, layer.experts[0].down
-        needed = ctx.needs_input_grad[5:]
+        needed = ctx.needs_input_grad[6:]
+        gate_up, results = _results(kept[0], rows, offsets, layer, unwatched(ops)) if ctx.again else kept[-2:]
         dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results, place, gates)
         ddown: list[Tensor | None] = [None] * count
         dup: list[Tensor | None] = [None] * count
@@ -84,7 +86,7 @@ class _Experts(Function):
         if ctx.needs_input_grad[0]:
             drows = _input_gradient(dgate_up, layer.gate_up, up, offsets, ops)
             dx = ops.sum_of_rows(drows, place.sort(1).values, None)  # in the order of the experts
-        return dx, dgates, None, None, None, *dup, *ddown
+        return dx, dgates, None, None, None, None, *dup, *ddown
 
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -96,13 +98,18 @@ def _forward(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
 ) -> tuple[Tensor, Places, Tensor, Tensor]:
     """(sums [T, H], places; of the sorted rows gate_up [T k, 2I] and results [T k, H])."""
-    first = layer.experts[0]
     order, offsets = by_expert(chosen, len(layer.experts))
     rows, place = order // chosen.shape[1], _inverse(order).view(chosen.shape)
+    gate_up, results = _results(x, rows, offsets, layer, ops)
+    return ops.sum_of_rows(results, place, gates), (rows, place, offsets), gate_up, results
+
+
+def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops) -> tuple[Tensor, Tensor]:
+    """(gate_up [T k, 2I], results [T k, H]) of the rows of x [T, H] at these places, which are sorted by expert."""
+    first = layer.experts[0]
     inputs = _pick(_inputs(x, first.gate_up, ops), rows)
     gate_up = ops.grouped_product(inputs, layer.gate_up, offsets, x.dtype)
-    results = ops.grouped_product(_gated(gate_up, first.down, ops), layer.down, offsets, x.dtype)
-    return ops.sum_of_rows(results, place, gates), (rows, place, offsets), gate_up, results
+    return gate_up, ops.grouped_product(_gated(gate_up, first.down, ops), layer.down, offsets, x.dtype)
 
 
 def _inputs(x: Tensor, weight: Weight, ops: Ops) -> Operand:

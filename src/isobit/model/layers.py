@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.kernels import Heads, KVStore, Layout, Ops
+from isobit.kernels import Heads, KVStore, Layout, Ops, unwatched
 from isobit.model import autograd
 from isobit.model.config import ModelConfig
 from isobit.model.kv_scales import KVScales, scales_of
 from isobit.model.moe import RouteTape, mixture
-from isobit.model.recompute import recomputed
+from isobit.model.recompute import Recompute, recomputed
 from isobit.model.working import Layer, Mixture, Working
 
 Watch = Callable[[Ops, int | None], Any]
@@ -30,8 +30,8 @@ class Pass:
 
     `masters` receive gradients. `stores` hold keys and values, one per layer; without them each layer has a temporary
     one. `scales` are those of a calibrated cache. `tape` follows the routers of a mixture of experts, `watch` the
-    operators. With `recompute` the backward computes each layer's activations again, and the forward keeps none
-    (`recompute.py`). While `calibrating`, queries with calibrated scales stay in the compute format.
+    operators. With `recompute` the backward computes each layer's activations again, or those of its MLP, and the
+    forward keeps none (`recompute.py`). While `calibrating`, queries with calibrated scales stay in the compute format.
     """
 
     config: ModelConfig
@@ -43,7 +43,7 @@ class Pass:
     scales: KVScales | None = None
     tape: RouteTape | None = None
     watch: Watch | None = None
-    recompute: bool = False
+    recompute: Recompute = False
     calibrating: bool = False
 
     def ops_of(self, layer: int | None) -> Ops:
@@ -66,7 +66,7 @@ def forward(tokens: Tensor, working: Working, one: Pass) -> Tensor:
     """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators' device."""
     ops, outside = one.ops_of(None), working.outside
     x, residual = autograd.embedding(tokens, outside.embed, ops), None
-    compute = _recomputed_layer if one.recompute else _layer
+    compute = _recomputed_layer if one.recompute is True else _layer
     for index, layer in enumerate(working.layers):
         x, residual = compute(x, residual, index, layer, one)
     return autograd.rms_norm(x, residual, outside.final_norm, one.config.rms_eps, ops)[0]
@@ -79,9 +79,11 @@ def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pa
     x = _attend(qkv, index, layer, one, ops)
     if isinstance(layer.mlp, Mixture):
         normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-        return mixture(normed, layer.mlp, ops, one.tape), residual
-    gate_up, residual = autograd.norm_linear(x, residual, layer.post_norm, eps, layer.mlp.gate_up, ops)
-    return autograd.gated_linear(gate_up, layer.mlp.down, ops), residual
+        return mixture(normed, layer.mlp, ops, one.tape, one.recompute == "mlp"), residual
+    into = layer.post_norm, eps, layer.mlp.gate_up
+    gate_up, residual = autograd.norm_linear(x, residual, *into, ops)
+    again = partial(autograd.norm_linear, residual.detach(), None, *into, unwatched(ops))
+    return autograd.gated_linear(gate_up, layer.mlp.down, ops, again if one.recompute == "mlp" else None), residual
 
 
 def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tensor:

@@ -68,14 +68,15 @@ def decode_routes(text: str, layers: int, per_token: int) -> Tensor:
     return torch.from_numpy(values.reshape(-1, layers, per_token))
 
 
-def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None) -> Tensor:
-    """x [T, H] through the experts that the router chooses: [T, H] in x's dtype."""
+def mixture(x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None, again: bool = False) -> Tensor:
+    """x [T, H] through the experts that the router chooses: [T, H] in x's dtype. `again`: the backward computes the
+    experts' forward again."""
     given = None if tape is None else tape.next_given(x.device)
     logits = autograd.linear(x, layer.router, ops, kept=True, dtype=torch.float32)
     probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
     if tape is not None:
         tape.follow(probabilities, chosen)
-    return through_experts(x, gates, chosen if given is None else given, layer, ops)
+    return through_experts(x, gates, chosen if given is None else given, layer, ops, again)
 
 
 def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,18 +2,20 @@
 
 (Chen et al. 2016, arXiv 1604.06174.) The second forward is the first one's operators on the same inputs, weights and
 positions, so results and gradients keep their bits (`tests/model/test_recompute.py`). A Function of our own rather than
-`torch.utils.checkpoint`, which drops only tensors saved by autograd: the keys and values that attention's backward
-reads would stay. Left out: keeping some of a layer's activations.
+`torch.utils.checkpoint`, which drops only tensors saved by autograd, not what operators of a layer share. The level
+`mlp`, which keeps all but the results of an MLP's first product, is in `layers.py`: that product is run again, alone.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+Recompute = bool | Literal["mlp"]
+"""What a backward computes again by products: nothing, an MLP's inputs of its gates, or layers as a whole."""
 Run = Callable[[Tensor, Tensor | None], tuple[Tensor | None, ...]]
 """(x, residual) to the results."""
 

@@ -29,6 +29,7 @@ from isobit.model.low_rank import Adapter
 from isobit.model.making import Made, Sources, make_working
 from isobit.model.masters import Masters, own_rows
 from isobit.model.moe import RouteTape
+from isobit.model.recompute import Recompute
 from isobit.model.weight_sync import Receiver
 from isobit.model.weights import Vector, Weight
 from isobit.model.working import Working, map_parts, nbytes, remake, tensors_of
@@ -176,7 +177,7 @@ class Transformer:
         use: str = "learner",
         tape: RouteTape | None = None,
         *,
-        recompute: bool = False,
+        recompute: Recompute = False,
         calibrating: bool = False,
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
@@ -196,7 +197,7 @@ class Transformer:
             scales=self.kv_scales,
             tape=tape,
             watch=self._watches.get(use),
-            recompute=recompute and stores is None and torch.is_grad_enabled(),
+            recompute=recompute if stores is None and torch.is_grad_enabled() else False,
             calibrating=calibrating,
         )
         return forward(tokens, self._working[use], one)

@@ -230,9 +230,12 @@ def _learning(job: Job) -> Item:
     """What the forward keeps, and the larger of what the head and one layer take in the backward."""
     tokens, config, adapter = micro_batch_tokens(job), job.model, job.config.adapter
     hidden = job.precision.learner.compute.itemsize * config.hidden_size
-    saved = [saved_bytes(config, job.precision, layer, adapter) for layer in range(config.num_layers)]
+    level = job.config.optimizer.activation_checkpointing
+    saved = [saved_bytes(config, job.precision, layer, adapter, level == "mlp") for layer in range(config.num_layers)]
     kept, again = sum(saved) + 2 * hidden, gate_bytes(config)
-    if job.config.optimizer.activation_checkpointing:
+    if level == "mlp":
+        again += saved_bytes(config, job.precision, 0, adapter) - saved[0]
+    elif level:
         kept, again = 2 * hidden * config.num_layers, max(saved) - 2 * hidden  # whose inputs are among the kept
         adding = 0 if adapter is None else adding_bytes(config, job.precision, adapter)
         # the gradients of the experts' results, and two rows in float32
@@ -265,8 +268,11 @@ def gate_bytes(config: ModelConfig) -> float:
     return 2.0 * 2 * config.experts.intermediate_size * config.experts.per_token
 
 
-def saved_bytes(config: ModelConfig, precision: Precision, layer: int, adapter: AdapterConfig | None = None) -> float:
-    """What a layer's forward keeps of a token for its backward (`isobit.model.autograd`, `isobit.model.experts`)."""
+def saved_bytes(
+    config: ModelConfig, precision: Precision, layer: int, adapter: AdapterConfig | None = None, but_mlp: bool = False
+) -> float:
+    """What a layer's forward keeps of a token for its backward (`isobit.model.autograd`, `isobit.model.experts`);
+    `but_mlp`: what the activation checkpointing of that name keeps."""
     size = precision.flow("learner", layer, config.num_layers).compute.itemsize
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     kept = 2.0 * (size * hidden + 4)  # the sums that both norms take, and their scales
@@ -275,11 +281,13 @@ def saved_bytes(config: ModelConfig, precision: Precision, layer: int, adapter: 
         weights = (one.weight for one in targeted(config, adapter.targets))
         kept += size * adapter.rank * sum(name.startswith(f"layers.{layer}.") for name in weights)
     if config.experts is None or not config.is_mixture(layer):
-        return kept + 2 * size * config.intermediate_size
+        return kept + (0 if but_mlp else 2 * size * config.intermediate_size)
     inner, slots = config.experts.intermediate_size, config.experts.per_token
     kept += 0 if adapter is not None else size * hidden  # what router and experts take
     kept += 4 * config.experts.count + 8 * slots  # its probabilities and choices
     kept += slots * (4 + 8 + 8)  # gates, rows, places
+    if but_mlp:
+        return kept + (0 if adapter is None else size * hidden)
     return kept + slots * (2 * size * inner + size * hidden)
 
 

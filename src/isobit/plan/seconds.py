@@ -12,7 +12,7 @@ from isobit.plan import traffic
 from isobit.plan.devices import FACTORS, Factors, rates
 from isobit.plan.job import Job
 from isobit.plan.memory import Memory, largest_share, num_parameters
-from isobit.plan.work import Phase, decode, floor, learn, prefill, score, update
+from isobit.plan.work import Phase, decode, floor, learn, prefill, score, share_again, update
 
 _POINTS = 64  # of the decline of running sequences
 
@@ -53,8 +53,9 @@ def seconds(job: Job, memory: Memory, factors: Factors = FACTORS) -> Seconds:
 
 def exchange(job: Job, factors: Factors = FACTORS) -> tuple[float, float]:
     """Of one round's gradients: all of it, and what the backward does not hide."""
-    # a third of a micro-batch is its forward, or a quarter where the backward runs that again
-    share = 3 / 4 if job.config.optimizer.activation_checkpointing else 2 / 3
+    # a third of a micro-batch is its forward, or a quarter where the backward runs all of that again
+    again = share_again(job.model, job.config.optimizer.activation_checkpointing)
+    share = (2 + again) / (3 + again)
     sent = traffic.exchange(job).seconds
     return sent, traffic.exposed(sent, share * micro_batch(job, factors), traffic.buckets(job.model))
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from isobit.model import ModelConfig
+from isobit.model.recompute import Recompute
 from isobit.precision import Flow, Precision
 from isobit.precision.flow import LINEAR_LAYERS
 
@@ -70,13 +71,14 @@ def learn(
     precision: Precision,
     tokens: float,
     length: float,
-    recompute: bool = False,
+    recompute: Recompute = False,
     frozen: bool = False,
 ) -> Phase:
     """Forward and backward of packed sequences of this length, and the optimizer's step over FP32 masters. With
-    `recompute` the backward runs the layers' forward again; `frozen` weights have no WGrad."""
+    `recompute` the backward runs the layers' forward again, or their MLPs'; `frozen` weights have no WGrad."""
     forward = _forward(config, precision, "learner", tokens, length / 2, tokens / length)
-    linear, attention, again = forward["linear"], forward["attention"], 1 if recompute else 0
+    linear, attention, again = forward["linear"], forward["attention"], 1 if recompute is True else 0
+    products_again = share_again(config, recompute)
     operations = linear.bf16 + linear.fp8
     quantized = linear.fp8 / operations if precision.gradient is not None else 0.0
     products = (precision.dgrad,) if frozen else (precision.dgrad, precision.wgrad)
@@ -84,9 +86,9 @@ def learn(
     _, touched = elements(config, tokens)
     return {
         "linear": Work(
-            (1 + again) * linear.bf16 + len(products) * operations - low,
-            (1 + again) * linear.fp8 + low,
-            (2 + again) * linear.bytes + (0 if frozen else 4 * touched),
+            (1 + products_again) * linear.bf16 + len(products) * operations - low,
+            (1 + products_again) * linear.fp8 + low,
+            (2 + products_again) * linear.bytes + (0 if frozen else 4 * touched),
         ),
         "between": Work(bytes=(3 + again) * forward["between"].bytes),
         # 2 products forward, 5 backward
@@ -94,6 +96,17 @@ def learn(
         "head": _head(config, tokens, passes=4),  # logits twice, and their two gradients
         "optimizer": update(touched + config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)),
     }
+
+
+def share_again(config: ModelConfig, recompute: Recompute) -> float:
+    """The share of a forward's products that the backward runs again: at the level `mlp` that into the gates, and of
+    experts both."""
+    if recompute != "mlp":
+        return float(recompute)
+    sizes = {name: n * k for name, (n, k) in linear_sizes(config).items()}
+    slots = 1 if config.experts is None else config.experts.per_token
+    mlp = slots * (sizes["gate_up"] + sizes["down"])
+    return (sizes["gate_up"] if config.experts is None else mlp) / (sizes["qkv"] + sizes["o"] + mlp)
 
 
 def update(parameters: float) -> Work:

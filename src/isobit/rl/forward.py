@@ -5,6 +5,7 @@ from torch import Tensor
 from isobit.kernels.truncation import Truncation
 from isobit.model import Model
 from isobit.model.moe import RouteTape
+from isobit.model.recompute import Recompute
 from isobit.rl.packing import PackedBatch
 
 
@@ -14,7 +15,7 @@ def forward(
     temperature: float,
     truncation: Truncation | None = None,
     tape: RouteTape | None = None,
-    recompute: bool = False,
+    recompute: Recompute = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the learner's flow.
 

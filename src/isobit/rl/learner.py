@@ -28,6 +28,7 @@ from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.model import Model
+from isobit.model.recompute import Recompute
 from isobit.rl.advantages import Advantage
 from isobit.rl.agreement import Disagreement, corrected, promises_bits
 from isobit.rl.batch import SampleKey, TrainingBatch, per_token, rollout_logprobs, sample_key, training_batch
@@ -80,7 +81,7 @@ class Learner:
         *,
         reference: Model | None = None,
         micro_batch_tokens: int = 16384,
-        recompute: bool = False,
+        recompute: Recompute = False,
         seed: int = 0,
         on_mismatch: str = "warn",
         check_gradients_every: int = 0,

@@ -16,6 +16,7 @@ from torch import Tensor
 from isobit.distributed import ALONE, Ranks
 from isobit.model import Model
 from isobit.model.moe import RouteTape, decode_routes
+from isobit.model.recompute import Recompute
 from isobit.rl.forward import forward
 from isobit.rl.objective import Objective
 from isobit.rl.packing import PackedBatch, pack
@@ -116,7 +117,7 @@ class PolicyForward:
     objective: Objective
     totals: RoutingTotals
     sampled: bool = True
-    recompute: bool = False
+    recompute: Recompute = False
 
     def __call__(self, packed: PackedBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, RouteTape | None]:
         """(log-probability [C], entropy [C], the routers' tape: None for a dense model) of a packed batch."""

@@ -30,7 +30,9 @@ class OptimizerSettings:
         "`config.yaml` keeps",
     ] = 16384
     activation_checkpointing: Annotated[
-        bool, "keep only each layer's inputs for the backward, which recomputes the rest"
+        bool | Literal["mlp"],
+        "true: keep only each layer's inputs for the backward, which computes the rest again; mlp: keep all but the "
+        "inputs of its gates, which are the largest part. The bits are the same",
     ] = False
     max_bad_steps: Annotated[int, at_least(1), "skipped (non-finite) steps in a row after which the run ends"] = 3
     sum_group: Annotated[

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from isobit.errors import NonFiniteError
 from isobit.model import Model
+from isobit.model.recompute import Recompute
 from isobit.rl.forward import forward
 from isobit.rl.optim import Optimizer
 from isobit.rl.packing import Trainable, micro_batches, pack
@@ -16,7 +17,7 @@ def supervised_update(
     samples: Sequence[Trainable],
     rate: float,
     micro_batch_tokens: int,
-    recompute: bool = False,
+    recompute: Recompute = False,
 ) -> dict[str, float]:
     """One optimizer step of cross-entropy on trained tokens, averaged over all of them. Returns metrics.
 

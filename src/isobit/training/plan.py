@@ -15,6 +15,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import Model
+from isobit.model.recompute import Recompute
 from isobit.rl.optim_8bit import quantizable
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveBytes
@@ -73,7 +74,7 @@ class MemoryPlan:
         return "\n".join(f"{label:<{width}} {size / _MIB:10.1f} MiB" for label, size in rows)
 
 
-def measure(model: Model, recompute: bool = False) -> LearningMemory:
+def measure(model: Model, recompute: Recompute = False) -> LearningMemory:
     """Forward and backward of a few tokens, with gradients dropped as they come."""
     short, long = (min(tokens, model.config.max_positions) for tokens in (_SHORT, _LONG))
     _pass(model, short, _FEW, recompute)  # what is made at first use, such as rotary tables, is no part of a pass
@@ -83,7 +84,7 @@ def measure(model: Model, recompute: bool = False) -> LearningMemory:
     return LearningMemory(lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
 
 
-def measure_parts(parts: Parts, recompute: bool | None = None) -> LearningMemory:
+def measure_parts(parts: Parts, recompute: Recompute | None = None) -> LearningMemory:
     """`measure` of the policy, with scales where its KV cache is calibrated; `recompute`: by default as configured."""
     if parts.calibrator.active:
         parts.calibrator.calibrate([parts.task.train.examples[0].prompt])
@@ -95,7 +96,7 @@ def _line(first: int, second: int, tokens: int, span: int) -> LinearBytes:
     return LinearBytes(max(first - slope * tokens, 0), slope)
 
 
-def _pass(model: Model, tokens: int, chunk: int, recompute: bool) -> list[int]:
+def _pass(model: Model, tokens: int, chunk: int, recompute: Recompute) -> list[int]:
     """Peaks of the three phases of one sequence."""
     transformer, device = model.transformer, model.ops.device
     peaks: list[int] = []
@@ -196,9 +197,11 @@ def _alternatives(parts: Parts, learning: LearningMemory, process: int) -> list[
     tokens, longest = parts.micro_batch_tokens, longest_sequence(parts)
     now = plan(parts, learning, process, tokens)
     found = [(f"optimizer.micro_batch_tokens={longest}", plan(parts, learning, process, longest).total)]
-    if not config.optimizer.activation_checkpointing:
-        again = measure_parts(parts, recompute=True)
-        found.append(("optimizer.activation_checkpointing=true", plan(parts, again, process, tokens).total))
+    levels: tuple[Recompute, ...] = ("mlp", True)
+    for level in levels if not config.optimizer.activation_checkpointing else ():
+        again = measure_parts(parts, recompute=level)
+        key = f"optimizer.activation_checkpointing={str(level).lower()}"
+        found.append((key, plan(parts, again, process, tokens).total))
     if config.optimizer.state == "fp32":
         saved = sum(
             8 * p.numel() - 2 * (p.numel() + p.numel() // 64) for p in model.parameters() if quantizable(p.shape)
