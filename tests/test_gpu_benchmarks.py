@@ -55,7 +55,7 @@ def test_the_first_minutes_on_a_gpu_are_rehearsed(tmp_path: Path) -> None:
     assert measured(tmp_path, "grpo") == [], "a rehearsal measures nothing"
 
 
-MISSING = ("pydantic", "transformers", "pyarrow", "datasets", "torchao", "math_verify", "rapidfuzz", "playwright",
+MISSING = ("pydantic", "transformers", "pyarrow", "datasets", "math_verify", "rapidfuzz", "playwright",
            "ray", "wandb", "trackio", "mlflow", "tensorboard", "matplotlib")  # fmt: skip
 """What a machine with a GPU may lack of what isobit or its tests can use."""
 _BLOCKED = f"import sys\nfor name in {MISSING!r}: sys.modules[name] = None\n"

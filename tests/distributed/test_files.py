@@ -45,11 +45,8 @@ KINDS = {
 
 
 def of_kind(kind: str) -> tuple[str, OptimizerSettings]:
-    """The family and the settings; skips the test where what they need is not installed."""
-    family, settings = KINDS[kind]
-    if settings.state == "8bit":
-        pytest.importorskip("torchao")
-    return family, settings
+    """The family and the settings."""
+    return KINDS[kind]
 
 
 def model_of(family: str = "qwen3", ranks: Ranks = ALONE) -> Model:

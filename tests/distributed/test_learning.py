@@ -163,8 +163,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_learn_the_same_on_two_and_three_ranks(variant: str) -> None:
-    if variant == "8-bit moments":
-        pytest.importorskip("torchao")
     given = {"precision": "fp8", "family": "qwen3"} | VARIANTS[variant]
     samples = roll_out(model_of(given["precision"], given["family"]))
     state, metrics = learn(samples, **given)

@@ -101,8 +101,6 @@ def test_the_cache_has_these_bytes(flow: str) -> None:
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
 def test_moments_have_these_bytes(state: str) -> None:
     """In 8 bits only parameters of 4,096 elements and more, in whole blocks of 256."""
-    if state == "8bit":
-        pytest.importorskip("torchao")
     model = tiny_model("fp8", hidden_size=160, intermediate_size=200)
     optimizer = Optimizer(model.named_parameters(), OptimizerSettings(state=state))
     assert moment_bytes(model.config, state) == optimizer.nbytes

@@ -1,7 +1,6 @@
 """AdamW with moments in 8 bits: what it saves, how near it stays, and that it repeats."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,13 @@ import torch
 
 from isobit.config import load_config
 from isobit.errors import Corruption, IsobitError
-from isobit.rl import OptimizerSettings
+from isobit.rl import OptimizerSettings, optim_8bit
 from isobit.rl.optim import Optimizer
+from isobit.rl.optim_8bit import Moment, code_book
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
-pytest.importorskip("torchao", reason="the optional extra isobit[optim] is not installed")
 SHAPES = {"large": (64, 128), "ragged": (63, 65), "norm": (300,)}
 
 
@@ -95,10 +94,53 @@ def test_a_run_logs_what_it_saves_and_resumes_bit_for_bit(tmp_path: Path) -> Non
     assert fingerprint(tmp_path / "cut/run") == fingerprint(whole.run_dir)
 
 
-def test_without_torchao_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
-    with pytest.raises(IsobitError, match=r"needs torchao: pip install 'isobit\[optim\]'"):
-        optimizer("8bit")
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_moment_is_the_nearest_value_of_its_block(signed: bool) -> None:
+    """Against all 256 values in float64; at a tie the upper one."""
+    values = torch.tensor([float(value) for value in code_book(signed)], dtype=torch.float64)
+    assert len(set(values.tolist())) == 256
+    assert (values.min(), values.max()) == (-0.99296875 if signed else 0, 1)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 256, generator=generator) * 10.0 ** torch.randint(-12, 3, (16, 1), generator=generator)
+    x = x if signed else x.square()
+    x[3] = 0.0
+    moment = Moment.zeros(x, signed)
+    whole = slice(0, x.numel())
+    assert not moment.read(whole).any()
+    moment.write(whole, x.view(-1).clone())
+    scale = x.abs().amax(1, keepdim=True).clamp_min(2.0**-126)
+    assert torch.equal(moment.scale, scale.view(-1))
+    distance = ((x / scale).double().unsqueeze(-1) - values).abs()
+    codes = moment.codes.long().unsqueeze(-1)
+    chosen, beside = (distance.gather(-1, each)[..., 0] for each in (codes, (codes - 1).clamp_min(0)))
+    assert torch.allclose(chosen, distance.amin(-1), atol=1e-7)
+    assert not torch.allclose(beside, distance.amin(-1), atol=1e-7), "the control: the value below"
+    assert torch.equal(moment.read(whole).view_as(x), values.float()[codes[..., 0]] * scale)
+    assert not moment.read(whole).view_as(x)[3].any()
+    tie = torch.full((256,), float(code_book(signed)[200] + code_book(signed)[201]) / 2)
+    tie[0] = 1.0
+    moment.write(slice(0, 256), tie)
+    assert set(moment.codes.view(-1)[1:256].tolist()) == {201}
+
+
+def test_the_values_are_those_of_the_library_that_old_checkpoints_are_from() -> None:
+    """To some last places, which its values have from the processor: codes and scales of such a checkpoint go on."""
+    library = pytest.importorskip("torchao.optim.subclass_8bit", reason="torchao is not installed")
+    for signed, theirs in ((True, library.get_qmap_signed()), (False, library.get_qmap_unsigned())):
+        mine = torch.tensor([float(value) for value in code_book(signed)])
+        torch.testing.assert_close(mine, torch.tensor(theirs), rtol=4e-7, atol=0)
+
+
+def test_parts_of_a_parameter_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = optimizer("8bit")
+    descend(whole, 3)
+    monkeypatch.setattr(optim_8bit, "AT_ONCE", 1024)
+    parts = optimizer("8bit")
+    descend(parts, 3)
+    assert all(torch.equal(value, parts.state()[name]) for name, value in whole.state().items())
+    assert torch.equal(whole.parameters["large"], parts.parameters["large"])
+    descend(parts, 1, 3)
+    assert not torch.equal(whole.parameters["large"], parts.parameters["large"]), "the control: another step"
 
 
 @pytest.mark.parametrize("key", ["exp_avg.codes", "exp_avg.scale", "exp_avg_sq.codes", "exp_avg_sq.scale"])

@@ -23,7 +23,7 @@ class OptimizerSettings:
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, above(0)] = 1e-8
     max_grad_norm: Annotated[float, above(0)] = 1.0
-    state: Annotated[Literal["fp32", "8bit"], "AdamW's moments; 8bit needs torchao (isobit[optim])"] = "fp32"
+    state: Annotated[Literal["fp32", "8bit"], "AdamW's moments; 8bit: a code an element and a scale for 256"] = "fp32"
     micro_batch_tokens: Annotated[
         Annotated[int, at_least(1)] | Literal["auto"],
         "tokens of one forward and backward; auto: the most that fit into the memory, a number that the run's "

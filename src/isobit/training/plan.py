@@ -16,7 +16,7 @@ from isobit.kernels import Layout
 from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import Model
 from isobit.model.recompute import Recompute
-from isobit.rl.optim_8bit import quantizable
+from isobit.rl.optim_8bit import AT_ONCE, quantizable
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveBytes
 from isobit.training.parts import Parts
@@ -171,11 +171,11 @@ def longest_sequence(parts: Parts) -> int:
 
 
 def _update_bytes(parts: Parts) -> int:
-    """Sums of the gradients' rows in float64, or the moments of the largest parameter out of their 8 bits: four in
+    """Sums of the gradients' rows in float64, or moments of a part of a parameter out of their 8 bits: four in
     float32."""
     parameters = parts.model.parameters()
     eight_bit = parts.config.optimizer.state == "8bit"
-    moments = [16 * p.numel() for p in parameters if eight_bit and quantizable(p.shape)]
+    moments = [16 * min(p.numel(), AT_ONCE) for p in parameters if eight_bit and quantizable(p.shape)]
     return max(moments, default=sum(8 * p.shape[0] for p in parameters))
 
 
