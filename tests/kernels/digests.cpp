@@ -121,7 +121,8 @@ void attention() {
     const int32_t pages[] = {2, 0, 1};
     std::vector<uint16_t> out(q.size()), dq(q.size()), dk(TOKENS * KV * DIM), dv(TOKENS * KV * DIM);
     Attention g{BF16, E4M3, q.data(), k.data(), v.data(), ones.data(), ones.data(), row_start, context, pages, PAGES, PAGE,
-                1, HEADS, KV, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr, nullptr, 2, TOKENS, 1, 1, 0};
+                1, HEADS, KV, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr, nullptr, 2, TOKENS, 1, 1, 0,
+                TOKENS};
     isobit_attention(&g);
     print("attention", out), print("lse", lse);
     g.dout = dout.data(), g.dq = dq.data(), g.dk = dk.data(), g.dv = dv.data();

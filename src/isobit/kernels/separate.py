@@ -74,8 +74,10 @@ class SeparateOps(ReferenceOps):
         rstd = torch.rsqrt(wide.square().mean(-1) + eps)
         return (wide * rstd.unsqueeze(-1)).to(x.dtype) * weight, summed, rstd
 
-    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = attend(q, store, layout, scale, torch.float32, probabilities=q.dtype)
+    def attention(
+        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, store, layout, scale, torch.float32, q.dtype, window)
         return out.to(q.dtype), lse
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -266,12 +266,23 @@ class Ops(Protocol):
         """Store k, v [T, KV, D] at the layout's slots: cast, quantized per token and head, or under calibrated scales,
         whose clamping is counted. Raises NonFiniteError for NaN and infinity; on a GPU `raise_faults` does."""
 
-    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    def attention(
+        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to keys 0 to p of its
-        sequence."""
+        sequence; with a `window` (at least 1) to the last `window` of them, itself included. Keys that it does not see
+        add nothing, and may be skipped: what is summed in which order depends on positions alone."""
 
     def attention_backward(
-        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [T, H, D], dk, dv [T, KV, D]) for packed layouts; straight through the quantization of keys and
         values."""

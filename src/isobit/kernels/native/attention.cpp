@@ -2,12 +2,12 @@
 //
 // A task is a block of tokens of one sequence with all query heads of one key head. Scores, softmax and P·V are float64,
 // or float32 in the order `rows32-v1` (reference/attention32.py), keys in ascending position. The order of every sum of a
-// row depends on positions only, so neither batch, nor chunk, nor page changes a bit.
+// row depends on positions only, so neither batch, nor chunk, nor page changes a bit. With a window a task begins at the
+// block of its first row's lowest key: slots, scores and factors are those of the keys from `base` on.
 #include "attention_rows.h"
 
 #include <vector>
 
-constexpr int64_t KEYS = 64;   // keys that are decoded at a time
 constexpr int64_t BLOCK = 32;  // rows (tokens times query heads) of a task
 
 struct Task {
@@ -15,8 +15,8 @@ struct Task {
     int64_t head, heads;              // key heads head..head+heads
 };
 
-// Scores [stride] of `count` rows, all of them at most at `position` + row / group, to weights, totals and lse. The
-// factors of keys, [2][padded keys], are for float32 only.
+// Scores [stride] of `rows` rows over `keys` keys to weights, totals and lse. The factors of keys, [2][padded keys], are
+// for float32 only.
 template <class R>
 static void softmax(const Attention& g, const Task& task, const int64_t* slots, int64_t kv_head, int64_t rows,
                     int64_t keys, R* scores, int64_t stride, R* total, float* factors) {
@@ -26,10 +26,12 @@ static void softmax(const Attention& g, const Task& task, const int64_t* slots, 
         key_factors(g, g.v_scale, slots, kv_head, keys, 1.0f, factors + padded(keys, PANEL));
     }
     const int64_t group = g.heads / g.kv_heads, position = g.context[task.sequence] + task.first;
-    const int64_t row0 = g.row_start[task.sequence] + task.first;
+    const int64_t row0 = g.row_start[task.sequence] + task.first, base = g.base(position);
     for (int64_t r = 0; r < rows; r++) {
         double lse;
-        softmax_row(scores + r * stride, position + r / group, padded(keys, PANEL), R(g.scale), both, total + r, &lse);
+        const int64_t last = position + r / group;
+        softmax_row(scores + r * stride, g.lowest(last) - base, last - base, padded(keys, PANEL), R(g.scale), both,
+                    total + r, &lse);
         g.lse[(row0 + r / group) * g.heads + kv_head * group + r % group] = float(lse);
     }
 }
@@ -60,26 +62,27 @@ static void attend_block(const Attention& g, const Task& task) {
     static thread_local Scratch scratch;
     const int64_t kv_head = task.head, group = g.heads / g.kv_heads, rows = task.tokens * group;
     const int64_t row0 = g.row_start[task.sequence] + task.first, width = padded(g.dim, PANEL);
-    const int64_t keys = g.context[task.sequence] + task.first + task.tokens, stride = padded(keys, KEYS) + PANEL;
-    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + rows * (2 * width + stride) + KEYS * width + rows +
+    const int64_t position = g.context[task.sequence] + task.first, base = g.base(position);
+    const int64_t keys = position + task.tokens - base, stride = padded(keys, KEY_BLOCK) + PANEL;
+    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + rows * (2 * width + stride) + KEY_BLOCK * width + rows +
                                           padded(keys, PANEL) + 64);
-    g.slots(task.sequence, keys, slots);
+    g.slots(task.sequence, base, keys, slots);
     R* query = (R*)(slots + padded(keys, 8));
     R *scores = query + rows * width, *mixed = scores + rows * stride, *block = mixed + rows * width;
-    R* total = block + KEYS * width;
+    R* total = block + KEY_BLOCK * width;
     float* factors = (float*)(total + rows);
     for (int64_t h = 0; h < group; h++)
         read_tokens(g, g.q, kv_head * group + h, row0, task.tokens, width, group * width, query + h * width);
-    for (int64_t j = 0; j < keys; j += KEYS) {
-        int64_t count = keys - j < KEYS ? keys - j : KEYS;
+    for (int64_t j = 0; j < keys; j += KEY_BLOCK) {
+        int64_t count = keys - j < KEY_BLOCK ? keys - j : KEY_BLOCK;
         FOR_STORE(g, read_rows, g, g.k, read_with<R>(g.k_scale), slots + j, kv_head, count, width, block)
         for (int64_t i = count * width; i < padded(count, 8) * width; i++) block[i] = R(0);
         row_products(rows, padded(count, 8), query, block, width, scores + j, stride);
     }
     softmax(g, task, slots, kv_head, rows, keys, scores, stride, total, factors);
     std::memset(mixed, 0, rows * width * sizeof(R));
-    for (int64_t j = 0; j < keys; j += KEYS) {
-        int64_t count = keys - j < KEYS ? keys - j : KEYS;
+    for (int64_t j = 0; j < keys; j += KEY_BLOCK) {
+        int64_t count = keys - j < KEY_BLOCK ? keys - j : KEY_BLOCK;
         FOR_STORE(g, read_rows, g, g.v, read_with<R>(g.v_scale), slots + j, kv_head, count, width, block)
         accumulate(rows, width / PANEL, scores + j, stride, block, width, count, mixed, width);
     }
@@ -140,9 +143,10 @@ static void attend_stored(const Attention& g, const Task& task) {
     static thread_local Scratch scratch;
     const int64_t group = g.heads / g.kv_heads, rows = task.tokens * group, width = g.dim;
     const int64_t row0 = g.row_start[task.sequence] + task.first, all = task.heads * rows;
-    const int64_t keys = g.context[task.sequence] + task.first + task.tokens, stride = padded(keys, PANEL);
+    const int64_t position = g.context[task.sequence] + task.first, base = g.base(position);
+    const int64_t keys = position + task.tokens - base, stride = padded(keys, PANEL);
     int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + all * (2 * width + stride) + all + stride + 64);
-    g.slots(task.sequence, keys, slots);
+    g.slots(task.sequence, base, keys, slots);
     R* query = (R*)(slots + padded(keys, 8));
     R *scores = query + all * width, *mixed = scores + all * stride, *total = mixed + all * width;
     float* factors = (float*)(total + all);
@@ -172,7 +176,8 @@ EXPORT void isobit_attention(const Attention* arguments) {
             const int64_t heads = reads_stored(g, count) ? together : 1;
             for (int64_t head = 0; head < g.kv_heads; head += heads)
                 tasks.push_back({s, first, count, head, g.kv_heads - head < heads ? g.kv_heads - head : heads});
-            work += (g.context[s] + first + count) * (count * g.heads + g.kv_heads) * g.dim / 16;
+            const int64_t position = g.context[s] + first;
+            work += (position + count - g.base(position)) * (count * g.heads + g.kv_heads) * g.dim / 16;
         }
     }
 #pragma omp parallel for num_threads(useful_threads(g.threads, work)) schedule(dynamic, 1)

@@ -4,6 +4,8 @@
 #include "quantize.h"
 #include "tile.h"
 
+constexpr int64_t KEY_BLOCK = 64;  // keys that are decoded at a time
+
 struct Attention {
     int64_t kind;        // of q and the result
     int64_t store_kind;  // of k and v
@@ -20,12 +22,19 @@ struct Attention {
     int64_t threads, rows, single;
     int64_t scale_step;  // 1, or 0 where one scale holds for the whole store
     int64_t rounds;      // under `single`: whether weights are rounded to BF16 before they meet values
+    int64_t window;      // a row at position p sees the keys p - window + 1 to p
 
-    // Where the first `count` keys of a sequence are.
-    void slots(int64_t sequence, int64_t count, int64_t* out) const {
-        const int32_t* page = page_table + sequence * pages;
-        for (int64_t j = 0; j < count; page++)
-            for (int64_t i = 0; i < page_size && j < count; i++, j++) out[j] = *page * page_size + i;
+    int64_t lowest(int64_t position) const { return position < window ? 0 : position - window + 1; }
+
+    // Where the keys that are computed for a row at `position` and later ones begin: at a multiple of every panel and
+    // chain, so that the keys left out would have added zeros, and all others keep their lanes.
+    int64_t base(int64_t position) const { return lowest(position) / KEY_BLOCK * KEY_BLOCK; }
+
+    // Where `count` keys of a sequence are, from key `first` on.
+    void slots(int64_t sequence, int64_t first, int64_t count, int64_t* out) const {
+        const int32_t* page = page_table + sequence * pages + first / page_size;
+        for (int64_t j = 0, i = first % page_size; j < count; page++, i = 0)
+            for (; i < page_size && j < count; i++, j++) out[j] = *page * page_size + i;
     }
 };
 

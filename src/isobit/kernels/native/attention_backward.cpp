@@ -3,23 +3,25 @@
 //
 // A task is one key head of one sequence: float64, or float32 in the order `rows32-v1` (reference/attention32.py), blocks
 // of query rows in ascending order, query heads one after the other. So the result is a function of the sequence alone.
+// With a window the keys of a block of rows begin at `base`: those before it would get zeros.
 #include "attention.h"
 
 constexpr int64_t ROWS = 32;
 
-// scores [rows][stride] and dO·Vᵀ to probabilities P and dS, and both transposed [keys][ROWS].
+// scores [rows][stride] of keys from `base` on and dO·Vᵀ to probabilities P and dS, and both transposed [keys][ROWS].
 template <class R>
-static void probabilities(const Attention& g, int64_t first, int64_t rows, int64_t keys, int64_t stride,
+static void probabilities(const Attention& g, int64_t first, int64_t base, int64_t rows, int64_t keys, int64_t stride,
                           const float* lse, const R* inner, R* scores, R* dscores, R* turned, R* dturned) {
     typedef typename Columns<R>::V V;
     constexpr int lanes = Columns<R>::lanes;
     const V scale = splat(R(g.scale));
     for (int64_t r = 0; r < rows; r++) {
         R *s = scores + r * stride, *d = dscores + r * stride;
+        const int64_t lowest = g.lowest(first + r) - base, last = first + r - base;
         for (int64_t j = 0; j < padded(keys, lanes); j += lanes) {
             V weight = exponential(load<V>(s + j) * scale - splat(R(lse[r * g.heads])));
-            for (int lane = 0; lane < lanes && j + lanes > first + r; lane++)
-                if (j + lane > first + r) weight[lane] = R(0);
+            for (int lane = 0; lane < lanes && (j + lanes > last || j < lowest); lane++)
+                if (j + lane > last || j + lane < lowest) weight[lane] = R(0);
             store(s + j, weight);
             store(d + j, weight * (load<V>(d + j) - splat(inner[r])) * scale);
         }
@@ -58,27 +60,28 @@ static void differentiate(const Attention& g, int64_t sequence, int64_t kv_head)
     R *query = dturned + ROWS * many, *dout = query + ROWS * width, *out = dout + ROWS * width;
     R *dq = out + ROWS * width, *inner = dq + ROWS * width;
     int64_t* slots = (int64_t*)(inner + ROWS);
-    g.slots(sequence, count, slots);
+    g.slots(sequence, 0, count, slots);
     FOR_STORE(g, read_rows, g, g.k, g.k_scale, slots, kv_head, count, width, keys)
     FOR_STORE(g, read_panels, g, g.k, g.k_scale, slots, kv_head, count, keys_turned)
     FOR_STORE(g, read_panels, g, g.v, g.v_scale, slots, kv_head, count, values_turned)
     std::memset(dk, 0, 2 * many * width * sizeof(R));
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++)
         for (int64_t first = 0; first < count; first += ROWS) {
-            int64_t rows = count - first < ROWS ? count - first : ROWS, seen = first + rows;
-            int64_t panels = padded(seen, PANEL) / PANEL;
+            const int64_t rows = count - first < ROWS ? count - first : ROWS, base = g.base(first);
+            const int64_t seen = first + rows - base, panels = padded(seen, PANEL) / PANEL;
+            const R *k_turned = keys_turned + base * g.dim, *v_turned = values_turned + base * g.dim;
             read_tokens(g, g.q, h, row0 + first, rows, width, width, query);
             read_tokens(g, g.dout, h, row0 + first, rows, width, width, dout);
             read_tokens(g, g.out, h, row0 + first, rows, width, width, out);
             for (int64_t r = 0; r < rows; r++) inner[r] = row_dot(dout + r * width, out + r * width, width);
-            tile_product<REPLACE>(rows, panels, query, width, keys_turned, PANEL, g.dim * PANEL, g.dim, scores, stride);
-            tile_product<REPLACE>(rows, panels, dout, width, values_turned, PANEL, g.dim * PANEL, g.dim, dscores, stride);
-            probabilities(g, first, rows, seen, stride, g.lse + (row0 + first) * g.heads + h, inner, scores, dscores,
-                          turned, dturned);
+            tile_product<REPLACE>(rows, panels, query, width, k_turned, PANEL, g.dim * PANEL, g.dim, scores, stride);
+            tile_product<REPLACE>(rows, panels, dout, width, v_turned, PANEL, g.dim * PANEL, g.dim, dscores, stride);
+            probabilities(g, first, base, rows, seen, stride, g.lse + (row0 + first) * g.heads + h, inner, scores,
+                          dscores, turned, dturned);
             std::memset(dq, 0, rows * width * sizeof(R));
-            accumulate(rows, width / PANEL, dscores, stride, keys, width, seen, dq, width);
-            accumulate(seen, width / PANEL, dturned, ROWS, query, width, rows, dk, width);
-            accumulate(seen, width / PANEL, turned, ROWS, dout, width, rows, dv, width);
+            accumulate(rows, width / PANEL, dscores, stride, keys + base * width, width, seen, dq, width);
+            accumulate(seen, width / PANEL, dturned, ROWS, query, width, rows, dk + base * width, width);
+            accumulate(seen, width / PANEL, turned, ROWS, dout, width, rows, dv + base * width, width);
             write_gradient(g, dq, g.heads, h, row0 + first, rows, width, g.dq);
         }
     write_gradient(g, dk, g.kv_heads, kv_head, row0, count, width, g.dk);

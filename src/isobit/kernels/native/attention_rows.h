@@ -10,12 +10,14 @@ struct Factors32 {
     bool rounds;
 };
 
-// scores [stop] of one row, keys 0..last, to weights exp(score · factor - peak); weights beyond are zero, up to `stop`.
+// scores [stop] of one row, keys first..last, to weights exp(score · factor - peak); all other weights are zero.
 template <class R>
-static void softmax_row(R* scores, int64_t last, int64_t stop, R scale, Factors32 factors, R* total, double* lse) {
+static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R scale, Factors32 factors, R* total,
+                        double* lse) {
     typedef typename Columns<R>::V V;
     constexpr int lanes = Columns<R>::lanes;
     constexpr bool single = sizeof(R) == sizeof(float);
+    for (int64_t j = 0; j < first; j++) scores[j] = -R(INFINITY);
     for (int64_t j = last + 1; j < stop; j++) scores[j] = -R(INFINITY);
     V most = splat(-R(INFINITY)), sum = splat(R(0));
     for (int64_t j = 0; j < stop; j += lanes) {

@@ -16,6 +16,8 @@ KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.floa
 """`enum Kind` of native.h."""
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
+ALL_KEYS = 2**62
+"""The window of a row that sees all earlier keys."""
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
@@ -61,7 +63,7 @@ class AttentionArguments(ctypes.Structure):
         ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I), ("sequences", _I),
         ("heads", _I), ("kv_heads", _I), ("dim", _I), ("scale", _D), ("out", _P), ("lse", _P), ("dout", _P),
         ("dq", _P), ("dk", _P), ("dv", _P), ("threads", _I), ("rows", _I), ("single", _I),
-        ("scale_step", _I), ("rounds", _I),
+        ("scale_step", _I), ("rounds", _I), ("window", _I),
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
 from isobit.kernels.native.build import BuildFailed, origin
-from isobit.kernels.native.interface import KINDS, PLAIN, AttentionArguments, grid, pointer, product_arguments
+from isobit.kernels.native.interface import ALL_KEYS, KINDS, PLAIN, AttentionArguments, grid, pointer, product_arguments
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.native.rows import RowOperators, check_rows
 from isobit.kernels.reference.tdp32 import computes
@@ -145,27 +145,37 @@ class NativeOps(RowOperators):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._reference.route(logits, count, normalize, given)
 
-    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    def attention(
+        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         if not _attention_is_native(q, store):
-            return self._reference.attention(q, store, layout, scale)
+            return self._reference.attention(q, store, layout, scale, window)
         q = q.contiguous()
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
-        arguments = _attention_arguments(q, store, layout, scale, out, lse)
+        arguments = _attention_arguments(q, store, layout, scale, window, out, lse)
         arguments.single = self._single or self._fast
         arguments.rounds = self.rounds_probabilities and q.dtype == torch.bfloat16
         self._lib.isobit_attention(ctypes.byref(arguments))
         return out, lse
 
     def attention_backward(
-        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not _attention_is_native(q, store) or dout.dtype != q.dtype:
-            return self._reference.attention_backward(dout, q, out, lse, store, layout, scale)
+            return self._reference.attention_backward(dout, q, out, lse, store, layout, scale, window)
         q, out, lse, dout = q.contiguous(), out.contiguous(), lse.contiguous(), dout.contiguous()
         dq = torch.empty_like(q)
         dk = torch.empty((q.shape[0], store.k.shape[1], q.shape[2]), dtype=q.dtype)
         dv = torch.empty_like(dk)
-        arguments = _attention_arguments(q, store, layout, scale, out, lse)
+        arguments = _attention_arguments(q, store, layout, scale, window, out, lse)
         arguments.dout, arguments.dq = dout.data_ptr(), dq.data_ptr()
         arguments.dk, arguments.dv = dk.data_ptr(), dv.data_ptr()
         arguments.single = self._single
@@ -223,7 +233,7 @@ def _attention_is_native(q: Tensor, store: KVStore) -> bool:
 
 
 def _attention_arguments(
-    q: Tensor, store: KVStore, layout: Layout, scale: float, out: Tensor, lse: Tensor
+    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None, out: Tensor, lse: Tensor
 ) -> AttentionArguments:
     rows, heads, dim = q.shape
     return AttentionArguments(
@@ -232,5 +242,5 @@ def _attention_arguments(
         layout.row_start.data_ptr(), layout.context.data_ptr(), layout.page_table.data_ptr(),
         layout.page_table.shape[1], layout.page_size, layout.context.shape[0], heads, store.k.shape[1], dim, scale,
         out.data_ptr(), lse.data_ptr(), None, None, None, None, torch.get_num_threads(), rows, False,
-        0 if store.calibrated else 1, False,
+        0 if store.calibrated else 1, False, ALL_KEYS if window is None else window,
     )  # fmt: skip

@@ -71,13 +71,14 @@ struct Store {
     float key_factor[KEYS], value_factor[KEYS];
 };
 
-void scalar_attention(const Store& store, const float* q, int64_t keys, float* out, float* lse) {
+// Over the keys lowest..keys - 1; weights of those before add nothing.
+void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_t keys, float* out, float* lse) {
     float weight[KEYS], lane[16] = {0}, peak = -INFINITY;
-    for (int64_t j = 0; j < keys; j++) {
+    for (int64_t j = lowest; j < keys; j++) {
         weight[j] = dot(q, store.keys[j], DIM, 16) * store.key_factor[j];
         peak = weight[j] > peak ? weight[j] : peak;
     }
-    for (int64_t j = 0; j < keys; j++) {
+    for (int64_t j = lowest; j < keys; j++) {
         weight[j] = scalar_exp(weight[j] - peak);
         lane[j % 16] = lane[j % 16] + weight[j];
         weight[j] = weight[j] * store.value_factor[j];
@@ -87,7 +88,8 @@ void scalar_attention(const Store& store, const float* q, int64_t keys, float* o
         float mixed = 0.0f;
         for (int64_t first = 0; first < keys; first += CHAINED) {
             float chain = 0.0f;
-            for (int64_t j = first; j < first + CHAINED && j < keys; j++) chain = fused(weight[j], store.values[j][d], chain);
+            for (int64_t j = first < lowest ? lowest : first; j < first + CHAINED && j < keys; j++)
+                chain = fused(weight[j], store.values[j][d], chain);
             mixed = mixed + chain;
         }
         out[d] = mixed / total;
@@ -96,7 +98,7 @@ void scalar_attention(const Store& store, const float* q, int64_t keys, float* o
 }
 
 // A few new rows after stored ones, and the last row alone, as C++ has two loops; `heads` share one key head.
-int64_t differing_attention(Random& random, int64_t data, bool codes, int64_t heads) {
+int64_t differing_attention(Random& random, int64_t data, bool codes, int64_t heads, int64_t window) {
     static Store store;
     static float plain[2][PAGES * PAGE][DIM], scales[2][PAGES * PAGE];
     static uint8_t coded[2][PAGES * PAGE][DIM];
@@ -130,11 +132,12 @@ int64_t differing_attention(Random& random, int64_t data, bool codes, int64_t he
         g.k_scale = codes ? scales[0] : nullptr, g.v_scale = codes ? scales[1] : nullptr, g.scale_step = 1;
         g.row_start = row_start, g.context = &context, g.page_table = pages, g.pages = PAGES, g.page_size = PAGE;
         g.sequences = 1, g.heads = heads, g.kv_heads = 1, g.dim = DIM, g.scale = factor, g.threads = 1, g.rows = rows;
-        g.single = 1;
+        g.single = 1, g.window = window;
         isobit_attention(&g);
         for (int64_t i = 0; i < rows * heads; i++) {
             float lse;
-            scalar_attention(store, &q[0][0][0] + i * DIM, context + i / heads + 1, wanted, &lse);
+            const int64_t position = context + i / heads;
+            scalar_attention(store, &q[0][0][0] + i * DIM, g.lowest(position), position + 1, wanted, &lse);
             different += differing(&found[0][0][0] + i * DIM, wanted, DIM) + differing(&found_lse[0][0] + i, &lse, 1);
         }
     }
@@ -150,7 +153,9 @@ EXPORT int64_t isobit_rows32_self_test() {
     for (int64_t data = 0; data < 4; data++) {
         different += differing_rows(random, data);
         for (int64_t heads = 1; heads <= 2; heads++)
-            for (int64_t codes = 0; codes < 2; codes++) different += differing_attention(random, data, codes, heads);
+            for (int64_t codes = 0; codes < 2; codes++)
+                for (int64_t window : {KEYS, int64_t(6)})  // 6 keys: their block is not the first
+                    different += differing_attention(random, data, codes, heads, window);
     }
     return different;
 }

@@ -62,13 +62,23 @@ class ReferenceOps(Composed):
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         attention.kv_write(store, k, v, layout)
 
-    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        return self._attention.attention(q, store, layout, scale)
+    def attention(
+        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._attention.attention(q, store, layout, scale, window)
 
     def attention_backward(
-        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._attention.attention_backward(dout, q, out, lse, store, layout, scale)
+        return self._attention.attention_backward(dout, q, out, lse, store, layout, scale, window)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._rows.silu_mul(gate_up)

@@ -1,6 +1,7 @@
 """Causal grouped-query attention over stored keys and values, forward and backward, in float64 with one rounding.
 
-A row at position p attends to keys 0 to p of its own sequence, wherever their pages are. Rows are taken in *pieces*,
+A row at position p attends to keys 0 to p of its own sequence, or to the last `window` of these, wherever their pages
+are. Rows are taken in *pieces*,
 at most 256 consecutive rows of a sequence; pieces of like size are batched and padded, and a padded key has
 probability exactly 0. The forward is the same for decoding, chunked prefill and the learner's packed rows; the
 backward takes packed rows only. Quantized keys and values are read as code times scale in float32, and the gradient
@@ -58,11 +59,13 @@ def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tens
     return quantize_with_scale(flat, scale, spec).data.view(torch.uint8).view(rows.shape)
 
 
-def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1)."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64, device=q.device)
-    for batch in _batches(layout, q.shape[1], store, torch.float64):
+    for batch in _batches(layout, q.shape[1], store, torch.float64, window):
         keys, values = batch.read(store)
         queries = batch.gather(q)
         mixed, normalizer = _mix(batch.scores(queries, keys, scale), values, None)
@@ -79,12 +82,13 @@ def attend(
     scale: float,
     dtype: torch.dtype,
     probabilities: torch.dtype | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS. `probabilities`: the type to
     which unnormalized probabilities are rounded before P·V, but not in their sum."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
-    for batch in _batches(layout, q.shape[1], store, dtype):
+    for batch in _batches(layout, q.shape[1], store, dtype, window):
         keys, values = batch.read(store)
         mixed, normalizer = _mix(batch.scores(batch.gather(q), keys, scale), values, probabilities)
         batch.scatter(mixed, out)
@@ -141,14 +145,21 @@ def _in_order(
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from recomputed probabilities (Dao et al. 2022, section 3.1): dS = P·(dP - Σ dO·O)."""
     assert not layout.context.any(), "the backward takes packed layouts: every sequence from its position 0 on"
     dq = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     dk = torch.zeros((q.shape[0], *store.k.shape[1:]), dtype=torch.float64, device=q.device)
     dv = torch.zeros_like(dk)
-    for batch in _batches(layout, q.shape[1], store, torch.float64):
+    for batch in _batches(layout, q.shape[1], store, torch.float64, window):
         keys, values = batch.read(store)
         queries, gradient = batch.gather(q), batch.gather(dout)
         # padded rows: exp(score - inf) is 0, so that they give nothing to dk and dv
@@ -181,7 +192,9 @@ def _pieces(layout: Layout) -> Iterator[_Piece]:
             yield _Piece(sequence, first, last - first, stored + last - start[sequence], start[sequence])
 
 
-def _batches(layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype) -> Iterator["_Batch"]:
+def _batches(
+    layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype, window: int | None
+) -> Iterator["_Batch"]:
     """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory, to compute in `dtype`.
 
     The order of the pieces of one sequence, and so of the sums in `add_to_keys`, depends on that sequence alone.
@@ -196,7 +209,7 @@ def _batches(layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype)
         rows, keys = max(piece.rows for piece in pieces), max(piece.keys for piece in pieces)
         size = max(1, _BATCH_ELEMENTS // (keys * max(num_heads * rows, 2 * kv_heads * dim)))
         for start in range(0, len(pieces), size):
-            yield _Batch(layout, pieces[start : start + size], kv_heads, dtype)
+            yield _Batch(layout, pieces[start : start + size], kv_heads, dtype, window)
 
 
 class _Batch:
@@ -206,7 +219,9 @@ class _Batch:
     them are one product with keys and values [S, KV, K, D].
     """
 
-    def __init__(self, layout: Layout, pieces: list[_Piece], kv_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: Layout, pieces: list[_Piece], kv_heads: int, dtype: torch.dtype, window: int | None
+    ) -> None:
         device = layout.positions.device
         sequence, first, count, keys, _ = (torch.tensor(column, device=device).unsqueeze(1) for column in zip(*pieces))
         row = torch.arange(max(piece.rows for piece in pieces), device=device)
@@ -218,7 +233,10 @@ class _Batch:
         page = torch.where(present, key // layout.page_size, 0)
         slots = layout.page_table[sequence, page].long() * layout.page_size + key % layout.page_size
         self.slots = torch.where(present, slots, layout.slots[first])
-        self.visible = present.unsqueeze(1) & (key <= (keys - count + row).unsqueeze(-1))
+        position = (keys - count + row).unsqueeze(-1)
+        self.visible = present.unsqueeze(1) & (key <= position)
+        if window is not None:  # a padded row would see none, and have no probabilities
+            self.visible &= (key > position - window) | ~self.valid.unsqueeze(-1)
 
     def read(self, store: KVStore) -> tuple[Tensor, Tensor]:
         """Keys and values [S, KV, K, D]."""

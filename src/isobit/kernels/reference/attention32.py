@@ -8,7 +8,8 @@ Codes are taken times 2^-8, without their scales. A score is the sum of query ·
     out = Σ (w · (value's scale · 2^8)) · value / total     in chains of 32 keys (`rows32.blocked_sum`)
 
 and the log-sum-exp is peak + log(total) in float64, rounded to float32. A row's keys stand at its own sequence's
-positions, so its bits depend on no other row, chunk or page.
+positions, so its bits depend on no other row, chunk or page. Lanes and chains stay at those positions also under a
+window; a key below it has weight 0, which adds nothing, so an implementation may leave out whole chains of such keys.
 
 Error. With u = 2^-24, D the head dimension, S = |scale| · Σ|q·k|: a score is within E = γ(⌈D / 16⌉ + 8) · S; with
 t = peak - score a weight is relatively within η = E + t·u + 2^-22, plus e^-87 of the peak's where exp ends; so to first
@@ -33,7 +34,9 @@ from isobit.kernels.types import KVStore, Layout
 _ELEMENTS = 1 << 21  # products at a time
 
 
-def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """As `Ops.attention`."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
     group = q.shape[1] // store.k.shape[1]
@@ -48,7 +51,7 @@ def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[
             for first in range(start, stop, step):
                 rows = slice(first, min(first + step, stop))
                 scores = dot(q[rows, heads].float().unsqueeze(2), keys, HEAD_LANES) * key_factor
-                visible = torch.arange(len(slots), device=q.device) <= position[first - start :][:step, None, None]
+                visible = _visible(len(slots), position[first - start :][:step], window).unsqueeze(1)
                 scores = scores.masked_fill(~visible, -torch.inf)
                 peak = scores.amax(-1)
                 weights = exp(scores - peak.unsqueeze(-1))
@@ -60,7 +63,14 @@ def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `Ops.attention_backward`."""
     assert not layout.context.any(), "the backward takes packed layouts: every sequence from its position 0 on"
@@ -69,7 +79,7 @@ def attention_backward(
     dv, group, factor = torch.empty_like(dk), q.shape[1] // kv_heads, torch.tensor(scale, device=q.device)
     for sequence, (start, stop) in enumerate(_bounds(layout)):
         rows, slots = slice(start, stop), _slots(layout, sequence, stop - start)
-        visible = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).tril()
+        visible = _visible(len(slots), layout.positions[start:stop], window)
         for head in range(kv_heads):
             keys, values = (x[:, head] for x in store.gather(slots))
             sums = [torch.zeros_like(keys) for _ in range(2)]
@@ -89,6 +99,12 @@ def attention_backward(
 
 def _bounds(layout: Layout) -> list[tuple[int, int]]:
     return list(pairwise(layout.row_start.tolist()))
+
+
+def _visible(keys: int, positions: Tensor, window: int | None) -> Tensor:
+    """Whether rows at `positions` [R] see each of the keys: [R, keys]."""
+    key, row = torch.arange(keys, device=positions.device), positions.unsqueeze(-1)
+    return key <= row if window is None else (key <= row) & (key > row - window)
 
 
 def _slots(layout: Layout, sequence: int, count: int) -> Tensor:

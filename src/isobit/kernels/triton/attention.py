@@ -12,9 +12,9 @@ and that of the probabilities is of the unrounded ones.
 order by one expression, `join`. Programs that see few rows leave their splits in memory, where `_join_splits` reads
 them; others join in registers. The tile of scores is always `_BLOCK_ROWS` high, padded where there are fewer rows, so
 that instructions and trees of sums are the same everywhere. What a row does not see has probability 0 and a factor of
-1, and moves no bit as long as keys and values are finite. So the bits depend on the row's query, on the keys and
-values up to its position, and on that position: not on the batch, chunks, pages, or where splits are joined
-(`tests/kernels/triton/test_attention.py`).
+1, and moves no bit as long as keys and values are finite; so splits and blocks below every row's window are left out.
+The bits depend on the row's query, on the keys and values that it sees, and on its position: not on the batch, chunks,
+pages, or where splits are joined (`tests/kernels/triton/test_attention.py`, `test_windows.py`).
 
 Left out: writing keys and values; the backward; formats other than E4M3 and those of q.
 """
@@ -54,8 +54,11 @@ def tiling(dim: int, dtype: torch.dtype) -> Tiling:
     return Tiling(64, 4, 3) if dim <= 128 else Tiling(32, 8, 2)
 
 
-def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p of its sequence.
+def attention(
+    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p of its sequence,
+    with a `window` to the last `window` of them.
 
     q [T, H, D] is bfloat16 or float32; the store holds E4M3 codes or q's type. All tensors are on one device and
     nothing is read on the host, so a CUDA graph can hold this; `layout.max_rows` and `layout.max_keys` are bounds.
@@ -77,7 +80,7 @@ def attention(q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[
         sizes = ((splits, rows, heads, dim), (splits, rows, heads), (splits, rows, heads))
         results = [torch.empty(size, dtype=torch.float32, device=q.device) for size in sizes]
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "BLOCK_DIM": max(16, triton.next_power_of_2(dim))}
-    shape |= {"GROUP": group, "KEYS_PER_SPLIT": _KEYS_PER_SPLIT}
+    shape |= {"GROUP": group, "KEYS_PER_SPLIT": _KEYS_PER_SPLIT, "WINDOW": window}
     block = tiling(dim, q.dtype)
     assert _KEYS_PER_SPLIT % block.keys == 0
     launch(
@@ -127,9 +130,11 @@ def operand(x, like: tl.constexpr):
 def attend_split(
     q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, stop,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
-    SCALE_TOKEN: tl.constexpr, SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    SCALE_TOKEN: tl.constexpr, SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, lowest,
+    BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(acc, total, peak), as in `join`, of the keys `first` to `stop`, KEYS_PER_SPLIT of them at the most."""
+    """(acc, total, peak), as in `join`, of the keys `first` to `stop`, KEYS_PER_SPLIT of them at the most; with a
+    window, from the block of key `lowest` on."""
     rows: tl.constexpr = q.shape[0]
     acc = tl.zeros([rows, BLOCK_DIM], tl.float32)
     total = tl.zeros([rows], tl.float32)
@@ -137,10 +142,14 @@ def attend_split(
     channel = tl.arange(0, BLOCK_DIM)
     steps = (tl.minimum(stop - first, KEYS_PER_SPLIT) + BLOCK_KEYS - 1) // BLOCK_KEYS
     offsets = tl.arange(0, BLOCK_KEYS)
-    page = tl.load(table_ptr + (first + offsets) // PAGE_SIZE, mask=first + offsets < stop, other=0)
+    begin = 0
+    if WINDOW is not None:
+        begin = tl.maximum(lowest - first, 0) // BLOCK_KEYS
+    ahead = first + begin * BLOCK_KEYS + offsets
+    page = tl.load(table_ptr + ahead // PAGE_SIZE, mask=ahead < stop, other=0)
     if SCALED:
         scale_ptr = tl.where(tl.arange(0, 2) == 0, k_scale_ptr, v_scale_ptr)[None, :]
-    for step in range(numbers.steps(steps)):
+    for step in range(numbers.steps(begin), numbers.steps(steps)):
         key = first + step * BLOCK_KEYS + offsets
         there = key < stop
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
@@ -157,6 +166,8 @@ def attend_split(
         else:
             scores = scores * factor
         scores = tl.where(key[None, :] <= positions[:, None], scores, _NOTHING)
+        if WINDOW is not None:
+            scores = tl.where(key[None, :] > positions[:, None] - WINDOW, scores, _NOTHING)
         highest = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(highest == _NOTHING, 0.0, highest)
         kept = tl.exp2(peak - base)
@@ -169,6 +180,28 @@ def attend_split(
         # the pages of the next block are known before it begins, so that its keys can be on their way by then
         page = tl.load(table_ptr + (key + BLOCK_KEYS) // PAGE_SIZE, mask=key + BLOCK_KEYS < stop, other=0)
     return acc, total, peak
+
+
+@triton.jit
+def attend_splits(
+    q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
+    SCALE_TOKEN: tl.constexpr, SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, lowest,
+    BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """`finish` of the keys up to `stop`, from the split of key `lowest` on."""
+    acc = tl.zeros([q.shape[0], BLOCK_DIM], tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    peak = tl.full([q.shape[0]], _NOTHING, tl.float32)
+    start = lowest // KEYS_PER_SPLIT * KEYS_PER_SPLIT
+    for first in range(numbers.steps(start), numbers.steps(stop), KEYS_PER_SPLIT):
+        more_acc, more_total, more_peak = attend_split(
+            q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, stop,
+            KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, WINDOW, lowest,
+            BLOCK_KEYS,
+        )  # fmt: skip
+        acc, total, peak = join(acc, total, peak, more_acc, more_total, more_peak)
+    return finish(acc, total, peak)
 
 
 @triton.jit
@@ -201,13 +234,12 @@ def _attend(
     factor, num_rows, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr, SCALE_TOKEN: tl.constexpr,
-    SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr, PARALLEL: tl.constexpr,
+    SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    PARALLEL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS consecutive rows of one sequence and the query heads of one key head: a tile of ROWS · GROUP rows.
-
-    With PARALLEL the program computes one split and leaves it in out [splits, T, H, D], total and lse [splits, T, H]
-    (lse is the peak); else it computes all of them and finishes.
-    """
+    """ROWS consecutive rows of one sequence and the query heads of one key head: a tile of ROWS · GROUP rows. With
+    PARALLEL the program computes one split and leaves it in out [splits, T, H, D], total and lse [splits, T, H] (lse is
+    the peak); else it computes all of them and finishes."""
     sequence, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the rows with the most keys first
     rows = (tl.load(row_start_ptr + sequence + 1) - tl.load(row_start_ptr + sequence)).to(tl.int32)
@@ -216,7 +248,12 @@ def _attend(
     split = tl.program_id(2)
     if (tile * ROWS >= rows) | (split * KEYS_PER_SPLIT >= stop):
         return
-
+    lowest = 0
+    if WINDOW is not None:
+        lowest = tl.maximum(context + tile * ROWS - WINDOW + 1, 0)
+        if PARALLEL:  # noqa: SIM102 (a constant of the kernel, and a condition in it)
+            if (split + 1) * KEYS_PER_SPLIT <= lowest:
+                return
     place, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
     )  # fmt: skip
@@ -231,7 +268,8 @@ def _attend(
     if PARALLEL:
         acc, total, peak = attend_split(
             q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, split * KEYS_PER_SPLIT,
-            stop, KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, BLOCK_KEYS,
+            stop, KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, WINDOW, lowest,
+            BLOCK_KEYS,
         )  # fmt: skip
         place, at, valid, mask = places(
             row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
@@ -241,16 +279,10 @@ def _attend(
         tl.store(lse_ptr + before + place, peak, mask=valid)
         tl.store(total_ptr + before + place, total, mask=valid)
     else:
-        acc = tl.zeros([ROWS * GROUP, BLOCK_DIM], tl.float32)
-        total = tl.zeros([ROWS * GROUP], tl.float32)
-        peak = tl.full([ROWS * GROUP], _NOTHING, tl.float32)
-        for first in range(0, numbers.steps(stop), KEYS_PER_SPLIT):
-            more_acc, more_total, more_peak = attend_split(
-                q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, stop,
-                KV_HEADS, DIM, BLOCK_DIM, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, BLOCK_KEYS,
-            )  # fmt: skip
-            acc, total, peak = join(acc, total, peak, more_acc, more_total, more_peak)
-        out, lse = finish(acc, total, peak)
+        out, lse = attend_splits(
+            q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop, KV_HEADS, DIM, BLOCK_DIM,
+            PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, WINDOW, lowest, BLOCK_KEYS,
+        )  # fmt: skip
         place, at, valid, mask = places(
             row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
         )  # fmt: skip
@@ -262,11 +294,15 @@ def _attend(
 def _join_splits(
     part_ptr, part_peak_ptr, part_total_ptr, position_ptr, out_ptr, lse_ptr, num_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
-    KEYS_PER_SPLIT: tl.constexpr,
+    KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One row and the query heads of one key head: its splits, which PARALLEL left, joined in ascending order."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    splits = (tl.load(position_ptr + row) // KEYS_PER_SPLIT + 1).to(tl.int32)
+    position = tl.load(position_ptr + row)
+    splits = (position // KEYS_PER_SPLIT + 1).to(tl.int32)
+    lowest = 0
+    if WINDOW is not None:
+        lowest = (tl.maximum(position - WINDOW + 1, 0) // KEYS_PER_SPLIT).to(tl.int32)
     member = tl.arange(0, GROUP)
     channel = tl.arange(0, BLOCK_DIM)
     valid = member < HEADS // KV_HEADS
@@ -276,7 +312,7 @@ def _join_splits(
     acc = tl.zeros([GROUP, BLOCK_DIM], tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     peak = tl.full([GROUP], _NOTHING, tl.float32)
-    for split in range(numbers.steps(splits)):
+    for split in range(numbers.steps(lowest), numbers.steps(splits)):
         before = split * (num_rows.to(tl.int64) * HEADS)
         more_acc = tl.load(part_ptr + before * DIM + at, mask=mask, other=0.0)
         more_total = tl.load(part_total_ptr + before + place, mask=valid, other=0.0)

@@ -31,10 +31,17 @@ _Blocks = tuple[int, int, int, int]
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq [T, H, D], dk, dv [T, KV, D]) in q's dtype, of dout, q, out [T, H, D] and lse [T, H] float32, for a packed
-    layout: every sequence from its position 0 on."""
+    layout: every sequence from its position 0 on; with a `window` rows see the last `window` keys."""
     dout, q, out, lse = (x.contiguous() for x in (dout, q, out, lse))
     rows, heads, dim = q.shape
     kv_heads, width = store.k.shape[1], max(16, triton.next_power_of_2(dim))
@@ -45,7 +52,7 @@ def attention_backward(
         HEADS=heads, DIM=dim, WIDTH=width, TILE=_TILE_ROWS,
     )  # fmt: skip
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": width}
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": width, "WINDOW": window}
     sequences = layout.row_start.shape[0] - 1
     m, n, warps, stages = _query_blocks(width, q.dtype)
     blocks = -(-layout.max_rows // m)
@@ -164,7 +171,7 @@ def _keep(
 @triton.jit
 def _dq_step(
     dq, queries, gradient, exponent, inner, k, v, first, step, count, scale, STRIDE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq [M, WIDTH], not yet scaled, plus what a block of keys gives."""
     keys = _block(k, step * N, count, STRIDE, N, DIM, WIDTH)
@@ -174,6 +181,8 @@ def _dq_step(
     if MASKED:
         row, key = first + tl.arange(0, M)[:, None], step * N + tl.arange(0, N)[None, :]
         p = tl.where(key <= row, p, 0.0)
+        if WINDOW is not None:
+            p = tl.where(key > row - WINDOW, p, 0.0)
     dp = numbers.dot(gradient, tl.trans(values), tl.zeros((M, N), tl.float32))
     ds = numbers.cast(p * (dp - inner[:, None]), k.dtype.element_ty)
     return numbers.dot(ds, keys, dq)
@@ -182,7 +191,7 @@ def _dq_step(
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _dq(
     dq, dout, q, k, v, exponent, inner, row_start, rows, blocks, scale, M: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // blocks, tl.program_id(1)
     start = tl.load(row_start + sequence)
@@ -204,14 +213,19 @@ def _dq(
     high = tl.load(exponent + at, mask=row < count, other=float("inf"))
     delta = tl.load(inner + at, mask=row < count, other=0.0)
     total = tl.zeros((M, WIDTH), tl.float32)
-    whole = first // N
-    for step in range(numbers.steps(whole)):
-        total = _dq_step(
-            total, queries, gradient, high, delta, k, v, first, step, count, scale, KV_STRIDE, M, N, DIM, WIDTH, False
-        )  # fmt: skip
+    if WINDOW is None:
+        whole = first // N
+        for step in range(numbers.steps(whole)):
+            total = _dq_step(
+                total, queries, gradient, high, delta, k, v, first, step, count, scale, KV_STRIDE, M, N, DIM, WIDTH,
+                WINDOW, False,
+            )  # fmt: skip
+    else:
+        whole = tl.maximum(first - WINDOW + 1, 0) // N  # the first block that a row sees, and all are masked
     for step in range(numbers.steps(whole), numbers.steps((tl.minimum(first + M, count) + N - 1) // N)):
         total = _dq_step(
-            total, queries, gradient, high, delta, k, v, first, step, count, scale, KV_STRIDE, M, N, DIM, WIDTH, True
+            total, queries, gradient, high, delta, k, v, first, step, count, scale, KV_STRIDE, M, N, DIM, WIDTH,
+            WINDOW, True,
         )  # fmt: skip
     _keep(dq + start * STRIDE + head * DIM, total * scale, first, count, STRIDE, M, DIM, WIDTH)
 
@@ -219,7 +233,7 @@ def _dq(
 @triton.jit
 def _dkv_step(
     dk, dv, keys, values, q, dout, exponent, inner, first, step, count, scale, STRIDE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """dk (not yet scaled) and dv [N, WIDTH] plus what a block of queries of one head gives."""
     queries = _block(q, step * M, count, STRIDE, M, DIM, WIDTH)
@@ -229,7 +243,10 @@ def _dkv_step(
     delta = tl.load(inner + row, mask=row < count, other=0.0)
     scores = numbers.dot(keys, tl.trans(queries), tl.zeros((N, M), tl.float32))
     p = tl.exp2(scores * (scale * _LOG2E) - high[None, :])
-    p = tl.where(first + tl.arange(0, N)[:, None] <= row[None, :], p, 0.0)
+    key = first + tl.arange(0, N)[:, None]
+    p = tl.where(key <= row[None, :], p, 0.0)
+    if WINDOW is not None:
+        p = tl.where(key > row[None, :] - WINDOW, p, 0.0)
     dv = numbers.dot(numbers.cast(p, q.dtype.element_ty), gradient, dv)
     dp = numbers.dot(values, tl.trans(gradient), tl.zeros((N, M), tl.float32))
     ds = numbers.cast(p * (dp - delta[None, :]), q.dtype.element_ty)
@@ -239,7 +256,7 @@ def _dkv_step(
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _dkv(
     dk, dv, dout, q, k, v, exponent, inner, row_start, rows, blocks, scale, M: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0) // blocks, tl.program_id(1)
     start = tl.load(row_start + sequence)
@@ -260,13 +277,16 @@ def _dkv(
     inner += start + kv_head * (GROUP * rows)
     # one loop over the blocks of queries of one head after the other
     lowest = first // M
-    blocks_of_head = (count + M - 1) // M - lowest
+    highest = count
+    if WINDOW is not None:
+        highest = tl.minimum(count, first + N + WINDOW - 1)
+    blocks_of_head = (highest + M - 1) // M - lowest
     for index in range(numbers.steps(GROUP * blocks_of_head)):
         member, step = index // blocks_of_head, lowest + index % blocks_of_head
         at, row = member * DIM, member * rows
         key_sum, value_sum = _dkv_step(
             key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first, step, count,
-            scale, STRIDE, M, N, DIM, WIDTH,
+            scale, STRIDE, M, N, DIM, WIDTH, WINDOW,
         )  # fmt: skip
     _keep(dk + here, key_sum * scale, first, count, KV_STRIDE, N, DIM, WIDTH)
     _keep(dv + here, value_sum, first, count, KV_STRIDE, N, DIM, WIDTH)

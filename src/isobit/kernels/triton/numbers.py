@@ -137,6 +137,6 @@ def steps(count):
     Triton 3.6's interpreter asks NumPy for it in a way that NumPy 2.4 refuses.
     """
     if INTERPRETED:
-        return int(count.handle.data.item())
+        return count if isinstance(count, int) else int(count.handle.data.item())
     else:
         return count

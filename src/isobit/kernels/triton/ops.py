@@ -144,13 +144,23 @@ class TritonOps(Ops):
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         head_kernels.kv_write(store, k, v, layout, self._faults.of("keys and values"))
 
-    def attention(self, q: Tensor, store: KVStore, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-        return attention.attention(q, store, layout, scale)
+    def attention(
+        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return attention.attention(q, store, layout, scale, window)
 
     def attention_backward(
-        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return attention_backward.attention_backward(dout, q, out, lse, store, layout, scale)
+        return attention_backward.attention_backward(dout, q, out, lse, store, layout, scale, window)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return gate.silu_mul(gate_up)
