@@ -120,7 +120,7 @@ def test_a_forgotten_move_raises() -> None:
             with pytest.raises(Mixed):
                 mixed()
         model = on(ReferenceOps("exact", device=DEVICE), "bf16")
-        model.transformer._tables = model.config.rope.tables(64, model.config.head_dim)
+        model.transformer._tables = {model.config.rope: model.config.rope.tables(64, model.config.head_dim)}
         with pytest.raises(Mixed):
             model.logprobs([[3, 4, 5]])
 

@@ -1,4 +1,4 @@
-"""Variants of `config.json`, five families by their keys: is what isobit accepts what `transformers` computes?
+"""Variants of `config.json`, the families by their keys: is what isobit accepts what `transformers` computes?
 
     python -m tests.model.config_table            how many, by family and outcome
     python -m tests.model.config_table --all      every variant
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
+from isobit.model.families import FAMILIES
 from tests.models import ALPHABET
 
 from .config_variants import BASES, SHAPES, Variant, variants
@@ -114,10 +115,9 @@ def _attempt(function: Any, errors: type[Exception]) -> tuple[Any, str]:
 
 
 def _build(values: dict[str, Any]) -> Any:
-    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
-    name = prefix[values["model_type"]]
-    config = getattr(transformers, f"{name}Config")(**json.loads(json.dumps(values)))
-    return getattr(transformers, f"{name}ForCausalLM")(config).float()
+    name = FAMILIES[values["model_type"]].architecture
+    config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**json.loads(json.dumps(values)))
+    return getattr(transformers, name)(config).float()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Variants of `config.json`: five families by their keys, with what is to become of each (`config_table.py`)."""
+"""Variants of `config.json`: the families by their keys, with what is to become of each (`config_table.py`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,7 +36,12 @@ BASES: dict[str, dict[str, Any]] = {
     | {"attention_bias": False, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "mixtral": _SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    "mistral": _SIZES | {"sliding_window": None},
+    "smollm3": _SIZES
+    | {"attention_bias": False, "mlp_bias": False, "sliding_window": 8, "no_rope_layers": [1, 0], "pad_token_id": 0},
 }
+_LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
+"""Families whose rotary scalings are read by the same lines as those of the others, and not compared again."""
 
 SHAPES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -101,7 +106,8 @@ def variants() -> list[Variant]:
     """The table."""
     rows = []
     for family in BASES:
-        for make in (_sizes, _flags, _rope_forms, _rope_details, _windows, _experts):
+        makers = [_sizes, _flags, _windows, _experts, _unrotated]
+        for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
             rows += [Variant(family, *row) for row in make(family)]
     return rows
 
@@ -118,18 +124,23 @@ def _sizes(family: str) -> Iterator[Row]:
     yield "1 head of keys", {"num_key_value_heads": 1}, ""
     yield "4 heads of keys", {"num_key_value_heads": 4}, ""
     yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
-    nullable = family in ("llama", "qwen2", "qwen3")
+    nullable = family in ("llama", "qwen2", "qwen3", "smollm3")
     yield "null heads of keys", {"num_key_value_heads": None}, "" if nullable else "num_key_value_heads"
-    left_out = {"llama": 4, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8}[family]
+    left_out = {"llama": 4, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8, "mistral": 8, "smollm3": 4}[family]
     for heads in (4, 8, 32):
         shared = heads % (heads if family == "llama" else left_out) == 0
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
         yield f"no num_key_value_heads, {heads} heads", change, "" if shared else "cannot share"
     yield "no head_dim", {"head_dim": _LEFT_OUT}, ""
-    yield "null head_dim", {"head_dim": None}, "" if family in ("llama", "mixtral") else "head_dim"
+    yield "null head_dim", {"head_dim": None}, "" if family in ("llama", "mixtral", "mistral") else "head_dim"
     yield "head_dim 20", {"head_dim": 20}, ""
     yield "head_dim 7", {"head_dim": 7}, "even head_dim"
-    if family in ("llama", "qwen2", "qwen3"):  # the grouped products of transformers take multiples of 4 alone
+    if family in (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+    ):  # the grouped products of transformers take multiples of 4 alone
         yield "hidden_size 50 of 4 heads", {"hidden_size": 50}, "no multiple" if family == "llama" else ""
     yield "no max_position_embeddings", {"max_position_embeddings": _LEFT_OUT}, ""
     yield "null max_position_embeddings", {"max_position_embeddings": None}, "max_position_embeddings"
@@ -140,7 +151,7 @@ def _sizes(family: str) -> Iterator[Row]:
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
-    biased = family in ("llama", "qwen3", "qwen3_moe")
+    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3")
     yield "attention_bias", {"attention_bias": True}, ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
     yield "attention_bias as text", {"attention_bias": "false"}, "attention_bias" if biased else ""
@@ -220,41 +231,52 @@ def _rope_details(family: str) -> Iterator[Row]:
 
 
 def _windows(family: str) -> Iterator[Row]:
-    """Sliding windows, which are refused wherever one hides a token."""
-    qwen, says = family.startswith("qwen"), "sliding"
-    bites = family == "mixtral"
+    """Sliding windows: of all layers, of some, of none; and layer types that say something else."""
+    flagged, everywhere = family.startswith(("qwen", "smollm")), family in ("qwen3_moe", "mixtral", "mistral")
+    never = family == "llama"
     for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
         change = {"sliding_window": size, "use_sliding_window": False}
-        hidden = size is not None and size < CONTEXT
-        yield f"sliding_window {size}", change, says if bites and hidden else ""
-        yield (
-            f"use_sliding_window, {size}",
-            {**change, "use_sliding_window": True},
-            says if hidden and family != "llama" else "",
-        )
-    yield "sliding_window 0", {"sliding_window": 0, "use_sliding_window": qwen}, "" if family == "llama" else says
+        yield f"sliding_window {size}", change, ""
+        yield f"use_sliding_window, {size}", {**change, "use_sliding_window": True}, ""
+    yield "sliding_window 0", {"sliding_window": 0, "use_sliding_window": flagged}, "" if never else "sliding"
     long = {"use_sliding_window": True, "sliding_window": _LEFT_OUT, "max_window_layers": 0}
     yield "window left out", long, ""
-    yield "window left out, longer context", {**long, "max_position_embeddings": 8192}, says if qwen else ""
+    yield "window left out, longer context", {**long, "max_position_embeddings": 8192}, ""
     first = {"use_sliding_window": True, "sliding_window": 8}
-    late = says if family in ("qwen3_moe", "mixtral") else ""
-    yield "window from layer 2", {**first, "max_window_layers": 2}, late
-    yield "window from layer 1", {**first, "max_window_layers": 1}, "" if family == "llama" else says
-    yield "window, layer left out", {**first, "max_window_layers": _LEFT_OUT}, late
+    for layer in (1, 2):
+        yield f"window from layer {layer}", {**first, "max_window_layers": layer}, ""
+    yield "window, layer left out", {**first, "max_window_layers": _LEFT_OUT}, ""
     full, mixed = ["full_attention"] * 2, ["full_attention", "sliding_attention"]
-    yield "all layers full", {"layer_types": full}, ""
-    yield "all layers full, window", {**first, "layer_types": full}, late
-    yield "a sliding layer", {"layer_types": mixed}, says
-    yield "a sliding layer, window", {**first, "layer_types": mixed}, says
-    yield (
-        "a sliding layer, wide window",
-        {**first, "layer_types": mixed, "sliding_window": CONTEXT},
-        says if family == "llama" else "",
-    )
+    unlisted = "layer_types is not supported" if family == "mistral" else ""
+    contradicts = unlisted or ("that of all layers" if everywhere else "")
+    yield "all layers full", {"layer_types": full}, unlisted
+    yield "all layers full, window", {**first, "layer_types": full}, contradicts
+    yield "a sliding layer", {"layer_types": mixed}, unlisted or "no window is in use"
+    yield "a sliding layer, window", {**first, "layer_types": mixed}, "no window is in use" if never else contradicts
+    wide = {**first, "layer_types": mixed, "sliding_window": CONTEXT}
+    yield "a sliding layer, wide window", wide, "no window is in use" if never else unlisted
     yield "a chunked layer", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"
     yield "too few layer_types", {"layer_types": ["full_attention"]}, "layer_types"
-    if qwen:
+    if flagged:
         yield "use_sliding_window as text", {"use_sliding_window": "no"}, "use_sliding_window"
+
+
+def _unrotated(family: str) -> Iterator[Row]:
+    """Layers without rotary embedding."""
+    if family != "smollm3":
+        return
+    yield "all rotated", {"no_rope_layers": [1, 1]}, ""
+    yield "more no_rope_layers than layers", {"no_rope_layers": [0, 1, 1]}, ""
+    yield "too few no_rope_layers", {"no_rope_layers": [1]}, "no_rope_layers must say"
+    yield "no_rope_layers as text", {"no_rope_layers": "10"}, "no_rope_layers must say"
+    for given in (_LEFT_OUT, None):
+        for interval in (1, 2, _LEFT_OUT):
+            change = {"no_rope_layers": given, "no_rope_layer_interval": interval}
+            yield f"no_rope_layers {given is None}, interval {interval if interval in (1, 2) else 4}", change, ""
+    change = {"no_rope_layers": None, "no_rope_layer_interval": 0}
+    yield "interval 0", change, "no_rope_layer_interval"
+    slides = {"use_sliding_window": True, "no_rope_layers": None, "no_rope_layer_interval": 1}
+    yield "all slide", slides, ""
 
 
 def _experts(family: str) -> Iterator[Row]:

@@ -35,6 +35,8 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+_PAD = {"pad_token_id": 0}  # transformers has one outside the vocabulary
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 _EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,6 +53,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-mixed": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], **_PAD}),
+    "smollm3-windows": ("SmolLM3", {**_WINDOWS, "tie_word_embeddings": False, "no_rope_layer_interval": 2, **_PAD}),
+    "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
+    "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }
 """Name to class prefix in transformers, and what differs from `_SIZES`."""
 

@@ -83,8 +83,8 @@ def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
         ({"eos_token_id": "two"}, "'two' is not a token id"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "unsupported rope scaling 'longrope'"),
         (
-            _QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "sliding_window 8 is below max_position_embeddings 32768",
+            _LLAMA | {"model_type": "mixtral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            "sliding_window 8 is that of all layers; leave layer_types out",
         ),
     ],
 )

@@ -39,7 +39,12 @@ def _wrong_theta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "refuse_windows", lambda *arguments: None)
+    monkeypatch.setattr(reading, "windows_of", lambda *arguments: ())
+
+
+def _one_key_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = reading.windows_of
+    monkeypatch.setattr(reading, "windows_of", lambda *a: tuple(w and w - 1 for w in given(*a)))
 
 
 def _theta_a_little_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +78,8 @@ def _original_inside(monkeypatch: pytest.MonkeyPatch) -> None:
         (_no_windows, "mixtral", "sliding_window 8", 0.5),
         (_no_windows, "qwen3_moe", "use_sliding_window, 8", 0.1),
         (_no_windows, "qwen2", "use_sliding_window, 63", None),
+        (_no_windows, "mistral", "sliding_window 8", 0.1),
+        (_one_key_less, "mistral", "sliding_window 8", 2 * CLOSE),
         (_only_the_first_section, "qwen3", "two sections that differ", 0.02),
         (_original_inside, "llama", "rope_scaling yarn, two originals", 0.005),
         (_original_inside, "llama", "rope_scaling llama3, two originals", 0.005),

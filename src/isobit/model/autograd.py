@@ -78,13 +78,15 @@ def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended"
 @dataclass(frozen=True, eq=False)
 class Attended:
     """What attention takes besides its rows. `store` gives where keys and values are, `temporary` an empty one of the
-    same kind; `query` is how queries are rounded, if they are, with a scale per row, or with `query_scale` [1]."""
+    same kind; `window` is how many keys a row sees, None all; `query` is how queries are rounded, if they are, with a
+    scale per row, or with `query_scale` [1]."""
 
     heads: Heads
     store: Callable[[], KVStore]
     temporary: Callable[[], KVStore]
     layout: Layout
     scale: float
+    window: int | None = None
     query: QuantSpec | None = None
     query_scale: Tensor | None = None
 
@@ -332,7 +334,9 @@ class _Attend(Function):
         (qkv, out, lse), given, ops = ctx.saved_tensors, ctx.given, ctx.ops
         store = given.temporary()
         q = _queries(qkv, given, store, unwatched(ops))
-        gradients = ops.attention_backward(dout.contiguous(), q, out, lse, store, given.layout, given.scale)
+        gradients = ops.attention_backward(
+            dout.contiguous(), q, out, lse, store, given.layout, given.scale, given.window
+        )
         found = ops.attention_inputs_backward(gradients, qkv, given.heads, given.layout.positions)
         return (*found, None, None)
 
@@ -340,7 +344,7 @@ class _Attend(Function):
 def _attend(qkv: Tensor, given: Attended, ops: Ops) -> tuple[Tensor, Tensor]:
     """(attention [T, H, D], its log-sum-exp [T, H])."""
     store = given.store()
-    return ops.attention(_queries(qkv, given, store, ops), store, given.layout, given.scale)
+    return ops.attention(_queries(qkv, given, store, ops), store, given.layout, given.scale, given.window)
 
 
 def _queries(qkv: Tensor, given: Attended, store: KVStore, ops: Ops) -> Tensor:

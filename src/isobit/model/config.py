@@ -1,10 +1,9 @@
 """The architecture of a model, read from and written to a Hugging Face `config.json`.
 
-Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral: pre-norm transformers with rotary embedding, grouped-query attention and a
-gated SiLU MLP, or several of which a router chooses. They differ in biases, in QK-norm and in defaults
-(`families.py`). Left out: sliding windows, shared experts, other activations; each is refused with the reason, and
-nothing in a model directory is ever executed. What is accepted has the log-probabilities of `transformers`
-(`tests/model/test_config_table.py`).
+Pre-norm transformers with rotary embedding, grouped-query attention, in which a layer may have a sliding window, and a
+gated SiLU MLP, or several of which a router chooses. How families differ is in their tables (`families/`). Left out:
+shared experts, other activations; each is refused with the reason, and nothing in a model directory is ever executed.
+What is accepted has the log-probabilities of `transformers` (`tests/model/test_config_table.py`).
 """
 
 from collections.abc import Mapping
@@ -15,12 +14,13 @@ from isobit.errors import IsobitError, listed
 from isobit.model.families import (
     FAMILIES,
     MOST_LAYERS,
-    Family,
+    Mixtures,
     flag,
     optional_whole,
     real,
-    refuse_windows,
     whole,
+    windows_of,
+    windows_to_hf,
 )
 from isobit.model.rope import Rope
 
@@ -39,7 +39,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One architecture. Sizes are counts; `max_positions` is the context length in tokens."""
+    """One architecture. Sizes are counts; `max_positions` is the context length in tokens. `windows`: of each layer the
+    last tokens that a row sees, itself included, None where it sees all; () if it does in every layer. `unrotated`:
+    the layers without rotary embedding."""
 
     family: str
     vocab_size: int
@@ -61,6 +63,8 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     experts: Experts | None = None
+    windows: tuple[int | None, ...] = ()
+    unrotated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -72,19 +76,28 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise IsobitError(f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}")
-        assert (self.experts is not None) == bool(FAMILIES[self.family].experts)
+        family = FAMILIES[self.family]
+        assert (self.experts is not None) == (family.mixtures is not None)
+        assert not self.windows or (family.windows is not None and len(self.windows) == self.num_layers)
         if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
             raise IsobitError(
                 f"config.json: {self.experts.per_token} experts per token, of {self.experts.count}: expected 1 to all"
             )
+        assert not self.unrotated or family.unrotated is not None
         given = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
-        assert given in FAMILIES[self.family].variants, (
-            f"a {self.family} of transformers has no such biases and norms: {given}"
-        )
+        assert given in family.variants, f"a {self.family} of transformers has no such biases and norms: {given}"
 
     @property
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a row of the layer sees, itself included; None if it sees all before it."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary embedding of a layer, None if it has none."""
+        return None if layer in self.unrotated else self.rope
 
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer has experts in place of one MLP."""
@@ -109,9 +122,9 @@ class ModelConfig:
             raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
         layers = whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
-        refuse_windows(values, where, family, layers, max_positions)
         rope = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions)
-        head_dim = optional_whole(values, "head_dim", where, family, family.head_dim)
+        head_dim = optional_whole(values, "head_dim", where, family.nullable, family.head_dim)
+        kv_heads = optional_whole(values, "num_key_value_heads", where, family.nullable, family.kv_heads)
         if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
             raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")  # as in transformers
         bias = family.attention_bias and flag(values, "attention_bias", where)
@@ -126,7 +139,7 @@ class ModelConfig:
             intermediate_size=whole(values, "intermediate_size", where),
             num_layers=layers,
             num_heads=num_heads,
-            num_kv_heads=optional_whole(values, "num_key_value_heads", where, family, family.kv_heads) or num_heads,
+            num_kv_heads=kv_heads or num_heads,
             head_dim=head_dim or hidden // num_heads,
             rms_eps=real(values, "rms_norm_eps", where, family.rms_eps),
             rope=rope,
@@ -134,12 +147,14 @@ class ModelConfig:
             o_bias=bias,
             mlp_bias=family.mlp_bias and flag(values, "mlp_bias", where),
             qk_norm=family.qk_norm,
-            tie_embeddings=flag(values, "tie_word_embeddings", where),
+            tie_embeddings=flag(values, "tie_word_embeddings", where, family.tied),
             max_positions=max_positions,
             bos_id=_first(ids["bos"]),
             eos_ids=ids["eos"],
             pad_id=_first(ids["pad"]),
-            experts=_experts_from_hf(values, where, family, layers) if family.experts else None,
+            experts=None if family.mixtures is None else _experts_from_hf(values, where, family.mixtures, layers),
+            windows=windows_of(values, where, family.windows, layers, max_positions),
+            unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -169,20 +184,24 @@ class ModelConfig:
             values["attention_bias"] = self.qkv_bias
         if family.mlp_bias:
             values["mlp_bias"] = self.mlp_bias
-        if family.window.startswith("flag"):
-            values["use_sliding_window"] = False
-        return values if self.experts is None else values | _experts_to_hf(self.experts, family)
+        if family.windows is not None:
+            values |= windows_to_hf(self.windows, family.windows, self.num_layers)
+        if family.unrotated is not None:
+            values["no_rope_layers"] = [int(layer not in self.unrotated) for layer in range(self.num_layers)]
+        if family.mixtures is not None and self.experts is not None:
+            values |= _experts_to_hf(self.experts, family.mixtures)
+        return values
 
 
-def _experts_from_hf(values: Mapping[str, Any], where: str, family: Family, layers: int) -> Experts:
+def _experts_from_hf(values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int) -> Experts:
     """The number of experts is num_local_experts or num_experts: either name, in either family."""
     names = [key for key in ("num_local_experts", "num_experts") if key in values]
-    counts = {whole(values, key, where) for key in names} or {family.experts}
+    counts = {whole(values, key, where) for key in names} or {mixtures.count}
     if len(counts) > 1:
         raise IsobitError(f"{where}: num_local_experts and num_experts name one number, but differ; keep one of them")
     count = counts.pop()
-    per_token = whole(values, "num_experts_per_tok", where, family.experts_per_token)
-    if family.expert_names == "mixtral":
+    per_token = whole(values, "num_experts_per_tok", where, mixtures.per_token)
+    if not mixtures.own_keys:
         return Experts(count, per_token, whole(values, "intermediate_size", where))
     step, dense = whole(values, "decoder_sparse_step", where, 1), values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
@@ -197,9 +216,9 @@ def _experts_from_hf(values: Mapping[str, Any], where: str, family: Family, laye
     )
 
 
-def _experts_to_hf(experts: Experts, family: Family) -> dict[str, Any]:
+def _experts_to_hf(experts: Experts, mixtures: Mixtures) -> dict[str, Any]:
     values: dict[str, Any] = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
-    if family.expert_names == "mixtral":
+    if not mixtures.own_keys:
         return values
     return values | {
         "num_experts": experts.count,

@@ -17,6 +17,7 @@ from isobit.model.config import ModelConfig
 from isobit.model.kv_scales import KVScales, scales_of
 from isobit.model.moe import RouteTape, mixture
 from isobit.model.recompute import Recompute, recomputed
+from isobit.model.rope import Tables
 from isobit.model.working import Layer, Mixture, Working
 
 Watch = Callable[[Ops, int | None], Any]
@@ -37,7 +38,7 @@ class Pass:
     config: ModelConfig
     ops: Ops
     layout: Layout
-    tables: tuple[Tensor, Tensor]
+    tables: Tables
     masters: Mapping[str, Tensor]
     stores: Sequence[KVStore] | None = None
     scales: KVScales | None = None
@@ -90,14 +91,15 @@ def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tenso
     """Attention and its output projection: qkv [T, (H + 2 KV) · D] to [T, hidden]."""
     dim, norms = one.config.head_dim, layer.head_norms
     masters = None if norms is None else (norms[0].master, norms[1].master)
-    heads = Heads(None if norms is None else (norms[0].working, norms[1].working), one.config.rms_eps, one.tables)
+    tables = one.tables[one.config.rope_of(index)]
+    heads = Heads(None if norms is None else (norms[0].working, norms[1].working), one.config.rms_eps, tables)
     query, scale = layer.flow.query, None
     if one.calibrating and layer.flow.calibrated_queries:
         query = None
     elif layer.flow.calibrated_queries:
         scale = scales_of(one.scales)[index, 2:]
     store, temporary = partial(one.store_of, index, layer), partial(one.temporary_store, index, layer)
-    given = autograd.Attended(heads, store, temporary, one.layout, dim**-0.5, query, scale)
+    given = autograd.Attended(heads, store, temporary, one.layout, dim**-0.5, one.config.window(index), query, scale)
     out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, given, ops)
     return autograd.linear(out.flatten(1), layer.o, ops, kept=True)
 

@@ -82,7 +82,7 @@ class Model:
         ranks: Ranks = ALONE,
         adapter: str | Path | NewAdapter | None = None,
     ) -> "Model":
-        """A Hugging Face directory (Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral); `precision` is a preset's name, a
+        """A Hugging Face directory of a supported family (`families/`); `precision` is a preset's name, a
         mapping, or a `Precision`. Several `ranks` share the masters, and all must load.
 
         With an `adapter`, a PEFT folder or a new one, the model is frozen and the adapter's are the only masters. A

@@ -1,7 +1,7 @@
 """Hugging Face tensor names to fused masters, and back.
 
 `q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` (Mixtral: w1, w3) those of
-`gate_up`. Every expert has its own tensors.
+`gate_up`: the `modules` of a family's table. Every expert has its own tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,28 +20,6 @@ from isobit.model.families import FAMILIES
 from isobit.model.transformer import parameter_shapes
 
 _OUTSIDE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
-_INSIDE = {
-    "input_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "o": ("self_attn.o_proj",),
-    "post_norm": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-_MIXTURE = {
-    "qwen": {
-        "router": ("mlp.gate",),
-        "gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-        "down": ("mlp.experts.{}.down_proj",),
-    },
-    "mixtral": {
-        "router": ("block_sparse_moe.gate",),
-        "gate_up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-        "down": ("block_sparse_moe.experts.{}.w2",),
-    },
-}
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 Read = Callable[[str, int, int], Tensor]
 """Rows of a Hugging Face tensor, float32, by its name, the first of them and the one after the last."""
@@ -160,10 +138,8 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         base = name.removesuffix("_bias")
         suffix = "bias" if name.endswith("_bias") else "weight"
         heights = {"qkv": qkv, "gate_up": (shape[0] // 2,) * 2}.get(base, (shape[0],))
-        if inside or base == "router":
-            modules = [module.format(*inside[1:]) for module in _MIXTURE[FAMILIES[config.family].expert_names][base]]
-        else:
-            modules = list(_INSIDE[base])
+        named = FAMILIES[config.family].modules["experts." + base if inside else base]
+        modules = [module.format(*inside[1:]) for module in named]
         names = [f"model.layers.{index}.{module}.{suffix}" for module in modules]
         yield master, [(n, (height, *shape[1:])) for n, height in zip(names, heights)]
 

@@ -5,7 +5,7 @@ Meta's Llama 3.1 release (llama3), Peng et al. 2023, arXiv 2309.00071 (yarn). Le
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,21 @@ class Rope:
         if self.kind == "yarn":
             return _yarn(inverse, parameters, self.theta, head_dim)
         return inverse, 1.0
+
+
+Tables = dict[Rope | None, tuple[Tensor, Tensor]]
+"""Cosines and sines [positions, head_dim / 2] of each rotary embedding that a model has; None is that of layers without
+one, by which rotation leaves every element as it is."""
+
+
+def make_tables(ropes: Iterable[Rope | None], num_positions: int, head_dim: int, device: torch.device) -> Tables:
+    """The tables of these, on a device."""
+    found: Tables = {}
+    for rope in ropes:
+        shape = num_positions, head_dim // 2
+        cos, sin = (torch.ones(shape), torch.zeros(shape)) if rope is None else rope.tables(num_positions, head_dim)
+        found[rope] = cos.to(device), sin.to(device)
+    return found
 
 
 def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, theta: float, max_positions: int) -> Rope:

@@ -1,4 +1,4 @@
-"""One transformer for rollout, learner and reference: Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral in the same forward.
+"""One transformer for rollout, learner and reference: all families in the same forward.
 
 The parameters are FP32 masters. `sync` makes *working* weights of them, once per flow: quantized, or in the compute
 format. A rollout and a learner with one flow share one storage of working weights, so neither can be stale; a rollout
@@ -30,6 +30,7 @@ from isobit.model.making import Made, Sources, make_working
 from isobit.model.masters import Masters, own_rows
 from isobit.model.moe import RouteTape
 from isobit.model.recompute import Recompute
+from isobit.model.rope import Tables, make_tables
 from isobit.model.weight_sync import Receiver
 from isobit.model.weights import Vector, Weight
 from isobit.model.working import Working, map_parts, nbytes, remake, tensors_of
@@ -74,7 +75,8 @@ class Transformer:
         self._version = 0
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
-        self._tables = _on(config.rope.tables(0, config.head_dim), ops.device)
+        self._ropes = {config.rope_of(layer) for layer in range(config.num_layers)}
+        self._tables = make_tables(self._ropes, 0, config.head_dim, ops.device)
         self._receiver = None if precision.shared or masters is None else Receiver()
         leaves = self.masters.leaves
         sources = Sources(leaves) if adapter is None else Sources(masters or {}, adapter, leaves)
@@ -249,7 +251,7 @@ class Transformer:
         return tuple(tensor.data_ptr() for operand in operands for tensor in tensors_of(operand))
 
     @property
-    def rope_tables(self) -> tuple[Tensor, Tensor]:
+    def rope_tables(self) -> Tables:
         """The present rotary tables; a forward with a longer context replaces them."""
         return self._tables
 
@@ -320,17 +322,12 @@ class Transformer:
                 "call Engine.calibrate(prompts) after every sync"
             )
 
-    def _rope_tables(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        needed = layout.max_keys
-        if needed > self._tables[0].shape[0]:
-            size = min(max(needed, 2 * self._tables[0].shape[0], 64), max(needed, self.config.max_positions))
-            cos, sin = self.config.rope.tables(size, self.config.head_dim)
-            self._tables = _on((cos, sin), layout.positions.device)
+    def _rope_tables(self, layout: Layout) -> Tables:
+        needed, (cos, _) = layout.max_keys, next(iter(self._tables.values()))
+        if needed > cos.shape[0]:
+            size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
+            self._tables = make_tables(self._ropes, size, self.config.head_dim, layout.positions.device)
         return self._tables
-
-
-def _on(tables: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    return tables[0].to(device), tables[1].to(device)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

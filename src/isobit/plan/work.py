@@ -143,6 +143,14 @@ def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
     return outside + mixtures * used * mlp, outside + mixtures * touched * mlp
 
 
+def attended(config: ModelConfig, keys: float) -> float:
+    """Keys that a row attends to, in all layers together, where `keys` stand before it on average. Where a layer has a
+    window this is a bound: short rows see fewer."""
+    if not config.windows:
+        return keys * config.num_layers
+    return sum(keys if window is None else min(keys, window) for window in config.windows)
+
+
 def quantized_share(config: ModelConfig, precision: Precision, use: str) -> float:
     """Of the linear layers' weights, the share whose products a use runs in FP8: all but those of excepted layers and
     of the matrices that stay in BF16."""
@@ -166,15 +174,16 @@ def _forward(config: ModelConfig, precision: Precision, use: str, rows: float, k
     stored = share if flow.activation is not None else float(flow.weight is not None)
     weight_bytes = stored * low + (1 - stored) * flow.compute.itemsize
     kv_bytes = flow.compute.itemsize if flow.kv is None else 1 + 4 / config.head_dim
-    width = config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    width = 2 * config.num_kv_heads * config.head_dim
+    seen = attended(config, keys)
     between = share * _between(config, True) + (1 - share) * _between(config, False)
     return {
         "linear": Work((1 - share) * operations, share * operations, touched * weight_bytes),
         "between": Work(bytes=rows * config.num_layers * between),
         "attention": Work(
-            4 * rows * keys * config.num_layers * config.num_heads * config.head_dim,
+            4 * rows * seen * config.num_heads * config.head_dim,
             0,
-            width * kv_bytes * (sequences * keys + rows),
+            width * kv_bytes * (sequences * seen + rows * config.num_layers),
         ),
     }
 

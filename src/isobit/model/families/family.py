@@ -1,0 +1,74 @@
+"""What a family of models is: one table, whose values all other code reads.
+
+Defaults are those of the configuration classes of transformers 5 (`configuration_llama.py` and its siblings), which
+differ by family: a Mixtral without `rope_theta` has 1,000,000 and a Llama 10,000. `tests/model/test_config_table.py`
+compares what is accepted with `transformers`, and what is left out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobit.model.families.windows import Windows
+
+Modules = dict[str, tuple[str, ...]]
+"""Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an expert's number."""
+
+LLAMA_MODULES: Modules = {
+    "input_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "o": ("self_attn.o_proj",),
+    "post_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`: sizes, gates and
+    dense layers have keys of their own; else all layers have experts of `intermediate_size`, whose gates sum to 1."""
+
+    count: int
+    per_token: int
+    own_keys: bool
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`: the class of its checkpoints, what its layers have, and what stands for a key that config.json
+    leaves out.
+
+    `kv_heads` None is one for each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which
+    null means the same as None here. `attention_bias` and `mlp_bias`: whether config.json says if there are any;
+    `qkv_bias`: there always are. `windows`: which layers have a sliding window, None if none ever has. `unrotated`: the
+    layers without rotary embedding, from config.json, its name and the number of layers; None if there are none.
+    """
+
+    architecture: str
+    modules: Modules = field(default_factory=LLAMA_MODULES.copy)
+    qkv_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: Windows | None = None
+    unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
+    whole_heads: bool = False  # hidden_size must be a multiple of the heads, also where head_dim is given
+    yarn_needs_head_dim: bool = False
+    max_positions: int = 32768
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-6
+    kv_heads: int | None = 32
+    head_dim: int | None = None
+    nullable: tuple[str, ...] = ("num_key_value_heads",)
+    tied: bool = False
+    mixtures: Mixtures | None = None
+
+    @property
+    def variants(self) -> list[tuple[bool, bool, bool, bool]]:
+        """The (qkv_bias, o_bias, mlp_bias, qk_norm) that a config.json of the family can express."""
+        attention = (False, True) if self.attention_bias else (False,)
+        mlp = (False, True) if self.mlp_bias else (False,)
+        return [(bias or self.qkv_bias, bias, more, self.qk_norm) for bias in attention for more in mlp]

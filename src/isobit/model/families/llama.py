@@ -1,0 +1,15 @@
+"""Llama."""
+
+from isobit.model.families.family import Family
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        attention_bias=True,
+        mlp_bias=True,
+        whole_heads=True,
+        max_positions=2048,
+        kv_heads=None,
+        nullable=("num_key_value_heads", "head_dim"),
+    )
+}

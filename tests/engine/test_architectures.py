@@ -1,0 +1,53 @@
+"""Rollout log-probabilities are the learner's, bit for bit, also where layers have windows or no rotary embedding. Each
+architecture has a control: a learner whose layers are a little different."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
+from isobit.model import Model, ModelConfig, Tokenizer
+from tests.models import ALPHABET, level, require
+
+from .helpers import CONFIG, differing
+from .test_invariance import PROMPT_IDS, PROMPTS
+
+ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mistral": ({"windows": (7, 7, 7)}, {"windows": (7, 8, 7)}),
+    "qwen3": ({"windows": (None, 5, None), "qk_norm": True}, {"windows": (None, 6, None)}),
+    "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
+}
+"""Family to what differs from `CONFIG`, and what the control changes."""
+
+
+def random_model(family: str, preset: str, backend: str) -> Model:
+    require(backend)
+    config: ModelConfig = replace(CONFIG, family=family, **ARCHITECTURES[family][0])
+    model = Model.init(config, Tokenizer.characters(ALPHABET), preset, 3, backend, level(backend))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters().items():
+            if parameter.ndim == 2:
+                parameter.mul_(8 if name == "head" else 4)  # a distribution with some shape to it
+            else:
+                parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    model.sync()
+    return model
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize(("preset", "backend"), [("fp8", "native"), ("bf16", "native"), ("fp8", "reference")])
+def test_zero_bits_differ(family: str, preset: str, backend: str, make_engine: Callable[..., Engine]) -> None:
+    """Chunks, preemption and shared pages, with prompts and completions of several lengths."""
+    model = random_model(family, preset, backend)
+    engine = make_engine(model, kv_pages=24, page_size=4, max_batch_tokens=23, max_sequences=9)
+    groups = engine.generate(PROMPTS, Sampling(n=3, max_new_tokens=14, seed=3), PROMPT_IDS)
+    assert engine.stats.shared_pages > 0
+    count, total = differing(model, groups)
+    assert count == 0
+    assert total > 150
+    model.transformer.config = replace(model.config, **ARCHITECTURES[family][1])
+    assert differing(model, groups)[0] > total // 4
