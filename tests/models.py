@@ -10,6 +10,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from isobit.model.families import FAMILIES
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "models" / "stories260K"
@@ -59,7 +60,7 @@ def tiny_model(
         vocab_size=tokenizer.vocab_size,
         **{**shape, **sizes},
         qkv_bias=family == "qwen2",
-        qk_norm=family.startswith("qwen3"),
+        qk_norm=FAMILIES[family].qk_norm,
         tie_embeddings=True,
         eos_ids=tokenizer.eos_ids,
     )

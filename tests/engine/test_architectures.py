@@ -19,6 +19,7 @@ from .test_invariance import PROMPT_IDS, PROMPTS
 ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral": ({"windows": (7, 7, 7)}, {"windows": (7, 8, 7)}),
     "qwen3": ({"windows": (None, 5, None), "qk_norm": True}, {"windows": (None, 6, None)}),
+    "olmo2": ({"qk_norm": True}, {"rms_eps": 1e-2}),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
 }
 """Family to what differs from `CONFIG`, and what the control changes."""

@@ -40,6 +40,8 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm3": _SIZES
     | {"attention_bias": False, "mlp_bias": False, "sliding_window": 8, "no_rope_layers": [1, 0], "pad_token_id": 0},
 }
+for _olmo in ("olmo2",):
+    BASES[_olmo] = _SIZES | {"attention_bias": False, "pad_token_id": 0}
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
 """Families whose rotary scalings are read by the same lines as those of the others, and not compared again."""
 
@@ -124,11 +126,11 @@ def _sizes(family: str) -> Iterator[Row]:
     yield "1 head of keys", {"num_key_value_heads": 1}, ""
     yield "4 heads of keys", {"num_key_value_heads": 4}, ""
     yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
-    nullable = family in ("llama", "qwen2", "qwen3", "smollm3")
+    nullable = family in ("llama", "qwen2", "qwen3", "smollm3", "olmo2")
     yield "null heads of keys", {"num_key_value_heads": None}, "" if nullable else "num_key_value_heads"
-    left_out = {"llama": 4, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8, "mistral": 8, "smollm3": 4}[family]
+    left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8}.get(family, 4)
     for heads in (4, 8, 32):
-        shared = heads % (heads if family == "llama" else left_out) == 0
+        shared = heads % (heads if family in ("llama", "olmo2") else left_out) == 0
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
         yield f"no num_key_value_heads, {heads} heads", change, "" if shared else "cannot share"
     yield "no head_dim", {"head_dim": _LEFT_OUT}, ""
@@ -151,7 +153,7 @@ def _sizes(family: str) -> Iterator[Row]:
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
-    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3")
+    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3", "olmo2")
     yield "attention_bias", {"attention_bias": True}, ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
     yield "attention_bias as text", {"attention_bias": "false"}, "attention_bias" if biased else ""
@@ -233,7 +235,7 @@ def _rope_details(family: str) -> Iterator[Row]:
 def _windows(family: str) -> Iterator[Row]:
     """Sliding windows: of all layers, of some, of none; and layer types that say something else."""
     flagged, everywhere = family.startswith(("qwen", "smollm")), family in ("qwen3_moe", "mixtral", "mistral")
-    never = family == "llama"
+    never = family in ("llama", "olmo2")
     for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
         change = {"sliding_window": size, "use_sliding_window": False}
         yield f"sliding_window {size}", change, ""

@@ -36,6 +36,7 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 _PAD = {"pad_token_id": 0}  # transformers has one outside the vocabulary
+_OLMO = {"num_key_value_heads": 2, **_PAD}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 _EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
@@ -55,6 +56,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], **_PAD}),
     "smollm3-windows": ("SmolLM3", {**_WINDOWS, "tie_word_embeddings": False, "no_rope_layer_interval": 2, **_PAD}),
+    "olmo2": ("Olmo2", _OLMO),
+    "olmo2-biases": ("Olmo2", {**_OLMO, "head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }

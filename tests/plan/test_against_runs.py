@@ -72,6 +72,7 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
     [
         *((flow, "qwen3") for flow in ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")),
         *((flow, "qwen3_moe") for flow in ("float32", "bf16", "fp8")),
+        *((flow, "olmo2") for flow in ("bf16", "fp8")),
     ],
 )
 @pytest.mark.parametrize(

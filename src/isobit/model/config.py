@@ -1,9 +1,10 @@
 """The architecture of a model, read from and written to a Hugging Face `config.json`.
 
-Pre-norm transformers with rotary embedding, grouped-query attention, in which a layer may have a sliding window, and a
-gated SiLU MLP, or several of which a router chooses. How families differ is in their tables (`families/`). Left out:
-shared experts, other activations; each is refused with the reason, and nothing in a model directory is ever executed.
-What is accepted has the log-probabilities of `transformers` (`tests/model/test_config_table.py`).
+Transformers with RMS norms before or after attention and MLP, rotary embedding, grouped-query attention, in which a
+layer may have a sliding window, and a gated SiLU MLP, or several of which a router chooses. How families differ is in
+their tables (`families/`). Left out: shared experts, other activations; each is refused with the reason, and nothing in
+a model directory is ever executed. What is accepted has the log-probabilities of `transformers`
+(`tests/model/test_config_table.py`).
 """
 
 from collections.abc import Mapping
@@ -90,6 +91,16 @@ class ModelConfig:
     @property
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of a layer: `Family.norms`."""
+        return FAMILIES[self.family].norms
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether all heads of a token share one norm of queries, and one of keys."""
+        return FAMILIES[self.family].norms_all_heads
 
     def window(self, layer: int) -> int | None:
         """How many tokens a row of the layer sees, itself included; None if it sees all before it."""

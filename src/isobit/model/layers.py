@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.kernels import Heads, KVStore, Layout, Ops, unwatched
@@ -18,6 +19,7 @@ from isobit.model.kv_scales import KVScales, scales_of
 from isobit.model.moe import RouteTape, mixture
 from isobit.model.recompute import Recompute, recomputed
 from isobit.model.rope import Tables
+from isobit.model.weights import Vector, Weight
 from isobit.model.working import Layer, Mixture, Working
 
 Watch = Callable[[Ops, int | None], Any]
@@ -76,20 +78,40 @@ def forward(tokens: Tensor, working: Working, one: Pass) -> Tensor:
 def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
     """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
     eps, ops = one.config.rms_eps, one.ops_of(index)
-    qkv, residual = autograd.norm_linear(x, residual, layer.input_norm, eps, layer.qkv, ops)
-    x = _attend(qkv, index, layer, one, ops)
+    qkv, residual = _into(x, residual, layer.input_norm, layer.qkv, eps, ops)
+    x = _out_of(_attend(qkv, index, layer, one, ops), layer.attention_out_norm, eps, ops)
     if isinstance(layer.mlp, Mixture):
+        assert layer.post_norm is not None
         normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-        return mixture(normed, layer.mlp, ops, one.tape, one.recompute == "mlp"), residual
-    into = layer.post_norm, eps, layer.mlp.gate_up
-    gate_up, residual = autograd.norm_linear(x, residual, *into, ops)
-    again = partial(autograd.norm_linear, residual.detach(), None, *into, unwatched(ops))
-    return autograd.gated_linear(gate_up, layer.mlp.down, ops, again if one.recompute == "mlp" else None), residual
+        x = mixture(normed, layer.mlp, ops, one.tape, one.recompute == "mlp")
+    else:
+        into = layer.post_norm, layer.mlp.gate_up, eps
+        gate_up, residual = _into(x, residual, *into, ops)
+        again = partial(_into, residual.detach(), None, *into, unwatched(ops))
+        x = autograd.gated_linear(gate_up, layer.mlp.down, ops, again if one.recompute == "mlp" else None)
+    return _out_of(x, layer.mlp_out_norm, eps, ops), residual
+
+
+def _into(
+    x: Tensor, residual: Tensor | None, norm: Vector | None, weight: Weight, eps: float, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """(the sum x + residual, normed if there is a norm, times the weight [T, N]; the sum itself [T, hidden])."""
+    if norm is not None:
+        return autograd.norm_linear(x, residual, norm, eps, weight, ops)
+    summed = x if residual is None else x + residual
+    return autograd.linear(summed, weight, ops), summed
+
+
+def _out_of(x: Tensor, norm: Vector | None, eps: float, ops: Ops) -> Tensor:
+    """What attention or MLP adds, normed if there is a norm."""
+    return x if norm is None else autograd.rms_norm(x, None, norm, eps, ops)[0]
 
 
 def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tensor:
     """Attention and its output projection: qkv [T, (H + 2 KV) · D] to [T, hidden]."""
     dim, norms = one.config.head_dim, layer.head_norms
+    if norms is not None and one.config.norms_all_heads:
+        qkv, norms = _normed_heads(qkv, norms, one.config.rms_eps, ops), None
     masters = None if norms is None else (norms[0].master, norms[1].master)
     tables = one.tables[one.config.rope_of(index)]
     heads = Heads(None if norms is None else (norms[0].working, norms[1].working), one.config.rms_eps, tables)
@@ -102,6 +124,14 @@ def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tenso
     given = autograd.Attended(heads, store, temporary, one.layout, dim**-0.5, one.config.window(index), query, scale)
     out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, given, ops)
     return autograd.linear(out.flatten(1), layer.o, ops, kept=True)
+
+
+def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Ops) -> Tensor:
+    """qkv [T, (H + 2 KV) · D], its queries normed as one row of H · D, its keys as one of KV · D."""
+    width, kv_width = (norm.working.shape[0] for norm in norms)
+    q, k, v = qkv.split((width, kv_width, kv_width), dim=1)
+    q, k = (autograd.rms_norm(x.contiguous(), None, norm, eps, ops)[0] for x, norm in zip((q, k), norms))
+    return torch.cat((q, k, v), dim=1)
 
 
 def _recomputed_layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:

@@ -96,9 +96,6 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
     prefix, masters, leaf = f"layers.{index}.", sources.masters, sources.leaf
     dgrad, wgrad = precision.backward(index, config.num_layers)
 
-    def vector(name: str) -> Vector:
-        return _vector(prefix + name, flow, sources)
-
     def made_of(name: str, master: Tensor) -> Operand:
         spec = precision.linear_flow(flow, name.rpartition(".")[2]).weight
         if spec is not None:
@@ -140,16 +137,20 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
         experts = tuple(Mlp(first, second) for first, second in zip(ups, downs))
         return Mixture(kept, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
 
+    vectors = (*config.norms, *(("q_norm", "k_norm") if config.qk_norm else ()))
+    norms = {name: _vector(prefix + name, flow, sources) for name in vectors}
     return Layer(
         flow=flow,
-        input_norm=vector("input_norm"),
+        input_norm=norms.get("input_norm"),
         qkv=weight("qkv", masters[prefix + "qkv"]),
-        head_norms=(vector("q_norm"), vector("k_norm")) if config.qk_norm else None,
+        head_norms=(norms["q_norm"], norms["k_norm"]) if config.qk_norm else None,
         o=weight("o", masters[prefix + "o"]),
-        post_norm=vector("post_norm"),
+        attention_out_norm=norms.get("attention_out_norm"),
+        post_norm=norms.get("post_norm"),
         mlp=mixture()
         if config.is_mixture(index)
         else Mlp(weight("gate_up", masters[prefix + "gate_up"]), weight("down", masters[prefix + "down"])),
+        mlp_out_norm=norms.get("mlp_out_norm"),
     )
 
 

@@ -71,15 +71,18 @@ class Mixture:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Working weights of one layer, and the flow that they are for."""
+    """Working weights of one layer, and the flow that they are for. Norms are before attention (`input_norm`) and MLP
+    (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`), where the architecture has them."""
 
     flow: Flow
-    input_norm: Vector
+    input_norm: Vector | None
     qkv: Weight
     head_norms: tuple[Vector, Vector] | None
     o: Weight
-    post_norm: Vector
+    attention_out_norm: Vector | None
+    post_norm: Vector | None
     mlp: Mlp | Mixture
+    mlp_out_norm: Vector | None
 
 
 @dataclass(frozen=True, eq=False)

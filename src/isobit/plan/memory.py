@@ -273,9 +273,18 @@ def saved_bytes(
 ) -> float:
     """What a layer's forward keeps of a token for its backward (`isobit.model.autograd`, `isobit.model.experts`);
     `but_mlp`: what the activation checkpointing of that name keeps."""
-    size = precision.flow("learner", layer, config.num_layers).compute.itemsize
+    flow = precision.flow("learner", layer, config.num_layers)
+    size = flow.compute.itemsize
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    kept = 2.0 * (size * hidden + 4)  # the sums that both norms take, and their scales
+    kept = float(len(config.norms) * (size * hidden + 4))  # what norms take, and their scales
+    for name, norm in (("qkv", "input_norm"), ("gate_up", "post_norm")):
+        if norm in config.norms:
+            continue  # it makes the product's input again
+        spec = precision.linear_flow(flow, name).activation
+        kept += 0 if spec is None else hidden + 4 * math.ceil(hidden / spec.block((1 << 20, hidden))[1])
+        kept += size * hidden if spec is None or (but_mlp and name == "gate_up") else 0
+    if config.qk_norm and config.norms_all_heads:
+        kept += size * (config.qkv_size - config.num_kv_heads * config.head_dim) + 8
     kept += size * config.qkv_size + size * heads + 4 * config.num_heads  # attention's inputs, output and normalizer
     if adapter is not None:  # what each A gives
         weights = (one.weight for one in targeted(config, adapter.targets))

@@ -197,6 +197,8 @@ def _between(config: ModelConfig, quantized: bool) -> float:
     heads = config.num_heads * config.head_dim
     norms = 2 * (6 * config.hidden_size + 2 * operand * config.hidden_size)  # x, residual, sum; y written and read
     attention = 2 * 2 * config.qkv_size + 2 * heads + (2 + 2 * operand) * heads
+    if config.qk_norm and config.norms_all_heads:  # copied out, normed, and put back beside the values
+        attention += 2 * 2 * (3 * config.qkv_size - 2 * config.num_kv_heads * config.head_dim)
     return norms + attention + 2 * 2 * 2 * inner + 2 * operand * inner + 2 * 2 * config.hidden_size
 
 

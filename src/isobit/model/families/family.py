@@ -41,10 +41,13 @@ class Family:
     """One `model_type`: the class of its checkpoints, what its layers have, and what stands for a key that config.json
     leaves out.
 
-    `kv_heads` None is one for each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which
-    null means the same as None here. `attention_bias` and `mlp_bias`: whether config.json says if there are any;
-    `qkv_bias`: there always are. `windows`: which layers have a sliding window, None if none ever has. `unrotated`: the
-    layers without rotary embedding, from config.json, its name and the number of layers; None if there are none.
+    `norms`: those of a layer, of input_norm and post_norm before attention and MLP, and attention_out_norm and
+    mlp_out_norm after them. `qk_norm`: queries and keys are normed, each head by itself, or with `norms_all_heads` all
+    heads of a token together. `attention_bias` and `mlp_bias`: whether config.json says if there are any; `qkv_bias`:
+    there always are. `windows`: which layers have a sliding window, None if none ever has. `unrotated`: the layers
+    without rotary embedding, from config.json, its name and the number of layers; None if there are none. `kv_heads`
+    None is one for each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which null means the
+    same as None here.
     """
 
     architecture: str
@@ -53,6 +56,8 @@ class Family:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms_all_heads: bool = False
+    norms: tuple[str, ...] = ("input_norm", "post_norm")
     windows: Windows | None = None
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
     whole_heads: bool = False  # hidden_size must be a multiple of the heads, also where head_dim is given
