@@ -11,6 +11,8 @@ NAMES = (
     "grpo_step",
     "kv_bytes",
     "saved_bytes",
+    "step_memory",
+    "fits",
     "decode_scaling",
     "growth",
     "recipes",

@@ -1,7 +1,9 @@
 """AdamW against its equations, schedules, clipping, and a state that goes on bit for bit."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from isobit.errors import IsobitError
-from isobit.rl import OptimizerSettings, learning_rate
+from isobit.rl import OptimizerSettings, learning_rate, optim, optim_8bit
 from isobit.rl.optim import Optimizer
 
 SETTINGS = OptimizerSettings(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1e9)
@@ -137,8 +139,10 @@ def test_small_gradients_are_not_scaled_up() -> None:
     optimizer = Optimizer(parameters(), OptimizerSettings(max_grad_norm=100.0))
     for name, gradient in gradients(0).items():
         optimizer.parameters[name].grad = gradient.clone()
+    given = optimizer.parameters["norm"].grad
     optimizer.step(0.01, optimizer.gradient_norm())
-    assert torch.equal(optimizer.parameters["norm"].grad, gradients(0)["norm"])
+    assert given is not None
+    assert torch.equal(given, gradients(0)["norm"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -169,3 +173,31 @@ def test_warmup_rises_linearly_to_the_peak_and_never_starts_at_zero(schedule: st
     assert warmed[4:] == sorted(warmed[4:], reverse=True)
     assert all(rate > 0 for rate in warmed[:10])
     assert all(math.isfinite(rate) for rate in rates(schedule, warmup=50, total=10))
+
+
+@pytest.mark.parametrize(("state", "at_once"), [("fp32", 1), ("fp32", 1 << 26), ("8bit", 1)])
+def test_gradients_are_freed_as_they_are_applied(state: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By calls of the update; the control is one call for all. The weights have the same bits."""
+    found = []
+    for each in (at_once, 1 << 26):
+        monkeypatch.setattr(optim, "AT_ONCE", each)
+        given = {str(i): nn.Parameter(torch.full((64, 64), 1.0 + i)) for i in range(4)}
+        for parameter in given.values():
+            parameter.grad = parameter.detach().clone()
+        alive: list[int] = []
+        for module, name in ((optim, "adamw"), (optim_8bit.Moment, "zeros")):
+            call = getattr(module, name)
+
+            def counted(*given_: Any, call: Any = call, given: Any = given, alive: Any = alive, **options: Any) -> Any:
+                alive.append(sum(p.grad is not None for p in given.values()))
+                return call(*given_, **options)
+
+            monkeypatch.setattr(module, name, counted)
+        Optimizer(given, replace(SETTINGS, state=state)).step(0.1, 1.0)
+        monkeypatch.undo()
+        assert all(parameter.grad is None for parameter in given.values())
+        found.append((sorted(set(alive), reverse=True), [p.detach().clone() for p in given.values()]))
+    (seen, weights), (whole, wanted) = found
+    assert seen == ([4, 3, 2, 1] if at_once == 1 else [4])
+    assert whole == ([4] if state == "fp32" else seen)
+    assert all(torch.equal(a, b) for a, b in zip(weights, wanted))

@@ -7,7 +7,7 @@ large parameters are kept in 8 bits (`optim_8bit.py`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import EllipsisType
@@ -25,6 +25,8 @@ from isobit.model.checksums import Checksums
 from isobit.rl.optim_8bit import EightBitState, quantizable
 from isobit.rl.schedule import OptimizerSettings
 
+AT_ONCE = 1 << 26
+"""Elements that one call updates, whose gradients are then freed: many small parameters, or a large one."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -65,7 +67,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float, norm: float) -> None:
-        """One update at this rate, with gradients scaled so that their norm `norm` is at most `max_grad_norm`."""
+        """One update at this rate, with gradients scaled so that their norm `norm` is at most `max_grad_norm`; each is
+        freed when it was applied."""
         if norm > self.settings.max_grad_norm:
             factor = self.settings.max_grad_norm / norm
             for parameter in self.parameters.values():
@@ -81,8 +84,10 @@ class Optimizer:
         if self._eight_bit is not None:
             self._eight_bit.update([name for name in names if name in self._eight_bit], rate, weight_decay)
             names = [name for name in names if name not in self._eight_bit]
-            if not names:
-                return
+        for some in _in_groups(names, [self.parameters[name].numel() for name in names]):
+            self._update_in_float32(some, rate, weight_decay)
+
+    def _update_in_float32(self, names: list[str], rate: float, weight_decay: float) -> None:
         parameters = [self.parameters[name] for name in names]
         for name, parameter in zip(names, parameters):
             if name not in self._state:
@@ -105,6 +110,8 @@ class Optimizer:
             eps=self.settings.eps,
             maximize=False,
         )
+        for parameter in parameters:
+            parameter.grad = None
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """What this rank keeps of the state, by parameter and key."""
@@ -213,6 +220,19 @@ class _Form:
         ratio = self.block * math.prod(self.shape[1:])
         lo, hi = (row * shards.width(name) // ratio for row in shards.own(name))
         return slice(lo, hi)
+
+
+def _in_groups(names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
+    """The names in their order, of at most `AT_ONCE` elements together where one alone has not more."""
+    group, total = list[str](), 0
+    for name, size in zip(names, sizes):
+        if group and total + size > AT_ONCE:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    if group:
+        yield group
 
 
 def _sums_of_squares(gradients: Sequence[Tensor], ops: Ops) -> list[float]:

@@ -110,7 +110,7 @@ class EightBitState:
         return sum(2 * (p.numel() + 4 * (p.numel() // _BLOCK)) for p in self.parameters.values())
 
     def update(self, names: Sequence[str], rate: float, weight_decay: float) -> None:
-        """One AdamW step of these parameters from their gradients."""
+        """One AdamW step of these parameters from their gradients, each of which is freed when it was applied."""
         beta1, beta2 = self.settings.betas
         for name in names:
             parameter = self.parameters[name]
@@ -127,6 +127,7 @@ class EightBitState:
                 master.mul_(1 - rate * weight_decay)
                 denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self.settings.eps)
                 master.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
+            parameter.grad = None
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """By parameter: `exp_avg.codes` uint8, `exp_avg.scale` float32, and the same of exp_avg_sq."""

@@ -1,7 +1,7 @@
 """Bytes of tensors that are alive, and the most at a time: counted as PyTorch's operators return them, on any device.
 
 Counting does not depend on the machine, as resident memory does: an allocator keeps what was freed. Left out: what
-operators in C++ take for themselves and free.
+operators in C++ take for themselves and free, and weights that a library has reordered, which have no storage.
 """
 
 import weakref
@@ -35,9 +35,9 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if _has_storage(tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (key := _key(tensor)) not in given and key not in self._known:
+            if _has_storage(tensor) and (key := _key(tensor)) not in given and key not in self._known:
                 storage = tensor.untyped_storage()
                 self._known[key] = storage.nbytes()
                 self.live += storage.nbytes()
@@ -47,6 +47,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.live -= self._known.pop(key, 0)
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is not torch._mkldnn  # type: ignore[attr-defined]
 
 
 def _key(tensor: torch.Tensor) -> int:

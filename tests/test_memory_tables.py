@@ -1,0 +1,44 @@
+"""The tables of memory in the documentation are those of the results, and of the planner."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fits
+from benchmarks.step_memory import LEVELS, PRESETS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_page_has_what_fits() -> None:
+    page = (ROOT / "docs/how-to/plan.md").read_text()
+    lines = fits.table()
+    assert len(lines) == 2 + len(fits.PRESETS) * len(fits.TRAINED)
+    assert "\n".join(lines) in page
+
+
+def test_a_table_of_another_job_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "_LEFT", 0.3)
+    assert "\n".join(fits.table()) not in (ROOT / "docs/how-to/plan.md").read_text()
+
+
+def test_the_page_has_the_counted_steps() -> None:
+    parts = json.loads((ROOT / "benchmarks/results/step_memory.json").read_text())["parts"]
+    page = (ROOT / "docs/measured.md").read_text()
+    for preset in PRESETS:
+        cells = [sum(parts[f"{preset}, {level}"].values()) / 2**20 for level in LEVELS]
+        held = parts[f"{preset}, false"]["held"] / 2**20
+        assert f"| `{preset}` | {held:.0f} | {' | '.join(f'{cell:.0f}' for cell in cells)} |" in page
+
+
+def test_the_page_has_the_counted_bytes_of_a_token() -> None:
+    parts = json.loads((ROOT / "benchmarks/results/saved_bytes.json").read_text())["parts"]
+    page = (ROOT / "docs/measured.md").read_text()
+    for level, words in (("false", ""), ("mlp", ", activation_checkpointing: mlp")):
+        cells = {
+            preset: [sum(parts[f"hidden {h}{words}, {preset}"].values()) for h in (512, 2048)]
+            for preset in ("bf16", "fp8")
+        }
+        assert cells["bf16"] == cells["fp8"]
+        assert f"| `{level}` | {cells['fp8'][0]:,.0f} | {cells['fp8'][1]:,.0f} |" in page
