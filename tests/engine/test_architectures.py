@@ -11,6 +11,7 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model.rope import Rope
 from tests.models import ALPHABET, level, require
 
 from .helpers import CONFIG, differing
@@ -20,6 +21,10 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral": ({"windows": (7, 7, 7)}, {"windows": (7, 8, 7)}),
     "qwen3": ({"windows": (None, 5, None), "qk_norm": True}, {"windows": (None, 6, None)}),
     "olmo2": ({"qk_norm": True}, {"rms_eps": 1e-2}),
+    "olmo3": (
+        {"qk_norm": True, "windows": (5, None, 9), "sliding_rope": Rope(300.0)},
+        {"windows": (None, 5, 9)},
+    ),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
 }
 """Family to what differs from `CONFIG`, and what the control changes."""

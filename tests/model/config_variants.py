@@ -40,8 +40,12 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm3": _SIZES
     | {"attention_bias": False, "mlp_bias": False, "sliding_window": 8, "no_rope_layers": [1, 0], "pad_token_id": 0},
 }
-for _olmo in ("olmo2",):
-    BASES[_olmo] = _SIZES | {"attention_bias": False, "pad_token_id": 0}
+BASES["olmo2"] = _SIZES | {"attention_bias": False, "pad_token_id": 0}
+BASES["olmo3"] = BASES["olmo2"] | {
+    "rope_theta": 500000.0,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
 """Families whose rotary scalings are read by the same lines as those of the others, and not compared again."""
 
@@ -108,7 +112,7 @@ def variants() -> list[Variant]:
     """The table."""
     rows = []
     for family in BASES:
-        makers = [_sizes, _flags, _windows, _experts, _unrotated]
+        makers = [_sizes, _flags, _windows if family != "olmo3" else _olmo3, _experts, _unrotated]
         for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
             rows += [Variant(family, *row) for row in make(family)]
     return rows
@@ -126,11 +130,11 @@ def _sizes(family: str) -> Iterator[Row]:
     yield "1 head of keys", {"num_key_value_heads": 1}, ""
     yield "4 heads of keys", {"num_key_value_heads": 4}, ""
     yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
-    nullable = family in ("llama", "qwen2", "qwen3", "smollm3", "olmo2")
+    nullable = family in ("llama", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3")
     yield "null heads of keys", {"num_key_value_heads": None}, "" if nullable else "num_key_value_heads"
     left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8}.get(family, 4)
     for heads in (4, 8, 32):
-        shared = heads % (heads if family in ("llama", "olmo2") else left_out) == 0
+        shared = heads % (heads if family in ("llama", "olmo2", "olmo3") else left_out) == 0
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
         yield f"no num_key_value_heads, {heads} heads", change, "" if shared else "cannot share"
     yield "no head_dim", {"head_dim": _LEFT_OUT}, ""
@@ -153,7 +157,7 @@ def _sizes(family: str) -> Iterator[Row]:
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
-    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3", "olmo2")
+    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3")
     yield "attention_bias", {"attention_bias": True}, ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
     yield "attention_bias as text", {"attention_bias": "false"}, "attention_bias" if biased else ""
@@ -261,6 +265,37 @@ def _windows(family: str) -> Iterator[Row]:
     yield "too few layer_types", {"layer_types": ["full_attention"]}, "layer_types"
     if flagged:
         yield "use_sliding_window as text", {"use_sliding_window": "no"}, "use_sliding_window"
+
+
+def _olmo3(family: str) -> Iterator[Row]:
+    """Windows and rotary embeddings by kinds of layers."""
+    for size in (1, 8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, _LEFT_OUT):
+        yield f"sliding_window {size if size is not _LEFT_OUT else 'left out'}", {"sliding_window": size}, ""
+    for size in (None, 0, 8.0):
+        yield f"sliding_window {size!r}", {"sliding_window": size}, "sliding_window"
+    yield "no layer_types", {"layer_types": _LEFT_OUT}, ""
+    for kinds in (["full_attention"] * 2, ["sliding_attention"] * 2):
+        yield f"all {kinds[0]}", {"layer_types": kinds}, ""
+    yield "a chunked layer", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"
+    yarn = {"rope_type": "yarn", **_SCALINGS["yarn"]}
+    yield "rope_theta left out", {"rope_theta": _LEFT_OUT}, ""
+    yield "another rope_theta", {"rope_theta": 500.0}, "rope_theta other than"
+    for size in (8, CONTEXT):
+        yield f"rope_scaling yarn, window {size}", {"rope_scaling": yarn, "sliding_window": size}, ""
+    new = {"rope_theta": _LEFT_OUT, "layer_types": ["full_attention", "sliding_attention"]}
+    thetas = {"full_attention": {**yarn, "rope_theta": 300.0}, "sliding_attention": {"rope_theta": 900.0}}
+    yield "rope_parameters of both kinds", {**new, "rope_parameters": thetas}, ""
+    plain = {kind: {"rope_type": "default"} for kind in thetas}
+    yield "rope_parameters without thetas", {**new, "rope_parameters": plain}, ""
+    yield "rope_parameters, theta outside", {**new, "rope_parameters": plain, "rope_theta": 500.0}, "keep the latter"
+    yield (
+        "rope_parameters and rope_scaling",
+        {**new, "rope_parameters": thetas, "rope_scaling": yarn},
+        "keep the latter",
+    )
+    half = {"full_attention": thetas["full_attention"]}
+    yield "rope_parameters of one kind", {**new, "rope_parameters": half}, "must have the sections"
+    yield "rope_parameters of no kind", {**new, "rope_parameters": yarn}, "must have the sections"
 
 
 def _unrotated(family: str) -> Iterator[Row]:

@@ -37,6 +37,8 @@ _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_
 
 _PAD = {"pad_token_id": 0}  # transformers has one outside the vocabulary
 _OLMO = {"num_key_value_heads": 2, **_PAD}
+_OLMO3_YARN = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 _EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
@@ -58,6 +60,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-windows": ("SmolLM3", {**_WINDOWS, "tie_word_embeddings": False, "no_rope_layer_interval": 2, **_PAD}),
     "olmo2": ("Olmo2", _OLMO),
     "olmo2-biases": ("Olmo2", {**_OLMO, "head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3", {**_OLMO, "num_hidden_layers": 4, "sliding_window": 11}),
+    "olmo3-yarn": ("Olmo3", {**_OLMO, "sliding_window": 200, "rope_parameters": _OLMO3_YARN, "layer_types": _MIXED}),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }

@@ -47,6 +47,10 @@ def _one_key_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "windows_of", lambda *a: tuple(w and w - 1 for w in given(*a)))
 
 
+def _one_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading.ModelConfig, "rope_of", lambda config, layer: config.rope)
+
+
 def _theta_a_little_off(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Rope.from_hf
     monkeypatch.setattr(Rope, "from_hf", lambda *a, **k: replace(given(*a, **k), theta=505.0))
@@ -80,6 +84,8 @@ def _original_inside(monkeypatch: pytest.MonkeyPatch) -> None:
         (_no_windows, "qwen2", "use_sliding_window, 63", None),
         (_no_windows, "mistral", "sliding_window 8", 0.1),
         (_one_key_less, "mistral", "sliding_window 8", 2 * CLOSE),
+        (_one_rope, "smollm3", "base", 2 * CLOSE),
+        (_one_rope, "olmo3", "rope_scaling yarn, window 8", 2 * CLOSE),
         (_only_the_first_section, "qwen3", "two sections that differ", 0.02),
         (_original_inside, "llama", "rope_scaling yarn, two originals", 0.005),
         (_original_inside, "llama", "rope_scaling llama3, two originals", 0.005),

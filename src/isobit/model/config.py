@@ -42,7 +42,7 @@ class Experts:
 class ModelConfig:
     """One architecture. Sizes are counts; `max_positions` is the context length in tokens. `windows`: of each layer the
     last tokens that a row sees, itself included, None where it sees all; () if it does in every layer. `unrotated`:
-    the layers without rotary embedding."""
+    the layers without rotary embedding. `sliding_rope`: that of layers with a window, None if it is `rope`."""
 
     family: str
     vocab_size: int
@@ -66,6 +66,7 @@ class ModelConfig:
     experts: Experts | None = None
     windows: tuple[int | None, ...] = ()
     unrotated: tuple[int, ...] = ()
+    sliding_rope: Rope | None = None
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -84,6 +85,7 @@ class ModelConfig:
             raise IsobitError(
                 f"config.json: {self.experts.per_token} experts per token, of {self.experts.count}: expected 1 to all"
             )
+        assert self.sliding_rope is None or family.ropes is not None
         assert not self.unrotated or family.unrotated is not None
         given = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
         assert given in family.variants, f"a {self.family} of transformers has no such biases and norms: {given}"
@@ -104,11 +106,13 @@ class ModelConfig:
 
     def window(self, layer: int) -> int | None:
         """How many tokens a row of the layer sees, itself included; None if it sees all before it."""
-        return self.windows[layer] if self.windows else None
+        window = self.windows[layer] if self.windows else None
+        return None if window is None or window >= self.max_positions else window
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer, None if it has none."""
-        return None if layer in self.unrotated else self.rope
+        slides = bool(self.windows) and self.windows[layer] is not None
+        return None if layer in self.unrotated else (self.sliding_rope if slides else None) or self.rope
 
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer has experts in place of one MLP."""
@@ -133,7 +137,10 @@ class ModelConfig:
             raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
         layers = whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
-        rope = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions)
+        if family.ropes is None:
+            rope, sliding = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions), None
+        else:
+            rope, sliding = family.ropes.read(values, where, max_positions)
         head_dim = optional_whole(values, "head_dim", where, family.nullable, family.head_dim)
         kv_heads = optional_whole(values, "num_key_value_heads", where, family.nullable, family.kv_heads)
         if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
@@ -165,6 +172,7 @@ class ModelConfig:
             pad_id=_first(ids["pad"]),
             experts=None if family.mixtures is None else _experts_from_hf(values, where, family.mixtures, layers),
             windows=windows_of(values, where, family.windows, layers, max_positions),
+            sliding_rope=None if sliding == rope else sliding,
             unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
         )
 
@@ -189,8 +197,11 @@ class ModelConfig:
             "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
             "pad_token_id": self.pad_id,
             "dtype": "float32",
-            **self.rope.to_hf(),
         }
+        if family.ropes is None:
+            values |= self.rope.to_hf()
+        else:
+            values |= family.ropes.write(self.rope, self.sliding_rope or self.rope)
         if family.attention_bias:
             values["attention_bias"] = self.qkv_bias
         if family.mlp_bias:

@@ -58,6 +58,10 @@ class Rope:
             values["rope_scaling"] = {"rope_type": self.kind, **dict(self.parameters)}
         return values
 
+    def section(self) -> dict[str, Any]:
+        """One of the `rope_parameters` of transformers 5."""
+        return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.parameters)}
+
     def tables(self, num_positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn."""
         inverse, factor = self._frequencies(head_dim)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.model.families.windows import Windows
+from isobit.model.rope import Rope
 
 Modules = dict[str, tuple[str, ...]]
 """Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an expert's number."""
@@ -34,6 +35,15 @@ class Mixtures:
     count: int
     per_token: int
     own_keys: bool
+
+
+@dataclass(frozen=True)
+class RopeKinds:
+    """Rotary embeddings of a family in which layers with a window have their own: `read` from config.json, its name
+    and the context, that of the others first, and `write` the keys."""
+
+    read: Callable[[Mapping[str, Any], str, int], tuple[Rope, Rope]]
+    write: Callable[[Rope, Rope], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Family:
     yarn_needs_head_dim: bool = False
     max_positions: int = 32768
     rope_theta: float = 10000.0
+    ropes: RopeKinds | None = None
     rms_eps: float = 1e-6
     kv_heads: int | None = 32
     head_dim: int | None = None

@@ -1,7 +1,6 @@
 """Which layers of a model have a sliding window, read from config.json.
 
-A row at position p of such a layer sees the positions above p - window. A window of all positions or more hides none,
-and is none here.
+A row at position p of such a layer sees the positions above p - window.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +54,7 @@ def windows_of(
             )
     else:
         slides = [kind == "sliding_attention" for kind in kinds] or rule.slides(values, where, layers)
-    found = tuple(window if one and window < max_positions else None for one in slides)
+    found = tuple(window if one else None for one in slides)
     return found if any(found) else ()
 
 
