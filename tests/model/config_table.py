@@ -45,7 +45,7 @@ class Outcome:
 
     variant: Variant
     ours: str  # "" or the refusal
-    theirs: str  # "" or the error
+    theirs: str  # "" or the error; "" where it is refused
     distance: float | None
 
     @property
@@ -66,10 +66,12 @@ class Bench:
         Tokenizer.characters(ALPHABET).save(root / "tokenizer")
 
     def outcome(self, variant: Variant) -> Outcome:
-        """Load a variant on both sides."""
+        """Load a variant here, and if it is not refused, on the other side."""
         directory = self._directory(variant)
-        theirs, error = _attempt(lambda: their_logprobs(directory), Exception)  # KeyError, TypeError, its own
         ours, refusal = _attempt(lambda: our_logprobs(directory), IsobitError)
+        if refusal:
+            return Outcome(variant, refusal, "", None)
+        theirs, error = _attempt(lambda: their_logprobs(directory), Exception)  # KeyError, TypeError, its own
         distance = None if ours is None or theirs is None else float((ours - theirs).abs().max())
         return Outcome(variant, refusal, error, distance)
 

@@ -47,7 +47,13 @@ BASES["olmo3"] = BASES["olmo2"] | {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
-"""Families whose rotary scalings are read by the same lines as those of the others, and not compared again."""
+"""Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the others, and not
+compared again."""
+_SHARED = {
+    *("for training only", "dtype bfloat16", "other ids", "no hidden_act", "rms_norm_eps 0.1", "1 head of keys"),
+    *("tied, with the same head", "no num_key_value_heads, 8 heads", "hidden_size 50 of 4 heads"),
+    *("sliding_window 256", "sliding_window 63", "use_sliding_window, 256", "window from layer 2"),
+}
 
 SHAPES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -114,7 +120,8 @@ def variants() -> list[Variant]:
     for family in BASES:
         makers = [_sizes, _flags, _windows if family != "olmo3" else _olmo3, _experts, _unrotated]
         for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
-            rows += [Variant(family, *row) for row in make(family)]
+            made = (Variant(family, *row) for row in make(family))
+            rows += [row for row in made if family not in _LATER or row.name not in _SHARED]
     return rows
 
 
