@@ -24,6 +24,7 @@ MADE_AGAIN = ("rms_norm", "rms_norm_quantized", "silu_mul", "silu_mul_quantized"
 FLOWS = [
     *((flow, "qwen3") for flow in ("float32", "bf16", "fp8-unified", "fp8", "mxfp8", "nvfp4", "fp8-e2e")),
     *((flow, "qwen3_moe") for flow in ("bf16", "fp8", "fp8-e2e")),
+    ("fp8", "olmo2"),
     ("fp8[query=e4m3]", "qwen2"),
     ("fp8", "olmo2"),
     ("fp8[kv_cache=e4m3-calibrated,query=e4m3-calibrated]", "qwen3"),
