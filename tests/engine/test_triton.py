@@ -1,12 +1,14 @@
 """What the engine records is what the learner computes, bit for bit, with the Triton kernels: in the interpreter where
 there is no GPU. Real sizes: tests/gpu."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import get_ops
+from isobit.model.rope import Rope
 from tests.models import tiny_model
 
 from .helpers import differing
@@ -20,11 +22,15 @@ def _model(precision: str, seed: int = 0) -> Model:
 def _sampled(precision: str) -> tuple[Model, list[list[Completion]]]:
     """A model and its completions: prompts of several lengths, in chunks, few pages."""
     model = _model(precision)
+    return model, _completions(model)
+
+
+def _completions(model: Model) -> list[list[Completion]]:
     assert get_ops("triton").backend == model.ops.backend == "triton"
     engine = Engine(model, kv_pages=7, page_size=4, max_batch_tokens=5, max_sequences=3)
     groups = engine.generate([[3, 4, 5, 6, 7, 8, 9], [5]], Sampling(2, 3, seed=1, ignore_eos=True))
     engine.integrity()
-    return model, groups
+    return groups
 
 
 @pytest.mark.slow
@@ -39,3 +45,14 @@ def test_other_weights_and_a_bf16_learner_differ() -> None:
     model, groups = _sampled("fp8")
     assert differing(_model("fp8", seed=1), groups)[0] > 0
     assert differing(model.under("bf16"), groups)[0] > 0
+
+
+@pytest.mark.slow
+def test_zero_bits_differ_under_a_window() -> None:
+    """A layer of OLMo 3: a window, norms after attention and MLP, a norm over all heads. Control: a longer window."""
+    layer = {"num_layers": 1, "head_dim": 16, "windows": (4,), "sliding_rope": Rope(300.0)}
+    model = tiny_model("fp8", "olmo3", backend="triton", scale=6, **layer)
+    groups = _completions(model)
+    assert differing(model, groups) == (0, 12)
+    model.transformer.config = replace(model.config, windows=(5,))
+    assert differing(model, groups)[0] > 0
