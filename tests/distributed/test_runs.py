@@ -116,7 +116,7 @@ def test_processes_that_torchrun_starts_again_train_the_same(tmp_path: Path, one
     _joined(directory, 3, second)
 
 
-def _waited(condition: Any, seconds: float = 60) -> None:
+def _waited(condition: Any, seconds: float = 300) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
@@ -143,7 +143,7 @@ def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(
     pids = [beat["pid"] for beat in beats(directory)]
     os.kill(process.pid if victim == "launcher" else pids[int(victim)], signal.SIGKILL)
     began = time.monotonic()
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=300)
     _waited(lambda: not any(map(_alive, pids)), 30)
     assert time.monotonic() - began < 30
     if victim != "launcher":
@@ -167,8 +167,8 @@ def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path) -> None:
     _waited(lambda: len(beats(directory)) == 2 and beats(directory)[1]["step"] >= 1)
     pids = [beat["pid"] for beat in beats(directory)]
     os.kill(pids[1], signal.SIGSTOP)
-    printed, _ = process.communicate(timeout=60)
-    _waited(lambda: not any(map(_alive, pids)), 5)
+    printed, _ = process.communicate(timeout=300)
+    _waited(lambda: not any(map(_alive, pids)))
     assert process.returncode == 1
     assert "waited 5 s for rank 1 (last seen in: " in printed, printed
     assert f"isobit train --resume {directory}" in printed
@@ -180,7 +180,7 @@ def test_sigterm_saves_on_all_ranks(tmp_path: Path) -> None:
     process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "run.checkpoint_every=0"])
     _waited(lambda: any(beat["step"] >= 2 for beat in beats(directory)))
     process.terminate()
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM, printed
     assert f"isobit train --resume {directory}" in printed
     step = max(int(path.name[-6:]) for path in (directory / "checkpoints").glob("step-*"))

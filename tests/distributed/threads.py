@@ -18,7 +18,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=300)
         self.lock = threading.Lock()
         self.places: list[Any] = [None] * size
         self.claimed: dict[str, int] = defaultdict(int)

@@ -54,7 +54,7 @@ def test_no_process_is_left(tmp_path: Path, base_model: Path, number: signal.Sig
         process.send_signal(number)
         errors = process.communicate(timeout=120)[1]
     assert process.returncode == code
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     late = ("Agent",) if number == signal.SIGKILL else ()
     while (left := [line for line in marked(value) if not any(name in line for name in late)]) != []:
         assert time.monotonic() < end, left

@@ -65,7 +65,7 @@ def tracked(run: Path, steps: int, exit_code: int = 0, until: str | None = None)
             f.write(f'{{"step": {step}, "entropy": 1.0}}\n')
             f.flush()
             trackers.poll()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while until is not None and until not in rows(run):
             assert time.monotonic() < deadline
             time.sleep(0.01)
