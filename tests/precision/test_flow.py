@@ -92,6 +92,14 @@ def test_a_cache_beside_nvfp4_has_scales_of_its_own() -> None:
     assert (kv.granularity, kv.scale) == ("row", "ue8m0")
 
 
+def test_a_cache_may_have_float32_scales() -> None:
+    changed = precision_from("fp8[kv_scale=fp32]")
+    assert {flow.kv for flow in (changed.rollout, changed.learner)} == {QuantSpec(E4M3, "row", "fp32")}
+    assert changed.unified
+    with pytest.raises(IsobitError, match=r"precision.kv_scale: preset 'fp8-unified' caches keys and values in bf16"):
+        precision_from("fp8-unified[kv_scale=fp32]")
+
+
 def test_tensorwise_scaling_of_all_three_operands() -> None:
     sides = ("weight", "activation", "gradient")
     precision = precision_from({"preset": "fp8-e2e", **{f"{side}_granularity": "tensor" for side in sides}})

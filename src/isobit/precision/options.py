@@ -21,6 +21,7 @@ _ACTIVATIONS = ("1x128", "1x32", "row", "tensor", "128x128")
 _SCALES = ("fp32", "ue8m0")
 _FLOW_CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache": tuple(_KV),
+    "kv_scale": _SCALES,
     "query": ("bf16", "e4m3", "e4m3-calibrated"),
     "weight_scale": _SCALES,
     "weight_granularity": ("128x128", "1x32", "row", "tensor"),
@@ -52,8 +53,8 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
     Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated), `query`
-    (the same), `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | 1x32 | row | tensor),
-    `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16),
+    (the same), `kv_scale`, `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | 1x32
+    | row | tensor), `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16),
     `wgrad_activation` (requantized | own-copy), `gradient_scale`,
     `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`
     (some of qkv, o, gate_up, down), `engines` (shared | separate), `kv_calibration` (rollout | learner),
@@ -212,6 +213,10 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
         granularity = _KV[options["kv_cache"]]
         scale = activation.scale if activation is not None and activation.scale in _SCALES else "ue8m0"
         kv = None if granularity is None else QuantSpec(E4M3, granularity, kv.scale if kv is not None else scale)
+    if "kv_scale" in options:
+        if kv is None:
+            raise IsobitError(f"precision.kv_scale: preset {preset!r} caches keys and values in {flow.compute}")
+        kv = replace(kv, scale=options["kv_scale"])
     if "query" in options:  # per row a power of two: the value of a code is then exact in BF16
         kinds = {"e4m3": QuantSpec(E4M3, "row", "ue8m0"), "e4m3-calibrated": QuantSpec(E4M3, "tensor", "fp32")}
         query = kinds.get(options["query"])
