@@ -1,16 +1,18 @@
-"""Which Triton kernels a model of real size runs, and what they become on sm_90. Needs no GPU.
+"""Which Triton kernels a model of real size runs, and what they become on each architecture. Needs no GPU.
 
 The model itself is asked: its forward, its sampler and its backward run on PyTorch's meta device, where nothing is
 computed, and every launch is recorded (`record_launches`). So no kernel can be forgotten, and an operator that waited
-for the GPU, to read a number on the host, would raise. The distinct launches are then compiled.
+for the GPU, to read a number on the host, would raise. The distinct launches are then compiled: for sm_90 with a row
+for each kernel, for the other architectures of `isobit.kernels.gpu.ARCHITECTURES` with a row for all.
 
-`python -m benchmarks.kernel_table --out DIR` writes kernel_table.json and prints the table; must not run where
-TRITON_INTERPRET is set.
+`python -m benchmarks.kernel_table --out DIR` writes kernel_table.json and architectures.json and prints both tables;
+must not run where TRITON_INTERPRET is set.
 """
 
 import argparse
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +22,8 @@ import torch
 from benchmarks.cross_compile import Compiled, compile_launch, kernel_name
 from benchmarks.gpu.shapes import SHAPES
 from isobit.kernels import KVStore, Layout
-from isobit.kernels.triton.launch import KernelLaunch, record_launches
+from isobit.kernels.gpu import ARCHITECTURES, HOPPER
+from isobit.kernels.triton.launch import KernelLaunch, compile_for, record_launches
 from isobit.kernels.triton.ops import TritonOps
 from isobit.model import ModelConfig
 from isobit.model.transformer import Transformer, parameter_shapes
@@ -84,11 +87,42 @@ def signature(launch: KernelLaunch) -> tuple[object, ...]:
     return tuple(parts)
 
 
+def for_architecture(
+    capability: tuple[int, int], models: Sequence[str] = MODELS, variants: int | None = None
+) -> dict[str, object]:
+    """What became of all kernels of these models on an architecture: FP8 presets too, where it multiplies FP8."""
+    architecture = ARCHITECTURES[capability]
+    compile_for(architecture)
+    try:
+        presets = _PRESETS if architecture.fp8 else ("bf16",)
+        rows = compiled(models, presets, variants, 10 * capability[0] + capability[1])
+    finally:
+        compile_for(HOPPER)
+    spills = [int(str(row["spilled_bytes"])) for row in rows if "failure" not in row]
+    classes = Counter(str(row.get("instruction_class")) for row in rows)
+    return {
+        "architecture": f"sm_{capability[0]}{capability[1]}",
+        "cards": architecture.cards,
+        "presets": list(presets),
+        "variants": len(rows),
+        "failures": [row for row in rows if "failure" in row],
+        "spilling": sum(size > 0 for size in spills),
+        "most_spilled_bytes": max(spills),
+        "most_shared_kib": max(int(str(row["shared_bytes"])) for row in rows if "failure" not in row) / 1024,
+        "shared_limit_kib": architecture.shared_kib,
+        "instruction_classes": dict(sorted(classes.items())),
+    }
+
+
 def compiled(
-    models: Sequence[str] = MODELS, presets: Sequence[str] = _PRESETS, variants: int | None = None
+    models: Sequence[str] = MODELS,
+    presets: Sequence[str] = _PRESETS,
+    variants: int | None = None,
+    capability: int = 90,
 ) -> list[dict[str, object]]:
     """A row for every distinct kernel of these models, with the models and phases that run it; with `variants`, for the
-    so many of each kernel that have the largest constants, such as tiles."""
+    so many of each kernel that have the largest constants, such as tiles. What fails to compile has a row that says
+    why."""
     uses: dict[tuple[object, ...], set[str]] = {}
     first: dict[tuple[object, ...], KernelLaunch] = {}
     for name in models:
@@ -102,8 +136,17 @@ def compiled(
     for key in by_size:
         by_kernel.setdefault(key[0], []).append(key)
     chosen = [key for keys in by_kernel.values() for key in keys[:variants]]
-    rows = [(_row(compile_launch(first[key])) | {"uses": sorted(uses[key])}) for key in chosen]
+    rows = [_tried(first[key], capability) | {"uses": sorted(uses[key])} for key in chosen]
     return sorted(rows, key=lambda row: (str(row["kernel"]), str(row["constants"])))
+
+
+def _tried(launch: KernelLaunch, capability: int) -> dict[str, object]:
+    try:
+        return _row(compile_launch(launch, capability))
+    except Exception as error:  # of a compiler, anything
+        constants = {name: str(value) for name, value in launch.constants.items()}
+        failure = f"{type(error).__name__}: {error}"[:300]
+        return {"kernel": kernel_name(launch), "constants": constants, "failure": failure}
 
 
 def _row(made: Compiled) -> dict[str, object]:
@@ -132,6 +175,22 @@ def table(rows: Sequence[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
+def architecture_table(found: Sequence[dict[str, object]]) -> str:
+    """A line for each architecture in Markdown."""
+    lines = [
+        "| architecture | cards | presets | variants | failures | spilling | spilled bytes | shared KiB, of | matrix |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        classes = [name for name in one["instruction_classes"] if name not in ("none", "None")]  # type: ignore[attr-defined]
+        lines.append(
+            f"| `{one['architecture']}` | {one['cards']} | {', '.join(one['presets'])} | {one['variants']} | "  # type: ignore[arg-type]
+            f"{len(one['failures'])} | {one['spilling']} | {one['most_spilled_bytes']} | "  # type: ignore[arg-type]
+            f"{one['most_shared_kib']:.0f}, {one['shared_limit_kib']} | {', '.join(classes) or 'not named'} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_table", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write kernel_table.json there")
@@ -145,6 +204,11 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"target": "sm_90", "kernels": rows}, indent=1)
         (arguments.out / "kernel_table.json").write_text(text + "\n", encoding="utf-8")
+    found = [for_architecture(capability, arguments.models) for capability in ARCHITECTURES]
+    print(architecture_table(found))
+    if arguments.out is not None:
+        text = json.dumps(found, indent=1)
+        (arguments.out / "architectures.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

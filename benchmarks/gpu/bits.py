@@ -20,7 +20,9 @@ from benchmarks.gpu.decode import decode_step
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import KVStore, Layout, Operand, Ops, Stacked, get_ops
 from isobit.kernels.triton import product as product_module
+from isobit.kernels.triton import self_check
 from isobit.kernels.triton.cublas import cublas_product, takes
+from isobit.kernels.triton.launch import target
 from isobit.kernels.triton.product_plan import ProductPlan, plan
 from isobit.model import ModelConfig
 from isobit.plan.work import linear_sizes
@@ -45,6 +47,8 @@ def run(bench: Bench) -> None:
     models = shapes(bench)
     small, large = ("toy", "toy") if bench.rehearsal else MODELS
     layers = sizes_of({name: models[name] for name in (large, small)})
+    if not bench.rehearsal:  # tests/kernels/triton/test_self_check.py has it in the interpreter
+        _case(bench, "the check at a first start", _start_up)
     for layer, (outputs, inputs) in layers.items():
         for kind in ("fp8", "bf16"):
             _case(bench, f"tiles, {kind}, {layer}", partial(_tiles, kind, outputs, inputs))
@@ -78,6 +82,12 @@ def _case(bench: Bench, name: str, check: Callable[[Case, Bench], None]) -> None
     if bench.wants(name):
         with bench.case(name) as case:
             check(case, bench)
+
+
+def _start_up(case: Case, bench: Bench) -> None:
+    """What `backend: auto` asks before it takes a GPU (`isobit.kernels.triton.self_check`)."""
+    found = self_check.failures(get_ops("triton"), target().fp8)
+    case.row("failures", failures=found, holds=not found)
 
 
 def compared(case: Case, what: str, found: Tensor, wanted: Tensor, expected: str | None = "equal") -> None:

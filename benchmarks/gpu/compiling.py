@@ -23,8 +23,9 @@ from benchmarks.gpu import bits
 from benchmarks.gpu.common import Bench, described
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.kernel_table import META, MODELS, launches, signature
+from isobit.kernels.gpu import ARCHITECTURES, find_gpu
 from isobit.kernels.triton import product as product_module
-from isobit.kernels.triton.launch import KernelLaunch, record_launches
+from isobit.kernels.triton.launch import KernelLaunch, compile_for, record_launches
 from isobit.kernels.triton.ops import TritonOps
 
 PRESETS = ("fp8", "bf16", "fp8-unified")
@@ -73,6 +74,9 @@ def _by_workers(count: int, bench: Bench) -> list[dict[str, Any]]:
 
 def distinct() -> list[KernelLaunch]:
     """One launch of every kernel that Triton compiles for itself, in an order that is the same in every process."""
+    gpu = find_gpu()
+    if gpu is not None and gpu.capability in ARCHITECTURES:
+        compile_for(ARCHITECTURES[gpu.capability])
     first: dict[tuple[object, ...], KernelLaunch] = {}
     for name in MODELS:
         for preset in PRESETS:

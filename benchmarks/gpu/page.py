@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import roofline
 from benchmarks.gpu import targets
-from benchmarks.kernel_table import table
+from benchmarks.kernel_table import architecture_table, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gpu.md"
@@ -21,6 +21,7 @@ def tables() -> dict[str, str]:
     kernels = json.loads(KERNELS.read_text(encoding="utf-8"))["kernels"]
     return {
         "kernels": table(kernels),
+        "architectures": architecture_table(json.loads((KERNELS.parent / "architectures.json").read_text())),
         "targets": roofline.target_table(),
         "decoding": roofline.decode_table(),
         "ceilings": targets.ceilings_table(KERNELS.parent),

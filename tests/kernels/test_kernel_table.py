@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.page import KERNELS, PAGE, filled
+from isobit.kernels.gpu import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = """
@@ -102,6 +103,18 @@ def test_the_kept_table_is_clean() -> None:
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in kept["kernels"])
     used = {use.split()[0] for row in kept["kernels"] for use in row["uses"]}
     assert used == {"Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"}
+
+
+def test_the_kept_table_of_architectures_has_all_and_no_failure() -> None:
+    kept = json.loads((KERNELS.parent / "architectures.json").read_text(encoding="utf-8"))
+    assert [row["architecture"] for row in kept] == [f"sm_{major}{minor}" for major, minor in ARCHITECTURES]
+    for row in kept:
+        assert row["failures"] == []
+        assert row["variants"] >= 80
+        assert row["most_shared_kib"] <= row["shared_limit_kib"]
+        assert row["presets"] == (
+            ["bf16"] if row["architecture"] in ("sm_80", "sm_86") else ["fp8", "fp8-unified", "bf16"]
+        )
 
 
 def test_the_page_has_the_tables_that_the_code_makes() -> None:

@@ -1,14 +1,23 @@
 """Choosing a backend: what `auto` takes and says, and what is refused."""
 
 import inspect
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS, Ops, get_ops, gpu, native, table
 from isobit.kernels.gpu import Gpu
 from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.triton import launch, self_check
 from isobit.kernels.triton.ops import TritonOps
+from isobit.precision import PRESETS
+
+KNOWN = (
+    "sm_80 (A100), sm_86 (RTX 30, A40), sm_89 (RTX 40, L4, L40S), sm_90 (H100, H200), sm_100 (B200), "
+    "sm_120 (RTX 50, RTX PRO 6000)"
+)
 
 
 @pytest.fixture
@@ -70,12 +79,12 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("consistency", ["bitwise", "fast"])
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_a_gpu_without_fp8_is_refused_with_the_reason(
+def test_an_older_gpu_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, backend: str, consistency: str
 ) -> None:
     """`auto` goes on without it, and says so."""
-    _gpu(monkeypatch, (8, 0))
-    reason = "A GPU (sm_80) has no FP8, which begins with sm_89"
+    _gpu(monkeypatch, (7, 5))
+    reason = f"A GPU (sm_75): the kernels have tiles for {KNOWN}"
     if backend == "auto":
         ops = get_ops("auto", consistency)
         assert ops.backend != "triton"
@@ -86,17 +95,57 @@ def test_a_gpu_without_fp8_is_refused_with_the_reason(
         assert str(caught.value) == f"backend: triton cannot be used: {reason}"
 
 
-@pytest.mark.parametrize(
-    ("capability", "reason"),
-    [
-        ((7, 5), "no FP8"),
-        ((8, 9), "99 KiB of shared memory"),
-        ((10, 0), "not all of them compile"),
-        ((12, 0), "sm_120"),
-    ],
-)
-def test_gpus_are_told_apart(capability: tuple[int, int], reason: str) -> None:
-    assert reason in str(gpu.refusal(Gpu("A GPU", capability, 1 << 30, 132)))
+@pytest.mark.parametrize("capability", gpu.ARCHITECTURES)
+def test_gpus_with_tiles_are_not_refused(capability: tuple[int, int]) -> None:
+    assert gpu.refusal(Gpu("A GPU", capability, 1 << 30, 132)) is None
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """As if PyTorch saw an A100, whose kernels' check finds what is in the list."""
+    found: list[str] = []
+    _gpu(monkeypatch, (8, 0))
+    monkeypatch.setattr(table, "triton_refusal", lambda: None)
+    monkeypatch.setattr(table, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(self_check, "remembered", lambda ops, fp8: ["FP8 on an A100"] if fp8 else list(found))
+    table._failing.cache_clear()
+    yield found
+    table._failing.cache_clear()
+    launch.compile_for(gpu.HOPPER)
+
+
+def test_a_gpu_is_taken_after_its_check(checked: list[str]) -> None:
+    ops = get_ops("auto")
+    assert (ops.backend, ops.why) == ("triton", "triton backend: A GPU (sm_80)")
+    assert launch.target().cards == "A100"
+    ops.check_precision(PRESETS["bf16"])
+    with pytest.raises(
+        IsobitError, match=r"in FP8 \(preset fp8\) from sm_89 on, and this GPU is older; use precision: bf16"
+    ):
+        ops.check_precision(PRESETS["fp8"])
+
+
+def test_a_gpu_whose_kernels_fail_is_not_taken(checked: list[str]) -> None:
+    checked += ["output head: off by 1", "another"]
+    reason = "A GPU (sm_80): the kernels fail their check here: output head: off by 1 (2 in all)"
+    ops = get_ops("auto")
+    assert ops.backend != "triton"
+    assert ops.why.endswith(f"the GPU is not used: {reason}")
+    with pytest.raises(IsobitError) as caught:
+        get_ops("triton")
+    assert str(caught.value) == f"backend: triton cannot be used: {reason}"
+
+
+def test_a_check_that_ends_with_an_error_is_a_reason(checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> list[str]:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(self_check, "remembered", broken)
+    with pytest.raises(IsobitError, match="the kernels' check ended with RuntimeError: no kernel image is available"):
+        get_ops("triton")
+    table._failing.cache_clear()
+    monkeypatch.setenv("ISOBIT_GPU_CHECK", "skip")
+    assert get_ops("triton").backend == "triton"
 
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])
@@ -105,10 +154,6 @@ def test_exact_sums_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backen
     monkeypatch.setattr(table, "triton_refusal", lambda: None)
     with pytest.raises(IsobitError, match="consistency: exact is a CPU's; on a GPU use consistency: bitwise"):
         get_ops(backend, "exact")
-
-
-def test_hopper_is_not_refused() -> None:
-    assert gpu.refusal(Gpu("H200", (9, 0), 1 << 30, 132)) is None
 
 
 def test_without_a_gpu_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

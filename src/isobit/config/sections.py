@@ -26,7 +26,10 @@ ON_MISMATCH = (
     "correct: such a batch is weighed by token TIS"
 )
 CHAT_TEMPLATE = "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
-BACKEND = "auto: triton on an H100 or H200, else native: C++, from the wheel or compiled on first use"
+BACKEND = (
+    "auto: triton on an NVIDIA GPU from the A100 on, after a check there, else native: C++, from the wheel or compiled "
+    "on first use"
+)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,44 @@
 """Which GPU is here, and whether the Triton backend runs on it.
 
 `sm_90` (H100, H200) is what the kernels are written for: their FP8 products run on warpgroup matrix instructions, one
-class for every batch. Elsewhere the backend is refused, with the reason: before `sm_89` there is no FP8; `sm_89` (Ada)
-has less shared memory than the tiles of products take; for `sm_100` and later (Blackwell) Triton 3.6 does not compile
-all of them (docs/log.md). Left out: several GPUs, and other vendors.
+class for every batch. On the other architectures of the table they compile with tiles of their own; what they compute
+there is checked at the first start (`triton/self_check.py`). Left out: several GPUs, and other vendors.
 """
 
 import re
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
 
 import torch
 
 from isobit.kernels.types import Ops
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What decides tiles and pipelines: the KiB of shared memory that one program may take, and where matrix units have
+    operands and sums: in registers of one warp; operands in shared memory, for four warps at once (`warpgroup`), so
+    that large tiles need few registers; or sums in a memory of their own (`tensor`). `fp8`: whether they multiply FP8.
+    """
+
+    cards: str
+    shared_kib: int
+    matrix: Literal["warp", "warpgroup", "tensor"] = "warp"
+    fp8: bool = True
+
+
+ARCHITECTURES = {
+    (8, 0): Architecture("A100", 163, fp8=False),
+    (8, 6): Architecture("RTX 30, A40", 99, fp8=False),
+    (8, 9): Architecture("RTX 40, L4, L40S", 99),
+    (9, 0): Architecture("H100, H200", 227, "warpgroup"),
+    (10, 0): Architecture("B200", 227, "tensor"),
+    (12, 0): Architecture("RTX 50, RTX PRO 6000", 99),
+}
+"""By compute capability. Shared memory: CUDA C++ Programming Guide, table of technical specifications."""
+HOPPER = ARCHITECTURES[9, 0]
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 """The range of Triton versions that the kernels are written for; both ends belong to it."""
@@ -60,13 +85,10 @@ def computed_by(ops: Ops) -> dict[str, str]:
 
 def refusal(gpu: Gpu) -> str | None:
     """Why the backend does not run on this GPU, or None if it does."""
-    if gpu.capability < (8, 9):
-        return f"{gpu} has no FP8, which begins with sm_89"
-    if gpu.capability < (9, 0):
-        return f"{gpu} has 99 KiB of shared memory, and the kernels' tiles are for sm_90 (H100, H200) with 227"
-    if gpu.capability[0] > 9:
-        return f"{gpu}: the kernels are written for sm_90 (H100, H200), and not all of them compile for later ones"
-    return None
+    if gpu.capability in ARCHITECTURES:
+        return None
+    known = ", ".join(f"sm_{major}{minor} ({each.cards})" for (major, minor), each in ARCHITECTURES.items())
+    return f"{gpu}: the kernels have tiles for {known}"
 
 
 def triton_refusal() -> str | None:

@@ -1,12 +1,13 @@
 """The one table of backends: name to implementation, chosen once, at the start, and recorded."""
 
 import os
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from isobit.errors import IsobitError
-from isobit.kernels.gpu import find_gpu, refusal, triton_refusal
+from isobit.kernels.gpu import ARCHITECTURES, Gpu, find_gpu, refusal, triton_refusal
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.separate import SeparateOps
 from isobit.kernels.types import Ops
@@ -21,10 +22,10 @@ CONSISTENCIES = ("exact", "bitwise", "fast")
 def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     """The operators of a backend.
 
-    `triton` runs on an H100 or H200; `native` is C++, from the wheel or compiled on first use; `reference` is PyTorch.
-    `auto` is triton where there is such a GPU, else native where that works, else reference, for `bitwise` at the level
-    `exact`. The result's `why` names the choice and the reason. Raises IsobitError for an unknown name, and if the
-    named backend cannot work here.
+    `triton` runs on the GPUs of `gpu.ARCHITECTURES`, if its kernels pass a check there at the first start; `native` is
+    C++, from the wheel or compiled on first use; `reference` is PyTorch. `auto` is triton where there is such a GPU,
+    else native where that works, else reference, for `bitwise` at the level `exact`. The result's `why` names the
+    choice and the reason. Raises IsobitError for an unknown name, and if the named backend cannot work here.
     """
     if backend not in BACKENDS:
         raise IsobitError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
@@ -36,7 +37,7 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
         return triton_ops(consistency)
     unused = ""
     if backend == "auto" and (gpu := find_gpu()) is not None:
-        reason = refusal(gpu) or triton_refusal()
+        reason = refusal(gpu) or triton_refusal() or (_failing(gpu) if consistency != "exact" else None)
         if reason is None:
             return triton_ops(consistency)
         unused = f"; the GPU is not used: {reason}"
@@ -51,15 +52,37 @@ def triton_ops(consistency: str) -> "TritonOps":
     gpu, interpreted = find_gpu(), os.environ.get("TRITON_INTERPRET") == "1"
     if gpu is None and not interpreted:
         raise IsobitError("backend: triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto")
-    reason = triton_refusal() or (refusal(gpu) if gpu is not None else None)
+    reason = triton_refusal()
+    if gpu is not None:
+        reason = reason or refusal(gpu) or _failing(gpu)
     if reason is not None:
         raise IsobitError(f"backend: triton cannot be used: {reason}")
     from isobit.kernels.triton.ops import TritonOps  # here: it imports Triton
 
     if gpu is None:
         return TritonOps(consistency, "triton backend: in Triton's interpreter, for tests", torch.device("cpu"))
-    device = torch.device("cuda", torch.cuda.current_device())
-    return TritonOps(consistency, f"triton backend: {gpu}", device)
+    return TritonOps(consistency, f"triton backend: {gpu}", _device())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@cache
+def _failing(gpu: Gpu) -> str | None:
+    """Why the kernels cannot be used on this GPU, or None. From here on they are compiled for it."""
+    from isobit.kernels.triton import launch, self_check  # here: they import Triton
+    from isobit.kernels.triton.ops import TritonOps
+
+    architecture = ARCHITECTURES[gpu.capability]
+    launch.compile_for(architecture)
+    if os.environ.get("ISOBIT_GPU_CHECK") == "skip":
+        return None
+    try:
+        found = self_check.remembered(TritonOps("bitwise", "being checked", _device()), architecture.fp8)
+    except Exception as error:  # of a compiler or a driver, anything
+        return f"{gpu}: the kernels' check ended with {type(error).__name__}: {error}"
+    return f"{gpu}: the kernels fail their check here: {found[0]} ({len(found)} in all)" if found else None
 
 
 def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.gpu import ARCHITECTURES, HOPPER
 from isobit.kernels.matrices import Operand
 from isobit.kernels.reference.product import product as reference_product
 from isobit.kernels.triton import product as module
+from isobit.kernels.triton.launch import compile_for
 from isobit.kernels.triton.product import gradient_product, product
 from isobit.kernels.triton.product_plan import FEW_ROWS, ProductPlan, plan, splits_of
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, expand_scale, quantize
@@ -247,6 +249,25 @@ def test_plans_split_k_by_the_weight_alone(columns: int, inner: int, dtype: torc
         assert chosen.chunk * chosen.step % 128 == 0
         assert chosen.apart == (chosen.splits > 1 and rows <= FEW_ROWS)
         check_resources(chosen, dtype)
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", TILES)
+def test_plans_fit_every_architecture(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """What is on its way to one program, in its shared memory; and tiles along the rows of a alone may differ."""
+    sizes = [(rows, *size) for rows in (1, 16, 33, 64, 65, 8192) for size in SIZES]
+    hopper = [plan(*size, dtype) for size in sizes]
+    compile_for(ARCHITECTURES[capability])
+    try:
+        found = [plan(*size, dtype) for size in sizes]
+    finally:
+        compile_for(HOPPER)
+    for one, other in zip(found, hopper):
+        assert (one.step, one.splits, one.chunk) == (other.step, other.splits, other.chunk)
+        stage = (one.tile_n + one.tile_m) * one.step * dtype.itemsize
+        assert one.num_stages >= 2
+        assert stage * one.num_stages <= (ARCHITECTURES[capability].shared_kib - 3) * 1024
+    assert (found == hopper) == (capability == (9, 0) or (dtype == torch.float32 and capability != (10, 0)))
 
 
 def check_resources(chosen: ProductPlan, dtype: torch.dtype) -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from isobit.kernels.cache import CacheUnusable
+from isobit.kernels.cache import cache_directory as own_directory
 from isobit.kernels.native.interface import declare
 from isobit.kernels.native.recipe import (
     HERE,
@@ -37,18 +39,11 @@ __all__ = ["BuildFailed", "cache_directory", "compiled", "differing", "library",
 
 
 def cache_directory() -> Path:
-    """The folder `native` in $ISOBIT_CACHE, or in ~/.cache/isobit; created for the user alone. Raises
-    BuildFailed."""
-    root = os.environ.get("ISOBIT_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "isobit")
-    path = Path(root) / "native"
+    """Where libraries are kept. Raises BuildFailed."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildFailed(f"cannot create the cache folder {path}: {error.strerror}") from error
-    owner = getattr(os, "getuid", lambda: path.stat().st_uid)()
-    if path.stat().st_uid != owner or path.stat().st_mode & 0o022:
-        raise BuildFailed(f"the cache folder {path} can be written by others; set ISOBIT_CACHE to a folder of your own")
-    return path
+        return own_directory("native")
+    except CacheUnusable as error:
+        raise BuildFailed(str(error)) from error
 
 
 def library() -> ctypes.CDLL:

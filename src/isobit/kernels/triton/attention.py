@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.kernels.triton import numbers
-from isobit.kernels.triton.launch import launch
+from isobit.kernels.triton.launch import launch, target
 from isobit.kernels.types import KVStore, Layout
 from isobit.precision import E4M3
 
@@ -48,10 +48,12 @@ class Tiling(NamedTuple):
 
 
 def tiling(dim: int, dtype: torch.dtype) -> Tiling:
-    """By head dimension and type of q alone: what compiles without spills (`benchmarks/cross_compile.py`)."""
+    """By head dimension, type of q and architecture: what compiles without spills (`benchmarks/cross_compile.py`)."""
     if dtype == torch.float32:
         return Tiling(16, 16, 1)
-    return Tiling(64, 4, 3) if dim <= 128 else Tiling(32, 8, 2)
+    if dim > 128:
+        return Tiling(32, 8, 2)
+    return Tiling(64, 8 if target().matrix == "warp" else 4, 3)
 
 
 def attention(

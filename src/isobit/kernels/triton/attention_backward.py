@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.kernels.triton import numbers
-from isobit.kernels.triton.launch import launch
+from isobit.kernels.triton.launch import launch, target
 from isobit.kernels.types import KVStore, Layout
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -73,16 +73,20 @@ def _query_blocks(width: int, dtype: torch.dtype) -> _Blocks:
     """(queries, keys of a block, warps, stages) of the kernel for dq: what compiles without spilling a register."""
     if dtype == torch.float32:
         return 16, 16, 4, 1
-    return (128, 64, 8, 2) if width <= 128 else (64, 32, 8, 2)
+    if width > 128:
+        return 64, 32, 8, 2
+    return (128, 32, 8, 2) if target().matrix == "warp" else (128, 64, 8, 2)
 
 
 def _key_blocks(width: int, dtype: torch.dtype) -> _Blocks:
     """(queries, keys of a block, warps, stages) of the kernel for dk and dv, likewise."""
     if dtype == torch.float32:
         return 16, 16, 4, 1
-    if width <= 64:
-        return 64, 128, 8, 2
-    return (32, 128, 8, 3) if width == 128 else (16, 64, 8, 2)
+    if width > 128:
+        return 16, 64, 8, 2
+    if target().matrix == "warp":
+        return 64, 64, 8, 2
+    return (32, 128, 8, 3) if width == 128 else (64, 128, 8, 2)
 
 
 def _read(store: KVStore, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

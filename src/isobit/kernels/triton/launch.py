@@ -4,6 +4,8 @@
 the bits are those of the source, whatever surrounds an expression, and whatever the default of a Triton version is.
 Nothing is autotuned.
 
+Tiles and pipelines follow the architecture that kernels are compiled for, `target()`; a process has one.
+
 `record_launches` records launches instead of running them. With tensors on PyTorch's meta device it lists the kernels
 that a model of any size needs, with their types and constants; `benchmarks/kernel_table.py` compiles them without a
 GPU. Left out: the kernels.
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import NonFiniteError
+from isobit.kernels.gpu import HOPPER, Architecture
 from isobit.precision import E4M3, nonfinite_message
 from isobit.precision.quantize import QuantSpec
 
@@ -35,6 +38,18 @@ class KernelLaunch:
 
 
 _recorded: list[KernelLaunch] | None = None
+_target = HOPPER
+
+
+def target() -> Architecture:
+    """The architecture that kernels are compiled for: an H100's, unless a GPU of another was opened."""
+    return _target
+
+
+def compile_for(architecture: Architecture) -> None:
+    """Choose tiles for an architecture from here on."""
+    global _target
+    _target = architecture
 
 
 def launch(

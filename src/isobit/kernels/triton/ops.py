@@ -31,7 +31,7 @@ from isobit.kernels.triton import (
 )
 from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
-from isobit.kernels.triton.launch import Faults
+from isobit.kernels.triton.launch import Faults, target
 from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import E4M3, ErrorSums, Precision, QTensor, QuantSpec, error_sums
 
@@ -65,6 +65,11 @@ class TritonOps(Ops):
         for role, spec in specs:
             if spec is None:
                 continue
+            if not target().fp8:
+                raise IsobitError(
+                    f"backend: triton has {role} in FP8 (preset {precision.name}) from sm_89 on, and this GPU is "
+                    "older; use precision: bf16, or backend: native"
+                )
             if spec.format is not E4M3 or spec.granularity not in _ALLOWED[role] or spec.scale not in ("fp32", "ue8m0"):
                 allowed = " or ".join(_ALLOWED[role])
                 raise IsobitError(

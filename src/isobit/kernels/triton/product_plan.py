@@ -2,8 +2,9 @@
 
 A product a [M, K] · b [N, K]ᵀ is cut into tiles of `tile_n` rows of b by `tile_m` rows of a. The rows of b stand on the
 64-high side of the matrix instruction for every M, so that one row of a runs on the same instructions as a thousand,
-and the tile along M may follow M. Everything that could change a bit depends on N and K alone: the number of `splits`
-of K (chunks of whole blocks, each summed from zero, their sums added in ascending order), and the step along K.
+and the tile along M may follow M and the architecture. Everything that could change a bit depends on N and K alone: the
+number of `splits` of K (chunks of whole blocks, each summed from zero, their sums added in ascending order), and the
+step along K.
 
 With few rows the time is that of reading b, so there must be enough programs to use the whole memory bandwidth. The
 numbers below are estimates for an H200, not measurements: a processor reads some 80 GB/s, so 50 to 60 of them saturate
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from isobit.kernels.triton.launch import target
 from isobit.precision import BLOCK
 
 PROCESSORS = 132
@@ -61,7 +63,8 @@ def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> ProductPlan
     """The plan of a product of M = `rows`, N = `columns`, K = `inner`; codes count as uint8."""
     splits, blocks = splits_of(columns, inner, dtype)
     tile_n, tile_m, num_warps, num_stages = _tile(rows, columns, splits, dtype)
-    apart = splits > 1 and rows <= FEW_ROWS
+    # for a B200 Triton 3.6 does not compile BF16 chunks in one program
+    apart = splits > 1 and (rows <= FEW_ROWS or target().matrix == "tensor")
     return ProductPlan(
         tile_n, tile_m, STEP[dtype], splits, blocks * (BLOCK // STEP[dtype]), apart, num_warps, num_stages
     )
@@ -78,12 +81,19 @@ def _tile(rows: int, columns: int, splits: int, dtype: torch.dtype) -> tuple[int
     if rows <= FEW_ROWS:
         tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         alone = -(-columns // 64) * splits <= PROCESSORS
-        return 64, tile_m, 4, (160 if alone else 80) * 1024 // _stage_bytes(64, tile_m, dtype)
-    for tile_m in (128, 64):
+        return 64, tile_m, 4, _in_flight_kib(alone) * 1024 // _stage_bytes(64, tile_m, dtype)
+    by_warp = target().matrix == "warp"
+    for tile_m in (64,) if by_warp else (128, 64):
         programs = -(-columns // 128) * -(-rows // tile_m)
         if programs >= PROCESSORS and not (splits > 1 and tile_m == 128):
-            return 128, tile_m, 8, 4
+            return 128, tile_m, 8, 3 if by_warp else 4
     return 64, 64, 4, 5
+
+
+def _in_flight_kib(alone: bool) -> int:
+    """KiB of operands on their way to one program, `alone` on its processor or one of two."""
+    most = target().shared_kib - 3
+    return min(160, most) if alone else min(80, most // 2)
 
 
 def _stage_bytes(tile_n: int, tile_m: int, dtype: torch.dtype) -> int:

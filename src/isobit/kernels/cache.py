@@ -1,0 +1,24 @@
+"""Where kernels keep on this machine what they have built and tested: folders that nobody else can write to."""
+
+import os
+from pathlib import Path
+
+
+class CacheUnusable(Exception):
+    """There is no such folder; the message says why, in one line."""
+
+
+def cache_directory(name: str) -> Path:
+    """The folder `name` in $ISOBIT_CACHE, or in ~/.cache/isobit; created for the user alone. Raises CacheUnusable."""
+    root = os.environ.get("ISOBIT_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "isobit")
+    path = Path(root) / name
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CacheUnusable(f"cannot create the cache folder {path}: {error.strerror}") from error
+    owner = getattr(os, "getuid", lambda: path.stat().st_uid)()
+    if path.stat().st_uid != owner or path.stat().st_mode & 0o022:
+        raise CacheUnusable(
+            f"the cache folder {path} can be written by others; set ISOBIT_CACHE to a folder of your own"
+        )
+    return path

@@ -1,0 +1,159 @@
+"""Whether the kernels keep on this GPU what they promise, before a run counts on it.
+
+Nothing but a run on a GPU can show that its matrix instructions give a row the same bits alone and among others. So the
+first start on a machine computes products, attention, the output head, norms and gates: rows alone, a few of them and
+all must agree in every bit, and be the reference's within a bound. Most of the time goes into compiling. A pass is
+remembered for the GPU, its driver, the versions of PyTorch and Triton, and the kernels' sources. Left out: whole models
+(`python -m benchmarks.gpu`), the backward, and several GPUs of which one is broken.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isobit.kernels.cache import CacheUnusable, cache_directory
+from isobit.kernels.gpu import versions
+from isobit.kernels.matrices import Operand, values
+from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.types import KVStore, Layout, Ops
+from isobit.precision import BF16, E4M3, QTensor, QuantSpec
+
+_BLOCK, _ROW = QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "1x128")
+_KV = QuantSpec(E4M3, "row")
+_ROWS = 80  # more than one tile, and not whole ones
+_PARTS = ((0, 1), (79, 80), (3, 20), (10, 75))
+_SIZES = ((192, 640), (64, 8192))  # outputs and inputs of products; the second sums in chunks
+_LENGTH = 600  # of a sequence: two splits of keys
+_BOUND = 2.0**-7  # of the largest result: BF16 rounds by half of this at most
+Found = tuple[str, bool]
+
+
+def failures(ops: Ops, fp8: bool = True) -> list[str]:
+    """What does not hold here, a phrase each."""
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        kinds = ("BF16", "FP8") if fp8 else ("BF16",)
+        return [what for kind in kinds for what, holds in _all(ops, kind) if not holds]
+    finally:
+        torch.set_rng_state(state)
+
+
+def remembered(ops: Ops, fp8: bool = True) -> list[str]:
+    """`failures`, unless there were none before on the same GPU with the same software."""
+    try:
+        mark = cache_directory("gpu") / f"{_identity()}.passed"
+    except CacheUnusable:
+        return failures(ops, fp8)
+    if mark.exists():
+        return []
+    found = failures(ops, fp8)
+    if not found:
+        with suppress(OSError):  # checked again at the next start
+            mark.touch()
+    return found
+
+
+def _identity() -> str:
+    digest = hashlib.sha256(repr(sorted(versions().items())).encode())
+    with suppress(OSError):
+        digest.update(Path("/proc/driver/nvidia/version").read_bytes())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _all(ops: Ops, kind: str) -> Iterator[Found]:
+    for outputs, inputs in _SIZES:
+        yield from _product(ops, kind, outputs, inputs)
+    yield from _attention(ops, kind)
+    if kind == "FP8":
+        yield from _quantized(ops)
+    else:
+        yield from _head(ops)
+
+
+def _random(ops: Ops, *shape: int) -> Tensor:
+    """BF16 of widely varying magnitudes: sums of equal ones would hide an order."""
+    return (torch.randn(shape) * torch.exp(torch.randn(shape))).bfloat16().to(ops.device)
+
+
+def _alone(what: str, call: Callable[[int, int], Tensor], whole: Tensor) -> Iterator[Found]:
+    """Parts of the rows against all of them."""
+    for lo, hi in _PARTS:
+        same = torch.equal(call(lo, hi), whole[lo:hi])
+        yield f"{what}: rows {lo} to {hi} have other bits than among {_ROWS}", same
+
+
+def _near(what: str, found: Tensor, wanted: Tensor) -> Found:
+    error = (found.cpu().double() - wanted.double()).abs().max() / wanted.double().abs().max()
+    return f"{what}: off by {float(error):.1e} of the largest result", bool(error <= _BOUND)
+
+
+def _product(ops: Ops, kind: str, outputs: int, inputs: int) -> Iterator[Found]:
+    x, w = _random(ops, _ROWS, inputs), _random(ops, outputs, inputs)
+    a: Operand = ops.quantize(x, _ROW) if kind == "FP8" else x
+    b: Operand = ops.quantize(w, _BLOCK) if kind == "FP8" else w
+    what, whole = f"{kind} product of {inputs} inputs", ops.product(a, b)
+    yield from _alone(what, lambda lo, hi: ops.product(_rows(a, lo, hi), b), whole)
+    yield _near(what, whole, values(a).cpu().double() @ values(b).cpu().double().t())
+
+
+def _rows(x: Operand, lo: int, hi: int) -> Operand:
+    return QTensor(x.data[lo:hi], x.scale[lo:hi], x.spec) if isinstance(x, QTensor) else x[lo:hi]
+
+
+def _attention(ops: Ops, kind: str) -> Iterator[Found]:
+    """A sequence at once, and its last rows as if decoded one by one."""
+    heads, kv_heads, dim, length = 2, 1, 64, _LENGTH
+    kv, what = _KV if kind == "FP8" else None, f"attention over keys in {kind}"
+    q, k, v = (_random(ops, length, n, dim) for n in (heads, kv_heads, kv_heads))
+    packed = Layout.packed([length])
+    store = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16, None, ops.device)
+    ops.kv_write(store, k, v, packed.to(ops.device))
+    whole = ops.attention(q, store, packed.to(ops.device), dim**-0.5)[0]
+    starts = [0, 1, length // 2, length - 1]
+    one = Layout.build([1] * len(starts), starts, packed.page_table.expand(len(starts), -1).contiguous(), 16)
+    decoded = ops.attention(q[starts].contiguous(), store, one.to(ops.device), dim**-0.5)[0]
+    yield f"{what}: decoded rows have other bits than a whole sequence's", torch.equal(decoded, whole[starts])
+    reference = ReferenceOps("exact")
+    there = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16)
+    reference.kv_write(there, k.cpu(), v.cpu(), packed)
+    yield f"{what}: other codes are stored than the definition's", torch.equal(store.k.cpu(), there.k)
+    yield _near(what, whole, reference.attention(q.cpu(), there, packed, dim**-0.5)[0])
+
+
+def _head(ops: Ops) -> Iterator[Found]:
+    x, w = _random(ops, _ROWS, 192), _random(ops, 500, 192) * 0.05
+    keys = torch.arange(4 * _ROWS, device=ops.device).view(_ROWS, 4)
+    tokens, sampled = ops.head_sample(x, w, keys, 1.0)
+    whole = ops.head_logprobs(x, w, tokens, 1.0)[0]
+    yield "output head: the sampler's log-probabilities have other bits than the learner's", torch.equal(sampled, whole)
+    yield from _alone("output head", lambda lo, hi: ops.head_logprobs(x[lo:hi], w, tokens[lo:hi], 1.0)[0], whole)
+    wanted = torch.log_softmax(x.cpu().double() @ w.cpu().double().t(), -1)
+    yield _near("output head", whole, wanted[torch.arange(_ROWS), tokens.cpu()])
+
+
+def _quantized(ops: Ops) -> Iterator[Found]:
+    """Norms and gates with their quantization, whose codes are the norm's and gate's own."""
+    x, weight, gate_up = _random(ops, _ROWS, 384), _random(ops, 384), _random(ops, _ROWS, 512)
+
+    def norm(lo: int, hi: int) -> Tensor:
+        return _codes(ops.rms_norm_quantized(x[lo:hi], weight, 1e-6, None, _ROW, "x")[0])
+
+    def gate(lo: int, hi: int) -> Tensor:
+        return _codes(ops.silu_mul_quantized(gate_up[lo:hi], _ROW, "h"))
+
+    yield from _alone("norm", norm, norm(0, _ROWS))
+    yield from _alone("gate", gate, gate(0, _ROWS))
+    found, wanted = ops.quantize(x, _ROW), ReferenceOps("exact").quantize(x.cpu(), _ROW)
+    same = torch.equal(_codes(found).cpu(), _codes(wanted)) and torch.equal(found.scale.cpu(), wanted.scale)
+    yield "quantization: other codes or scales than the definition's", same
+
+
+def _codes(x: QTensor) -> Tensor:
+    return x.data.view(torch.uint8)

@@ -1,0 +1,100 @@
+"""The check that a GPU must pass before it is used: it passes in the interpreter, and notices each promise that is
+broken."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.kernels.triton import self_check
+from isobit.kernels.triton.ops import TritonOps
+from isobit.precision import QTensor
+from tests.kernels.triton.helpers import DEVICE
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sums in chunks and splits of keys, which take the interpreter a minute."""
+    monkeypatch.setattr(self_check, "_SIZES", ((64, 160),))
+    monkeypatch.setattr(self_check, "_LENGTH", 70)
+
+
+def _ops(**broken: Callable[..., Any]) -> TritonOps:
+    ops = TritonOps("bitwise", "being checked", DEVICE)
+    for name, operator in broken.items():
+        setattr(ops, name, operator(getattr(ops, name)))
+    return ops
+
+
+@pytest.mark.usefixtures("_small")
+def test_the_kernels_pass() -> None:
+    state = torch.get_rng_state()
+    assert self_check.failures(_ops()) == []
+    assert torch.equal(torch.get_rng_state(), state), "the user's own random numbers stay"
+
+
+def _few_rows_differ(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """As of a library that takes another instruction for few rows."""
+
+    def call(x: Any, *rest: Any, **more: Any) -> Any:
+        y = operator(x, *rest, **more)
+        if (x.data if isinstance(x, QTensor) else x).shape[0] >= 64:
+            return y
+        return (_changed(y[0]), *y[1:]) if isinstance(y, tuple) else _changed(y)
+
+    return call
+
+
+def _changed(x: Any) -> Any:
+    """The lowest bit of each number, the other way."""
+    if isinstance(x, QTensor):
+        return QTensor(_changed(x.data), x.scale, x.spec)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return (x.view(kinds[x.element_size()]) ^ 1).view(x.dtype)
+
+
+def _wrong(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for every batch, and not what it should be."""
+
+    def call(*given: Any, **more: Any) -> Any:
+        y = operator(*given, **more)
+        return (y[0] * 1.03, *y[1:]) if isinstance(y, tuple) else y * 1.03
+
+    return call
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(
+    ("part", "broken"),
+    [
+        (lambda ops: self_check._product(ops, "BF16", 64, 160), {"product": _few_rows_differ}),
+        (lambda ops: self_check._product(ops, "FP8", 64, 160), {"product": _few_rows_differ}),
+        (lambda ops: self_check._product(ops, "FP8", 64, 160), {"product": _wrong}),
+        (lambda ops: self_check._attention(ops, "FP8"), {"attention": _few_rows_differ}),
+        (lambda ops: self_check._attention(ops, "FP8"), {"attention": _wrong}),
+        (self_check._head, {"head_logprobs": _few_rows_differ}),
+        (self_check._head, {"head_logprobs": _wrong}),
+        (self_check._quantized, {"rms_norm_quantized": _few_rows_differ}),
+        (self_check._quantized, {"silu_mul_quantized": _few_rows_differ}),
+        (self_check._quantized, {"quantize": lambda operator: lambda *given: _changed(operator(*given))}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_hold_is_noticed(part: Callable[[TritonOps], Any], broken: dict[str, Any]) -> None:
+    """The control: what a GPU might do."""
+    assert not all(holds for _, holds in part(_ops(**broken)))
+
+
+def test_only_a_pass_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path))
+    results, asked = [["output head: off"], [], ["never asked"]], []
+    monkeypatch.setattr(self_check, "failures", lambda *given: asked.append(given) or results[len(asked) - 1])
+    ops = _ops()
+    assert self_check.remembered(ops) == ["output head: off"]
+    assert self_check.remembered(ops, fp8=False) == []
+    assert self_check.remembered(ops) == []
+    assert [given[1] for given in asked] == [True, False]
+    monkeypatch.setattr(self_check, "versions", lambda: {"torch": "another"})
+    assert self_check.remembered(ops) == ["never asked"]
