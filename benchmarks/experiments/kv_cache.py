@@ -5,14 +5,17 @@ cache's. The divergence is KL(float32 || coded) of the next token, over the whol
 the float32 model sampled itself; two independent halves of the completions show how far it can be trusted. Codings that
 are calibrated (by channel, shifted) take their constants from other completions.
 
-`python -m benchmarks.experiments.kv_cache MODEL... --out FILE` measures model directories; docs/experiments/kv-cache.md
-shows what came out. Left out: speed, and formats of fewer bits.
+`python -m benchmarks.experiments.kv_cache MODEL --prompt TEXT --out FILE` adds a model to a file of results;
+docs/experiments/kv-cache.md shows what came out. Left out: speed, and formats of fewer bits.
 """
 
+import argparse
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,12 +103,12 @@ def _two_bytes_wide(dim: int) -> float:
 
 
 SCHEMES: dict[str, Scheme] = {
-    "E4M3, token and head (the default)": Scheme(_row, _row, lambda d: 2.0 * (d + 4)),
-    "the same, keys alone": Scheme(_row, lambda x, *_: x, lambda d: d + 4 + 2.0 * d),
-    "the same, values alone": Scheme(lambda x, *_: x, _row, lambda d: d + 4 + 2.0 * d),
     "E4M3, token and head, powers of two": Scheme(
         lambda x, *_: e4m3(x, power_of_two(x)), lambda x, *_: e4m3(x, power_of_two(x)), lambda d: 2.0 * (d + 1)
     ),
+    "E4M3, token and head": Scheme(_row, _row, lambda d: 2.0 * (d + 4)),
+    "the same, keys alone": Scheme(_row, lambda x, *_: x, lambda d: d + 4 + 4.0 * d),
+    "the same, values alone": Scheme(lambda x, *_: x, _row, lambda d: d + 4 + 4.0 * d),
     "E4M3, token": Scheme(
         lambda x, *_: e4m3(x, by_token(x)), lambda x, *_: e4m3(x, by_token(x)), lambda d: 2.0 * d
     ),
@@ -242,3 +245,65 @@ def measure(path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0) 
             "halves": [float(half.mean()) for half in halves], "p99": float(both.quantile(0.99)), "tokens": len(both),
         })  # fmt: skip
     return {"model": path.name, "head_dim": dim, "kv_heads": model.config.num_kv_heads, "rows": rows}
+
+
+def table(models: Sequence[dict[str, Any]]) -> str:
+    """A line for each scheme in Markdown: bytes of a head and token, and the divergence, model by model."""
+    head = " | ".join(f"{m['model']}: bytes | KL | of the halves | 99th percentile" for m in models)
+    lines = [f"| keys and values | {head} |", "|---" * (1 + 4 * len(models)) + "|"]
+    for name in SCHEMES:
+        cells = [name]
+        for model in models:
+            row = next(row for row in model["rows"] if row["scheme"] == name)
+            halves = ", ".join(f"{half:.1e}" for half in row["halves"])
+            cells += [f"{row['bytes']:.0f}", f"{row['kl']:.1e}", halves, f"{row['p99']:.1e}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines).replace("e-0", "e-")
+
+
+def draw(models: Sequence[dict[str, Any]], out: Path) -> None:
+    """A bar for each scheme and model."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(10, 5.2), constrained_layout=True)
+    names = list(reversed(SCHEMES))
+    for number, model in enumerate(models):
+        found = {row["scheme"]: row["kl"] for row in model["rows"]}
+        places = [place + 0.38 * (0.5 - number) for place in range(len(names))]
+        label = f"{model['model']}, heads of {model['head_dim']}"
+        axis.barh(
+            places, [found[name] for name in names], height=0.36, label=label, color=("#3b7dd8", "#e0903a")[number]
+        )
+    axis.set_xscale("log")
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_xlabel("KL(float32 || coded cache) of the next token, mean; less is better", fontsize=9)
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.kv_cache", description=__doc__)
+    parser.add_argument("model", type=Path, help="a model directory")
+    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
+    parser.add_argument("--count", type=int, default=150, help="completions; a third of them only calibrates")
+    parser.add_argument("--new-tokens", type=int, default=200, help="at most, of each")
+    parser.add_argument("--name", help="in tables; default: the directory's")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="JSON; a model of this name is replaced"
+    )
+    arguments = parser.parse_args()
+    prompts = [arguments.prompt[i % len(arguments.prompt)] for i in range(arguments.count)]
+    found = measure(arguments.model, prompts, arguments.new_tokens) | {"name": arguments.name or arguments.model.name}
+    models = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
+    found["model"] = found.pop("name")
+    models = [model for model in models if model["model"] != found["model"]] + [found]
+    arguments.out.write_text(json.dumps(models, indent=1) + "\n")
+    print(table(models))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The experiment on codings of the cache: nothing but the cache is coded, and the page has its numbers."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.experiments.kv_cache import SCHEMES, Scheme, divergence, e4m3, hadamard, int8, measure, observe, table
+from isobit import Model
+from tests.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results/experiments/kv_cache.json"
+SEQUENCES, PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]], [2, 1]
+
+
+def test_codes_are_those_of_the_formats() -> None:
+    x = torch.tensor([[[448.0, 1.0, 17.0, -3.3]]])
+    assert e4m3(x, x.abs().amax()).tolist() == [[[448.0, 1.0, 16.0, -3.25]]]  # ties to even
+    assert int8(x, torch.tensor(127.0)).tolist() == [[[127.0, 1.0, 17.0, -3.0]]]
+    matrix = hadamard(8)
+    assert torch.allclose(matrix @ matrix, torch.eye(8), atol=1e-6)
+
+
+def test_nothing_but_the_cache_is_coded() -> None:
+    """A coding that changes nothing has no divergence, to the bit; each of the others has some."""
+    model = tiny_model("float32")
+    seen = observe(model, SEQUENCES, PROMPTS)
+    same = Scheme(lambda x, *_: x, lambda x, *_: x, lambda dim: 0)
+    assert torch.equal(divergence(model, same, seen, SEQUENCES, PROMPTS), torch.zeros(6, dtype=torch.float64))
+    turned = Scheme(lambda x, _, turn: turn(turn(x, True), False), lambda x, *_: x, lambda dim: 0)
+    assert divergence(model, turned, seen, SEQUENCES, PROMPTS).abs().max() < 1e-9
+    for name, scheme in SCHEMES.items():
+        found = divergence(model, scheme, seen, SEQUENCES, PROMPTS)
+        assert 1e-10 < found.mean() < 0.1, name
+
+
+def test_a_model_is_measured(base_model: Path) -> None:
+    found = measure(base_model, ["1+2=", "3+4=", "5+6="], 4)
+    assert found["head_dim"] == Model.load(base_model).config.head_dim
+    assert [row["scheme"] for row in found["rows"]] == list(SCHEMES)
+    assert table([found | {"model": "tiny"}]).count("\n") == 1 + len(SCHEMES)
+
+
+def test_the_page_has_the_numbers_that_were_measured() -> None:
+    models = json.loads(RESULTS.read_text())
+    page = (ROOT / "docs/experiments/kv-cache.md").read_text()
+    (shown,) = re.findall(r"<!-- table: kv cache -->\n\n(.*?)\n\n<!-- end -->", page, re.S)
+    assert shown == table(models)
+    for model in models:
+        kl = {row["scheme"]: row["kl"] for row in model["rows"]}
+        plain = kl["E4M3, token and head"]
+        assert 1.7 < kl["E4M3, token and head, powers of two"] / plain < 4.5
+        assert kl["the same, keys alone"] > 0.7 * plain
+        assert plain / kl["INT8, token and head"] > 5
+        assert kl["E4M3, channel, calibrated"] > plain
+        halves = [row["halves"] for row in model["rows"]]
+        assert all(abs(a - b) < 0.3 * (a + b) / 2 for a, b in halves)
+
+
+@pytest.mark.parametrize("name", ["kv-cache.png"])
+def test_pictures_are_there(name: str) -> None:
+    assert (ROOT / "docs/experiments" / name).read_bytes().startswith(b"\x89PNG")
