@@ -2,7 +2,9 @@
 that is here, and the error of a sum; with negative controls, which other orders are."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels import Operand, Ops, get_ops
+from isobit.kernels import Operand, Ops, Stacked, get_ops
+from isobit.kernels.composed import rows_of
 from isobit.kernels.native import build, ordered, recipe
 from isobit.kernels.reference import tdp32
 from isobit.precision import E4M3, E5M2, QuantSpec, quantize
@@ -311,3 +314,35 @@ def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.M
         assert not list(tmp_path.rglob("*.passed"))  # nothing is marked as passed
     finally:
         ordered._chosen.cache_clear()
+
+
+# ---- products of experts ----
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("form", ["bf16", "e4m3 fp32", "e4m3 ue8m0"])
+def test_experts_together_have_the_bits_of_each_alone(form: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rows and many, none at all, and several threads. The control: another expert's matrix."""
+    random = torch.Generator().manual_seed(5)
+    ops, counts, outputs, inputs = native(monkeypatch, isa), (3, 0, 1, 40, 0, 17), 136, 384
+    x = wide(random, sum(counts), inputs)
+    weights: list[Operand] = [wide(random, outputs, inputs) for _ in counts]
+    a: Operand = x
+    if form != "bf16":
+        scale = form.split()[1]
+        a = quantize(x, QuantSpec(E4M3, "1x128", scale))
+        weights = [quantize(w, QuantSpec(E4M3, "128x128", scale)) for w in weights if isinstance(w, Tensor)]
+    stacked = Stacked.of(weights, len(weights))
+    prepared = replace(stacked, prepared=tuple(ops.prepare(weight) for weight in stacked.experts))
+    bounds = [0, *accumulate(counts)]
+    offsets = torch.tensor(bounds)
+    alone = [ops.product(rows_of(a, lo, hi), w, None, torch.float32) for w, (lo, hi) in zip(weights, pairwise(bounds))]
+    for given in (stacked, prepared):
+        for count in (1, 2, 5):
+            with threads(count):
+                found = ops.grouped_product(a, given, offsets, torch.float32)
+            assert same(found, torch.cat(alone))
+    other = ops.product(rows_of(a, 0, 3), weights[2], None, torch.float32)
+    assert not same(found[:3], other)
+    none = ops.grouped_product(rows_of(a, 0, 0), stacked, torch.zeros(7, dtype=torch.int64), torch.float32)
+    assert none.shape == (0, outputs)

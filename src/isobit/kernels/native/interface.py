@@ -97,6 +97,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_tdp32_self_test": (_I, [_I]),
     "isobit_tdp32_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_tdp32_product": (None, [_P]),
+    "isobit_tdp32_products": (None, [_P, _I, _I]),
     "isobit_rows32_self_test": (_I, []),
     "isobit_quantize": (_I, [_I, _P, _I, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_requantize": (_I, [_P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _I]),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
+from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, values, weight_of
 from isobit.kernels.native.build import BuildFailed, origin
 from isobit.kernels.native.interface import ALL_KEYS, KINDS, PLAIN, AttentionArguments, grid, pointer, product_arguments
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
@@ -82,6 +82,12 @@ class NativeOps(RowOperators):
                 return self._reference.product(a, b, bias, out)
             return self._product(a.data, a, b.data, b, panels, bias, out)
         return self._product(values(a), None, values(b), None, None if isinstance(b, QTensor) else panels, bias, out)
+
+    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+        bounds = offsets.tolist()
+        if self._ordered is None or not bounds[-1] or not computes(a, weights.experts[0]):
+            return super().grouped_product(a, weights, offsets, out)
+        return self._ordered.grouped_product(a, weights, bounds, out)
 
     def _product(
         self, a: Tensor, scales_a: QTensor | None, b: Tensor, scales_b: QTensor | None, panels: Tensor | None,

@@ -6,15 +6,18 @@ first tested against scalar fused multiply-adds; a mark in the cache keeps that 
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels.matrices import Operand, Packed, Prepared, values, weight_of
+from isobit.kernels.composed import rows_of
+from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, values, weight_of
 from isobit.kernels.native.build import differing, library
-from isobit.kernels.native.interface import KINDS, PLAIN, grid, product_arguments
+from isobit.kernels.native.interface import KINDS, PLAIN, ProductArguments, grid, product_arguments
 from isobit.kernels.reference.tdp32 import has_block_scales
 from isobit.precision import QTensor
 
@@ -58,13 +61,33 @@ class OrderedProducts:
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
         """As `Ops.product`."""
+        result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
+        arguments, _kept = self._arguments(a, b, bias, result)
+        self._lib.isobit_tdp32_product(ctypes.byref(arguments))
+        return result
+
+    def grouped_product(self, a: Operand, weights: Stacked, bounds: Sequence[int], out: torch.dtype) -> Tensor:
+        """As `Ops.grouped_product`, of rows bounds[e] to bounds[e + 1], in one call."""
+        result = torch.empty((a.shape[0], weights.shape[1]), dtype=out)
+        given = [
+            self._arguments(rows_of(a, start, stop), weight, None, result[start:stop])
+            for weight, (start, stop) in zip(weights.prepared or weights.experts, pairwise(bounds))
+            if stop > start
+        ]
+        each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
+        self._lib.isobit_tdp32_products(ctypes.byref(each), len(given), torch.get_num_threads())
+        return result
+
+    def _arguments(
+        self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
+    ) -> tuple[ProductArguments, tuple[object, ...]]:
+        """What C++ takes, and what must live as long."""
         panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
         blocks = has_block_scales(a, b)
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
         left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
         panels = self._pack(right) if panels is None else panels
         bias = bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
-        result = torch.empty((left.shape[0], right.shape[0]), dtype=out)
         arguments = product_arguments(left, right, panels, bias, result)
         arguments.isa = self._isa
         if isinstance(a, QTensor):
@@ -73,8 +96,7 @@ class OrderedProducts:
         if isinstance(b, QTensor):
             arguments.scale_b[:] = grid(b)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_B
-        self._lib.isobit_tdp32_product(ctypes.byref(arguments))
-        return result
+        return arguments, (a, b, panels, bias)
 
     def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
         """Panels of 16 rows of a matrix [N, K], with zeros up to whole panels and 32 columns."""

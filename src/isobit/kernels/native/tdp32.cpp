@@ -1,6 +1,9 @@
 // `tdp32-v1`: packing, the choice of the instruction set, threads with FTZ and DAZ, and the self-test.
 #include "tdp32.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "self_test.h"
 
 #if defined(__x86_64__)
@@ -191,6 +194,30 @@ EXPORT void isobit_tdp32_product(const Product* arguments) {
             const int64_t groups = padded(panels, 4) / 4;
             const int64_t first = groups * part / all * 4, last = groups * (part + 1) / all * 4;
             if (first < last) run(g, 0, g.m, first, last > panels ? panels : last);
+        }
+    }
+}
+
+// Several products of one B each, such as those of experts: threads take panels of any of them, so that many small ones
+// keep all busy.
+EXPORT void isobit_tdp32_products(const Product* each, int64_t count, int64_t threads) {
+    constexpr int64_t GROUP = 4;  // panels that are computed together
+    std::vector<int64_t> first(count + 1, 0);
+    int64_t work = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const Product& g = each[i];
+        work += g.n * g.k * (g.m + 4) / 96;
+        first[i + 1] = first[i] + (g.m == 0 ? 0 : padded(padded(g.n, PANEL) / PANEL, GROUP) / GROUP);
+    }
+#pragma omp parallel num_threads(useful_threads(threads, work))
+    {
+        Flushing flushing;
+#pragma omp for schedule(dynamic, 2)
+        for (int64_t t = 0; t < first[count]; t++) {
+            const int64_t i = std::upper_bound(first.begin(), first.end(), t) - first.begin() - 1;
+            const Product& g = each[i];
+            const int64_t panels = padded(g.n, PANEL) / PANEL, from = (t - first[i]) * GROUP;
+            part_of(g.isa)(g, 0, g.m, from, from + GROUP < panels ? from + GROUP : panels);
         }
     }
 }
