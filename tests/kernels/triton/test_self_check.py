@@ -19,6 +19,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without sums in chunks and splits of keys, which take the interpreter a minute."""
     monkeypatch.setattr(self_check, "_SIZES", ((64, 160),))
     monkeypatch.setattr(self_check, "_LENGTH", 70)
+    monkeypatch.setattr(self_check, "_WIDTH", 96)
 
 
 def _ops(**broken: Callable[..., Any]) -> TritonOps:

@@ -28,6 +28,7 @@ _ROWS = 80  # more than one tile, and not whole ones
 _PARTS = ((0, 1), (79, 80), (3, 20), (10, 75))
 _SIZES = ((192, 640), (64, 8192))  # outputs and inputs of products; the second sums in chunks
 _LENGTH = 600  # of a sequence: two splits of keys
+_WIDTH = 384  # of what is normed and gated
 _BOUND = 2.0**-7  # of the largest result: BF16 rounds by half of this at most
 Found = tuple[str, bool]
 
@@ -140,7 +141,7 @@ def _head(ops: Ops) -> Iterator[Found]:
 
 def _quantized(ops: Ops) -> Iterator[Found]:
     """Norms and gates with their quantization, whose codes are the norm's and gate's own."""
-    x, weight, gate_up = _random(ops, _ROWS, 384), _random(ops, 384), _random(ops, _ROWS, 512)
+    x, weight, gate_up = _random(ops, _ROWS, _WIDTH), _random(ops, _WIDTH), _random(ops, _ROWS, 2 * _WIDTH)
 
     def norm(lo: int, hi: int) -> Tensor:
         return _codes(ops.rms_norm_quantized(x[lo:hi], weight, 1e-6, None, _ROW, "x")[0])
