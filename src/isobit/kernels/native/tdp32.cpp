@@ -212,7 +212,7 @@ EXPORT void isobit_tdp32_products(const Product* each, int64_t count, int64_t th
 #pragma omp parallel num_threads(useful_threads(threads, work))
     {
         Flushing flushing;
-#pragma omp for schedule(dynamic, 2)
+#pragma omp for schedule(dynamic, 2) nowait
         for (int64_t t = 0; t < first[count]; t++) {
             const int64_t i = std::upper_bound(first.begin(), first.end(), t) - first.begin() - 1;
             const Product& g = each[i];
