@@ -60,6 +60,17 @@ def test_the_page_has_the_numbers_that_were_measured() -> None:
         assert all(abs(a - b) < 0.3 * (a + b) / 2 for a, b in halves)
 
 
+def test_the_page_has_the_ends_of_the_quickstarts_curves() -> None:
+    runs = json.loads(RESULTS.with_name("kv_cache_quickstart.json").read_text())
+    page = " ".join((ROOT / "docs/experiments/kv-cache.md").read_text().split())
+    old, new = (runs[f"base trained with {scales}"] for scales in ("powers of two", "float32 scales"))
+    (first, last), (begun, ended) = ([run["accuracy/held_out"][i][1] for i in (0, -1)] for run in (old, new))
+    assert f"the same base ends at {last:.3f}, as before" in page
+    assert f"begins at {begun:.3f} where the old one has {first:.3f}, and ends at {ended:.3f}" in page
+    assert [run["differing_tokens"] for run in (old, new)] == [0, 0]
+    assert min(run["compared_tokens"] for run in (old, new)) > 300_000
+
+
 @pytest.mark.parametrize("name", ["kv-cache.png"])
 def test_pictures_are_there(name: str) -> None:
     assert (ROOT / "docs/experiments" / name).read_bytes().startswith(b"\x89PNG")
