@@ -1,6 +1,7 @@
 """Rollout log-probabilities are the learner's, bit for bit, under every unified preset; and the controls differ."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
+from isobit.kernels import KVStore, Ops
 from isobit.model import Model
 
 from .helpers import differing, fresh, learner_logprobs, tiny
@@ -15,13 +17,15 @@ from .test_invariance import PROMPT_IDS, PROMPTS
 
 MakeEngine = Callable[..., Engine]
 EXCEPTED = {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 1}
-UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", EXCEPTED, "fp8[bf16_layers=[o, down]]", "mxfp8", "nvfp4"]
+INT8 = "fp8[kv_cache=int8]"
+UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", EXCEPTED, "fp8[bf16_layers=[o, down]]", "mxfp8", "nvfp4", INT8]
 FLOWS = [(preset, backend) for backend in ("reference", "native") for preset in UNIFIED]
 HARD = {"kv_pages": 24, "page_size": 4, "max_batch_tokens": 23, "max_sequences": 9}  # preemption, chunks, sharing
 
 
 @pytest.mark.parametrize(
-    ("preset", "backend", "temperature"), [*((*flow, 1.0) for flow in FLOWS), ("fp8", "native", 0.7)]
+    ("preset", "backend", "temperature"),
+    [*((*flow, 1.0) for flow in FLOWS), ("fp8", "native", 0.7), ("bf16[kv_cache=int8, kv_scale=ue8m0]", "native", 1.0)],
 )
 def test_zero_bits_differ(preset: object, backend: str, temperature: float, make_engine: MakeEngine) -> None:
     model = tiny(preset, backend)
@@ -35,7 +39,7 @@ def test_zero_bits_differ(preset: object, backend: str, temperature: float, make
     assert count == 0
 
 
-@pytest.mark.parametrize("preset", ["float32", "bf16", "fp8-unified", "fp8"])
+@pytest.mark.parametrize("preset", ["float32", "bf16", "fp8-unified", "fp8", INT8])
 def test_zero_bits_differ_on_a_real_model(preset: str, stories: Path, make_engine: MakeEngine) -> None:
     model = Model.load(stories, preset)
     engine = make_engine(model, kv_pages=24, page_size=8, max_batch_tokens=31)
@@ -62,6 +66,26 @@ def test_negative_control_an_activation_scale_per_tensor(
 def test_negative_control_a_bf16_learner_under_fp8_rollouts(backend: str, make_engine: MakeEngine) -> None:
     model = tiny("fp8-rollout", backend)
     groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
+    count, total = differing(model, groups)
+    assert count > total // 2
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_negative_control_another_rounding_of_int8(
+    backend: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner whose cache has a step of amax / 128 in place of amax / 127, is noticed."""
+    model = tiny(INT8, backend)
+    groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
+    assert differing(model, groups)[0] == 0
+    attention = type(model.ops).attention
+
+    def other(ops: Ops, q: torch.Tensor, store: KVStore, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = (store.gather(torch.arange(len(store.k)))[0] / (store.k_scale * 127 / 128).unsqueeze(-1)).round()
+        store = replace(store, k=keys.clamp(-127, 127).to(torch.int8), k_scale=store.k_scale * 127 / 128)
+        return attention(ops, q, store, *rest)
+
+    monkeypatch.setattr(type(model.ops), "attention", other)
     count, total = differing(model, groups)
     assert count > total // 2
 

@@ -161,7 +161,7 @@ def _flow(rng: Random) -> dict[str, Any]:
     often = rng.choice((0.0, 0.2, 0.5))
     flow = {"preset": preset} | {key: rng.choice(values) for key, values in choices.items() if rng.random() < often}
     if rng.random() < 0.5:
-        flow["kv_cache"] = rng.choice(("bf16", "e4m3", "e4m3-calibrated", "e4m3-calibrated"))
+        flow["kv_cache"] = rng.choice(("bf16", "e4m3", "int8", "e4m3-calibrated", "e4m3-calibrated"))
     if flow.get("kv_cache") == "e4m3-calibrated":  # 1.75 / 448 is 2^-8: values of few bits, which lie on ties of BF16
         flow |= {"kv_margin": rng.choice((1.0, 1.05, 1.75, 1.75)), "kv_percentile": rng.choice((99.9, 100.0))}
     return flow

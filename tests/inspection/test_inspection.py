@@ -57,6 +57,16 @@ def test_keys_and_values_are_told_apart_by_layer_also_where_nothing_else_is_quan
     assert [(h.layer, h.role) for h in found] == [(layer, role) for layer in range(3) for role in ("keys", "values")]
 
 
+def test_an_int8_cache_loses_less_than_e4m3() -> None:
+    """More than half of the error in a key or value is gone: 6 dB. Nothing saturates."""
+    sequences = [tokens(30, 5), tokens(9, 6)]
+    e4m3, int8 = (activation_health(random_model(f"bf16[kv_cache={name}]"), sequences) for name in ("e4m3", "int8"))
+    for coarse, fine in zip(e4m3, int8, strict=True):
+        assert (fine.layer, fine.role) == (coarse.layer, coarse.role)
+        assert coarse.snr_db + 6 < fine.snr_db < 60
+        assert fine.saturated == 0
+
+
 def test_bf16_has_nothing_to_inspect_but_its_gap() -> None:
     model = random_model("bf16")
     assert weight_health(model) == []

@@ -18,6 +18,9 @@ EXPORT void isobit_tdp32_pack(int64_t kind, const void* b, int64_t n, int64_t k,
 EXPORT void isobit_tdp32_product(const Product* arguments);
 EXPORT int64_t isobit_quantize(int64_t kind, const void* x, int64_t rows, int64_t columns, int64_t block_rows,
                                int64_t block_columns, int64_t power_of_two, void* codes, void* scales, int64_t threads);
+EXPORT int64_t isobit_kv_write(int64_t kind, const void* k, const void* v, int64_t k_stride, int64_t v_stride,
+                               const int64_t* slots, int64_t tokens, int64_t heads, int64_t dim, int64_t form,
+                               int64_t power_of_two, void* store_k, void* store_v, float* scale_k, float* scale_v);
 EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, int64_t rows, int64_t count,
                                   const float* temperature, int64_t step, float* logprobs, float* entropy,
                                   int64_t threads);
@@ -112,6 +115,28 @@ void rows() {
     print("squares", sums);
 }
 
+// Keys and values of one head of 40 to a token, and attention over what was stored.
+void cache(const char* name, Kind form) {
+    constexpr int64_t TOKENS = 40, DIM = 40, PAGE = 16, PAGES = 3;
+    const auto q = drawn<uint16_t>(TOKENS * DIM), k = drawn<uint16_t>(TOKENS * DIM), v = drawn<uint16_t>(TOKENS * DIM);
+    std::vector<uint8_t> keys(PAGES * PAGE * DIM), values(PAGES * PAGE * DIM);
+    std::vector<float> key_scales(PAGES * PAGE), value_scales(PAGES * PAGE), lse(TOKENS);
+    std::vector<uint16_t> out(q.size());
+    std::vector<int64_t> slots(TOKENS);
+    const int64_t row_start[] = {0, TOKENS}, context[] = {0};
+    const int32_t pages[] = {2, 0, 1};
+    for (int64_t t = 0; t < TOKENS; t++) slots[t] = pages[t / PAGE] * PAGE + t % PAGE;
+    isobit_kv_write(BF16, k.data(), v.data(), DIM, DIM, slots.data(), TOKENS, 1, DIM, form, 0, keys.data(), values.data(),
+                    key_scales.data(), value_scales.data());
+    Attention g{BF16, form, q.data(), keys.data(), values.data(), key_scales.data(), value_scales.data(), row_start,
+                context, pages, PAGES, PAGE, 1, 1, 1, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr,
+                nullptr, 2, TOKENS, 1, 1, 0, TOKENS};
+    isobit_attention(&g);
+    std::printf("%s: ", name), print("stored keys", keys);
+    std::printf("%s: ", name), print("stored values", values);
+    std::printf("%s: ", name), print("attention", out);
+}
+
 void attention() {
     constexpr int64_t TOKENS = 40, HEADS = 4, KV = 2, DIM = 40, PAGE = 16, PAGES = 3;
     const auto q = drawn<uint16_t>(TOKENS * HEADS * DIM), dout = drawn<uint16_t>(TOKENS * HEADS * DIM);
@@ -154,6 +179,8 @@ int main() {
     products(best);
     rows();
     attention();
+    cache("e4m3", E4M3);
+    cache("int8", INT8);
     head();
     std::printf("path %" PRId64 "\n", best);
     return 0;

@@ -9,7 +9,7 @@ from torch import Tensor
 from isobit.errors import NonFiniteError
 from isobit.kernels import KVStore, Layout, get_ops
 from isobit.kernels.reference import attention as implementation
-from isobit.precision import BF16, E4M3, FP32, QuantSpec, quantize
+from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec, quantize
 
 from .helpers import draw, ordinals, same, threads
 
@@ -19,6 +19,7 @@ CACHES = {
     "fp32": (FP32, None),
     "e4m3 ue8m0": (BF16, QuantSpec(E4M3, "row", "ue8m0")),
     "e4m3 fp32": (BF16, QuantSpec(E4M3, "row", "fp32")),
+    "int8": (BF16, QuantSpec(INT8, "row", "fp32")),
 }
 HEADS = ((6, 2, 16), (3, 3, 7), (4, 1, 40))
 """Query heads, key heads, head dimension."""
@@ -230,7 +231,7 @@ def test_batches_of_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
             assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("cache", ["e4m3 ue8m0", "e4m3 fp32"])
+@pytest.mark.parametrize("cache", ["e4m3 ue8m0", "e4m3 fp32", "int8"])
 def test_keys_and_values_are_quantized_per_token_and_head(cache: str) -> None:
     _, k, v, _ = inputs(cache, 20, (2, 2, 24), spread=2.0)
     layout = Layout.build([20], [3], torch.tensor([[2, 0]]), 16)

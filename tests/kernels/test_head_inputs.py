@@ -7,7 +7,7 @@ from torch import Tensor
 from isobit.errors import NonFiniteError
 from isobit.kernels import Composed, Heads, KVStore, Layout, Ops, get_ops
 from isobit.kernels.native import available
-from isobit.precision import BF16, E4M3, FP32, QuantSpec
+from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
 from .helpers import draw, same, threads
 
@@ -22,6 +22,8 @@ STORES = {
     "e4m3 powers of two": (QuantSpec(E4M3, "row", "ue8m0"), BF16),
     "e4m3 of fp32": (QuantSpec(E4M3, "row"), FP32),
     "calibrated": (QuantSpec(E4M3, "tensor"), BF16),
+    "int8": (QuantSpec(INT8, "row", "fp32"), BF16),
+    "int8 powers of two of fp32": (QuantSpec(INT8, "row", "ue8m0"), FP32),
 }
 
 
@@ -63,9 +65,9 @@ def test_one_pass_has_the_bits_of_norm_rotation_and_write(name: str, shape: tupl
         assert not same(NATIVE.attention_inputs(qkv, heads, store, layout)[0], expected[0])
 
 
-@pytest.mark.parametrize("place", [4, 5])
-def test_what_is_not_finite_is_refused(place: int) -> None:
-    qkv, heads, store, layout = make("e4m3", 4, 1, 32, False)
+@pytest.mark.parametrize(("name", "place"), [("e4m3", 4), ("e4m3", 5), ("int8", 5)])
+def test_what_is_not_finite_is_refused(name: str, place: int) -> None:
+    qkv, heads, store, layout = make(name, 4, 1, 32, False)
     qkv[-1, place, 3] = torch.nan
     with pytest.raises(NonFiniteError, match="keys and values"):
         NATIVE.attention_inputs(qkv, heads, store, layout)

@@ -12,7 +12,7 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Ops, get_ops
 from isobit.kernels.native import available
-from isobit.precision import BF16, E4M3, E5M2, FP32, QuantSpec, quantize
+from isobit.precision import BF16, E4M3, E5M2, FP32, INT8, QuantSpec, quantize
 
 from .helpers import draw, ordinals, same
 
@@ -27,6 +27,7 @@ CACHES = {
     "fp32": (torch.float32, None),
     "e4m3 ue8m0": (torch.bfloat16, QuantSpec(E4M3, "row", "ue8m0")),
     "e4m3 fp32": (torch.bfloat16, QuantSpec(E4M3, "row", "fp32")),
+    "int8": (torch.bfloat16, QuantSpec(INT8, "row", "fp32")),
 }
 
 
@@ -313,12 +314,51 @@ def test_attention(exact: tuple[Ops, Ops], random: torch.Generator, cache: str, 
         )
 
 
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_codes_are_the_references_at_the_edges(
+    native: Ops, reference: Ops, random: torch.Generator, dtype: torch.dtype, scale: str
+) -> None:
+    """Ties, zeros, the smallest and the largest numbers, scales that are rounded, and rows of ragged length. The
+    controls: what rounds half up, what divides by 128, and what multiplies by the reciprocal has other codes."""
+    steps = (torch.rand(50, 1, generator=random) + 0.1) / 127  # of rows whose quotients are halves once rounded
+    k = torch.cat([
+        torch.arange(102).reshape(2, 51) - 50.5,
+        torch.tensor([[127.0], [-127.0]]).expand(2, 51),
+        torch.arange(51).repeat(2, 1) * 2.0**-149,
+        torch.arange(51).repeat(2, 1) * 2.0**-126,
+        torch.linspace(-torch.finfo(dtype).max, torch.finfo(dtype).max, 102, dtype=torch.float64).view(2, 51).to(dtype),
+        torch.zeros(2, 51),
+        torch.cat((127 * steps, (torch.arange(50) - 0.5) * steps), 1),
+        draw(random, 400, 51, dtype=torch.float32, spread=1.0),
+    ]).to(dtype).view(-1, 2, 51)  # fmt: skip
+    k[0, :, 0] = 127.0  # the scale is 1, and the others are halves
+    layout, spec = Layout.packed([len(k)]), QuantSpec(INT8, "row", scale)
+    stores = [KVStore.allocate(layout.num_slots, 2, 51, spec, BF16) for _ in range(2)]
+    for ops, store in zip((native, reference), stores, strict=True):
+        ops.kv_write(store, k, k.flip(0), layout)
+    for name in ("k", "v", "k_scale", "v_scale"):
+        assert same(getattr(stores[0], name), getattr(stores[1], name))
+    codes, scales = stores[0].k[: len(k)].float(), stores[0].k_scale[: len(k)].unsqueeze(-1)
+    assert (int(codes.min()), int(codes.max())) == (-127, 127)
+    scaled = (k.float() / scales).clamp(-127, 127)
+    assert same(codes, scaled.round() + 0.0)
+    assert int((codes != (scaled + 0.5).floor()).sum()) > 40
+    if scale == "fp32":
+        assert int((codes != (k.float() / (scales * 127 / 128)).round()).sum()) > codes.numel() // 10
+        assert dtype != torch.float32 or int((codes != (k.float() * (1 / scales)).round().clamp(-127, 127)).sum()) > 40
+
+
 def test_kv_write_raises_on_nan(native: Ops, random: torch.Generator) -> None:
+    for form in (E4M3, INT8):
+        refuse_nan(native, random, KVStore.allocate(16, 2, 16, QuantSpec(form, "row"), BF16))
+
+
+def refuse_nan(native: Ops, random: torch.Generator, store: KVStore) -> None:
     layout = Layout.packed([4])
-    store = KVStore.allocate(layout.num_slots, 2, 16, QuantSpec(E4M3, "row"), BF16)
     k = draw(random, 4, 2, 16)
     k[3, 1, 5] = float("nan")
-    with pytest.raises(IsobitError, match="keys and values"):
+    with pytest.raises(IsobitError, match=f"cannot quantize keys and values to {store.kv.format}: it holds NaN"):
         native.kv_write(store, draw(random, 4, 2, 16), k, layout)
 
 

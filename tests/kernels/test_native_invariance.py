@@ -19,7 +19,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Operand, Ops, Packed, get_ops
 from isobit.kernels.native import available, build, recipe
 from isobit.model.working import tensors_of
-from isobit.precision import BF16, E4M3, FP32, QuantSpec, quantize
+from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec, quantize
 
 from .helpers import same, threads
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {av
 
 ROWS = (1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 128, 257)
 INNER, COLUMNS = 320, 112
-CACHES = {"bf16": None, "e4m3": QuantSpec(E4M3, "row"), "fp32": None}
+CACHES = {"bf16": None, "e4m3": QuantSpec(E4M3, "row"), "int8": QuantSpec(INT8, "row", "fp32"), "fp32": None}
 
 
 @pytest.fixture(scope="module", params=["bitwise", "exact"])

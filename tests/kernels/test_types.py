@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from isobit.kernels import KVStore, Layout
 from isobit.kernels.codes import decode
-from isobit.precision import BF16, E4M3, FP32, Format, QuantSpec
+from isobit.precision import BF16, E4M3, FP32, INT8, Format, QuantSpec
 
 from .helpers import same
 
 
-@pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_decoding_is_the_cast_for_every_code(form: torch.dtype, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
@@ -46,8 +46,9 @@ def test_packed_sequences_have_pages_of_their_own(lengths: list[int], page_size:
     assert not layout.context.any()
 
 
-def test_a_quantized_store_takes_half_the_bytes() -> None:
-    spec = QuantSpec(E4M3, "row")
+@pytest.mark.parametrize("form", [E4M3, INT8])
+def test_a_quantized_store_takes_half_the_bytes(form: Format) -> None:
+    spec = QuantSpec(form, "row")
     quantized, plain = (KVStore.allocate(32, 2, 64, kv, BF16) for kv in (spec, None))
     assert plain.nbytes == 32 * 2 * 64 * 2 * 2
     assert quantized.nbytes == 32 * 2 * 2 * (64 + 4)

@@ -12,7 +12,7 @@ from isobit.kernels.truncation import Truncation
 from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.head import head_logprobs
-from isobit.precision import BF16, E4M3, FP32, PRESETS, QTensor, QuantSpec, quantize
+from isobit.precision import BF16, E4M3, FP32, INT8, PRESETS, QTensor, QuantSpec, quantize
 
 _ROWS, _IN, _OUT = 150, 300, 260
 _BLOCKS, _ROW_BLOCKS = QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "1x128")
@@ -176,7 +176,7 @@ def _head_rows(qkv: Tensor, norms: list[Tensor], tables: tuple[Tensor, Tensor], 
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("kv", [None, QuantSpec(E4M3, "row")], ids=["plain", "quantized"])
+@pytest.mark.parametrize("kv", [None, QuantSpec(E4M3, "row"), QuantSpec(INT8, "row", "fp32")], ids=str)
 def test_attention_is_of_normed_rotated_and_stored_heads(ops: Ops, normed: bool, kv: QuantSpec | None) -> None:
     """Straight through the quantization of keys and values; the backward makes its own of them, elsewhere."""
     lengths, dim = [19, 1, 33], 24

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.precision import E2M1, E4M3, E5M2, PRESETS, Precision, QuantSpec, precision_from
+from isobit.precision import BF16, E2M1, E4M3, E5M2, INT8, PRESETS, Precision, QuantSpec, precision_from
 from isobit.precision.flow import LINEAR_LAYERS, Flow
 from isobit.precision.quantize import GRANULARITIES
 
@@ -98,6 +98,36 @@ def test_a_cache_may_have_float32_scales() -> None:
     assert changed.unified
     with pytest.raises(IsobitError, match=r"precision.kv_scale: preset 'fp8-unified' caches keys and values in bf16"):
         precision_from("fp8-unified[kv_scale=fp32]")
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-unified", "bf16", "float32", "mxfp8", "nvfp4"])
+def test_a_cache_may_be_int8(preset: str) -> None:
+    """With float32 scales, whatever those of the preset are."""
+    precision = precision_from(f"{preset}[kv_cache=int8]")
+    wanted = dataclasses.replace(PRESETS[preset].rollout, kv=QuantSpec(INT8, "row", "fp32"))
+    assert precision.rollout == precision.learner == wanted
+    assert precision.unified
+    assert precision_from(precision.name) == precision
+    assert re.search(r"keys and values +int8 per token and head fp32 +int8 per token", precision.table())
+
+
+def test_an_int8_cache_of_one_side_and_with_powers_of_two() -> None:
+    given = {"preset": "fp8-rollout", "rollout": {"kv_cache": "int8", "kv_scale": "ue8m0"}}
+    precision = precision_from(given)
+    assert precision.name == "fp8-rollout[rollout={kv_cache=int8, kv_scale=ue8m0}]"
+    assert precision_from(precision.name) == precision
+    assert (precision.rollout.kv, precision.learner.kv) == (QuantSpec(INT8, "row", "ue8m0"), None)
+
+
+def test_int8_is_for_keys_and_values_alone() -> None:
+    spec = QuantSpec(INT8, "row", "fp32")
+    for role in ("weight", "activation", "query"):
+        with pytest.raises(IsobitError, match=f"{role}: int8 is a format of the KV cache alone; use e4m3"):
+            Flow(BF16, **{role: spec})
+    with pytest.raises(IsobitError, match="gradient: int8 is a format of the KV cache alone"):
+        Precision("mine", Flow(), Flow(), gradient=spec)
+    with pytest.raises(IsobitError, match=r"kv: int8 has one scale per token and head \(granularity row\), not tensor"):
+        Flow(BF16, kv=QuantSpec(INT8, "tensor", "fp32"))
 
 
 def test_tensorwise_scaling_of_all_three_operands() -> None:

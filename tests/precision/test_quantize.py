@@ -2,16 +2,30 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.errors import IsobitError
-from isobit.precision import BF16, E4M3, E5M2, QTensor, QuantSpec, QuantTotals, error_sums, quantize, scales
+from isobit.precision import (
+    BF16,
+    E4M3,
+    E5M2,
+    INT8,
+    QTensor,
+    QuantSpec,
+    QuantTotals,
+    error_sums,
+    quantize,
+    quantize_with_scale,
+    scales,
+)
 from isobit.precision.errors import QuantStats
 
 GRANULARITIES = ("1x128", "128x128", "128x1", "row", "column", "tensor")
+INT8_VALUES = torch.arange(-127.0, 128.0)
 finite_floats = st.floats(-(2.0**100), 2.0**100, allow_nan=False, width=32)
 
 
@@ -56,6 +70,35 @@ def test_codes_are_the_nearest_and_error_is_bounded(values: list[float], scale: 
     assert bool((distance <= nearest * (1 + 1e-6) + 1e-12).all())
 
 
+@given(st.lists(finite_floats, min_size=1, max_size=40), st.sampled_from(["fp32", "ue8m0"]))
+@settings(max_examples=200, deadline=None)
+def test_int8_codes_are_quotients_rounded_to_even(values: list[float], scale: str) -> None:
+    """Against Python's numbers: the quotient rounded to float32, then to a whole number, `round` being half to even."""
+    found = quantize(torch.tensor([values]), QuantSpec(INT8, "row", scale))
+    x, step = np.array(values, np.float32), np.float32(found.scale.item())
+    assert found.data.dtype == torch.int8
+    assert found.data[0].tolist() == [round(min(max(float(q), -127.0), 127.0)) for q in x / step]
+    largest = float(np.abs(x).max())
+    ratio = float(np.float32(largest) / np.float32(127)) if largest else 1.0
+    wanted = 2.0 ** math.ceil(math.log2(ratio)) if scale == "ue8m0" and ratio > 2.0**-126 else max(ratio, 2.0**-126)
+    assert float(step) == wanted
+    assert (np.abs(found.dequantize()[0].numpy() - x) <= step * np.float32(0.50001)).all()
+
+
+def test_int8_rounds_ties_to_even_and_clamps_to_symmetric_codes() -> None:
+    """The controls: codes of a quotient rounded half up, and of a scale of amax / 128, are others."""
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -127.0]])
+    found = quantize(x, QuantSpec(INT8, "row", "fp32"))
+    assert found.scale.item() == 1
+    assert found.data[0].tolist() == [127, 0, 2, 2, 0, -2, 126, -127]
+    assert found.data[0].tolist() != (x + 0.5).floor()[0].tolist()
+    assert found.data[0].tolist() != (x / (127 / 128)).round()[0].tolist()
+    beyond = quantize_with_scale(x * 2, found.scale, found.spec)  # a scale that is given may be too small
+    assert (int(beyond.data.min()), int(beyond.data.max())) == (-127, 127)
+    assert bool((INT8_VALUES.to(torch.bfloat16).float() == INT8_VALUES).all())
+    assert bool((INT8_VALUES.to(torch.float16).float() == INT8_VALUES).all())
+
+
 @given(finite_floats.filter(lambda v: v != 0))
 @settings(max_examples=300, deadline=None)
 def test_ue8m0_is_the_smallest_power_of_two_that_does_not_overflow(value: float) -> None:
@@ -66,7 +109,9 @@ def test_ue8m0_is_the_smallest_power_of_two_that_does_not_overflow(value: float)
     assert scale == 2.0**-126 or amax.double() / (scale.double() / 2) > 448
 
 
-@pytest.mark.parametrize("spec", [QuantSpec(E4M3, "1x128", "fp32"), QuantSpec(E5M2, "row", "ue8m0")])
+@pytest.mark.parametrize(
+    "spec", [QuantSpec(E4M3, "1x128", "fp32"), QuantSpec(E5M2, "row", "ue8m0"), QuantSpec(INT8, "row", "fp32")]
+)
 def test_zero_blocks_have_scale_one_and_tiny_values_survive(spec: QuantSpec) -> None:
     zeros = quantize(torch.zeros(2, 5), spec)
     assert bool((zeros.scale == 1).all())
@@ -131,7 +176,7 @@ def test_saturation_is_counted_against_a_stale_scale() -> None:
 
 
 def test_a_spec_must_make_sense() -> None:
-    with pytest.raises(IsobitError, match="e4m3, e5m2 or e2m1"):
+    with pytest.raises(IsobitError, match="e4m3, e5m2, e2m1 or int8"):
         QuantSpec(BF16)
     with pytest.raises(IsobitError, match="granularity"):
         QuantSpec(E4M3, "2x2")

@@ -83,10 +83,10 @@ class Layout:
 class KVStore:
     """Keys and values of one layer.
 
-    k, v [slots, kv_heads, head_dim]: in the compute format, or E4M3 codes as uint8 (torch lacks most operations on FP8
-    tensors). k_scale, v_scale [slots, kv_heads] float32: one per token and head; or one for all, expanded over a single
-    element, where scales are calibrated (`kv.granularity` tensor); or None. `counts` [2] int64 of a calibrated store:
-    elements that its scales clamped, and elements written.
+    k, v [slots, kv_heads, head_dim]: in the compute format; or codes, of E4M3 as uint8, of INT8 as int8
+    (`Format.stored`). k_scale, v_scale [slots, kv_heads] float32: one per token and head; or one for all, expanded over
+    a single element, where scales are calibrated (`kv.granularity` tensor); or None. `counts` [2] int64 of a calibrated
+    store: elements that its scales clamped, and elements written.
     """
 
     k: Tensor
@@ -108,7 +108,7 @@ class KVStore:
     ) -> "KVStore":
         """An empty store; `scales` [2] float32 are the calibrated ones of K and V, and may be set later."""
         shape = (num_slots, kv_heads, head_dim)
-        dtype = torch.uint8 if kv is not None else compute.dtype
+        dtype = kv.format.stored if kv is not None else compute.dtype
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         if kv is None:
             return KVStore(k, v, None, None, None)

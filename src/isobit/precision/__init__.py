@@ -2,7 +2,7 @@
 
 from isobit.precision.errors import ErrorSums, QuantTotals, error_sums
 from isobit.precision.flow import PRESETS, Calibration, Flow, Precision
-from isobit.precision.formats import BF16, E2M1, E4M3, E5M2, FP32, Format
+from isobit.precision.formats import BF16, E2M1, E4M3, E5M2, FP32, INT8, Format
 from isobit.precision.options import precision_from
 from isobit.precision.quantize import (
     BLOCK,
@@ -23,6 +23,7 @@ __all__ = [
     "E4M3",
     "E5M2",
     "FP32",
+    "INT8",
     "PRESETS",
     "Calibration",
     "ErrorSums",

@@ -10,11 +10,17 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from isobit.errors import IsobitError, brief
-from isobit.precision.formats import BF16, E2M1, E4M3, FP32, Format
+from isobit.precision.formats import BF16, E2M1, E4M3, FP32, INT8, Format
 from isobit.precision.quantize import QuantSpec
 
 LINEAR_LAYERS = ("qkv", "o", "gate_up", "down")
 """The matrices of a layer, or of its experts, by name: those that a flow may quantize."""
+
+
+def _refuse_int8(role: str, spec: QuantSpec | None) -> None:
+    """Raise IsobitError where a tensor other than keys and values is to be INT8, which no product takes."""
+    if spec is not None and spec.format is INT8:
+        raise IsobitError(f"{role}: int8 is a format of the KV cache alone; use e4m3")
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Flow:
     `compute` is the format of activations between operators, embedding, norms and output head. `weight` and
     `activation` quantize the two operands of each linear layer, `kv` the keys and values (granularity `row`: one scale
     per token and head; `tensor`: one calibrated scale per layer for K and one for V), `query` the queries
-    (the same two).
+    (the same two). INT8 is for `kv` alone, by `row`. Raises IsobitError for another use of it.
     """
 
     compute: Format = BF16
@@ -32,6 +38,12 @@ class Flow:
     activation: QuantSpec | None = None
     kv: QuantSpec | None = None
     query: QuantSpec | None = None
+
+    def __post_init__(self) -> None:
+        for role in ("weight", "activation", "query"):
+            _refuse_int8(role, getattr(self, role))
+        if self.kv is not None and self.kv.format is INT8 and self.kv.granularity != "row":
+            raise IsobitError(f"kv: int8 has one scale per token and head (granularity row), not {self.kv.granularity}")
 
     @property
     def calibrated(self) -> bool:
@@ -96,6 +108,7 @@ class Precision:
     calibration: Calibration = Calibration()
 
     def __post_init__(self) -> None:
+        _refuse_int8("gradient", self.gradient)
         if self.rollout is _NOT_GIVEN and self.learner is _NOT_GIVEN:
             self._take_preset()
         for use in ("rollout", "learner"):

@@ -12,11 +12,11 @@ import yaml
 from isobit.data import strict_yaml
 from isobit.errors import IsobitError, brief
 from isobit.precision.flow import LINEAR_LAYERS, Calibration, Flow, Precision, nearest, preset_named
-from isobit.precision.formats import E2M1, E4M3, FORMATS
+from isobit.precision.formats import E2M1, E4M3, FORMATS, INT8
 from isobit.precision.quantize import QuantSpec
 
 _USES = ("rollout", "learner")
-_KV = {"bf16": None, "e4m3": "row", "e4m3-calibrated": "tensor"}
+_KV = {"bf16": None, "e4m3": (E4M3, "row"), "e4m3-calibrated": (E4M3, "tensor"), "int8": (INT8, "row")}
 _ACTIVATIONS = ("1x128", "1x32", "row", "tensor", "128x128")
 _SCALES = ("fp32", "ue8m0")
 _FLOW_CHOICES: dict[str, tuple[str, ...]] = {
@@ -52,10 +52,10 @@ OPTIONS = (*_CHOICES, *_COUNTS, _NAMES, *_NUMBERS, *_USES)
 def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:
     """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
-    Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated), `query`
-    (the same), `kv_scale`, `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity` (128x128 | 1x32
-    | row | tensor), `activation_granularity` (1x128 | row | tensor ...). Of the whole: `dgrad`, `wgrad` (fp8 | bf16),
-    `wgrad_activation` (requantized | own-copy), `gradient_scale`,
+    Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated | int8),
+    `query` (bf16 | e4m3 | e4m3-calibrated), `kv_scale`, `weight_scale`, `activation_scale` (fp32 | ue8m0),
+    `weight_granularity` (128x128 | 1x32 | row | tensor), `activation_granularity` (1x128 | row | tensor ...). Of the
+    whole: `dgrad`, `wgrad` (fp8 | bf16), `wgrad_activation` (requantized | own-copy), `gradient_scale`,
     `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`
     (some of qkv, o, gate_up, down), `engines` (shared | separate), `kv_calibration` (rollout | learner),
     `kv_percentile`, `kv_margin`, `kv_calibration_prompts`. The name of the result, such as `fp8[wgrad=bf16]`, is
@@ -210,9 +210,7 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
     )
     kv, query = flow.kv, flow.query
     if "kv_cache" in options:
-        granularity = _KV[options["kv_cache"]]
-        scale = activation.scale if activation is not None and activation.scale in _SCALES else "ue8m0"
-        kv = None if granularity is None else QuantSpec(E4M3, granularity, kv.scale if kv is not None else scale)
+        kv = _kv_spec(options["kv_cache"], kv, activation)
     if "kv_scale" in options:
         if kv is None:
             raise IsobitError(f"precision.kv_scale: preset {preset!r} caches keys and values in {flow.compute}")
@@ -221,6 +219,16 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
         kinds = {"e4m3": QuantSpec(E4M3, "row", "ue8m0"), "e4m3-calibrated": QuantSpec(E4M3, "tensor", "fp32")}
         query = kinds.get(options["query"])
     return Flow(flow.compute, weight, activation, kv, query)
+
+
+def _kv_spec(name: str, before: QuantSpec | None, activation: QuantSpec | None) -> QuantSpec | None:
+    """Scales of E4M3 are those of the cache before, else those of activations. INT8 has float32 ones: its numbers
+    have no exponent, so a power of two would leave up to half of them unused."""
+    if (chosen := _KV[name]) is None:
+        return None
+    scale = activation.scale if activation is not None and activation.scale in _SCALES else "ue8m0"
+    scale = "fp32" if chosen[0] is INT8 else before.scale if before is not None else scale
+    return QuantSpec(*chosen, scale)
 
 
 def _change_spec(spec: QuantSpec, options: Mapping[str, Any], role: str) -> QuantSpec:

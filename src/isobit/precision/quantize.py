@@ -1,4 +1,4 @@
-"""The one quantizer: FP8 or FP4 codes with a scale per block, and back.
+"""The one quantizer: FP8, FP4 or INT8 codes with a scale per block, and back.
 
 For every block of a matrix: `scale = amax / max` (or that, rounded up to a power of two), `code = cast(clamp(x / scale,
 -max, max))`, `value = code * scale`. There is no floor under amax; an all-zero block has scale 1. Every other
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError
-from isobit.precision.formats import E2M1, E4M3, Format
+from isobit.precision.formats import E2M1, E4M3, INT8, Format
 
 BLOCK = 128
 """Length of a scaling group, and of a step along the reduced dimension of a block-scaled product, at most."""
@@ -48,7 +48,7 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if not self.format.is_quantized:
-            raise IsobitError(f"cannot quantize to {self.format}: block scales need e4m3, e5m2 or e2m1")
+            raise IsobitError(f"cannot quantize to {self.format}: block scales need e4m3, e5m2, e2m1 or int8")
         if self.granularity not in GRANULARITIES:
             raise IsobitError(f"unknown granularity {self.granularity!r}: choose from {', '.join(GRANULARITIES)}")
         if self.scale not in SCALE_FORMATS:
@@ -79,7 +79,7 @@ class QuantSpec:
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """A quantized matrix: FP8 `data` [R, C] and FP32 `scale` [ceil(R / block rows), ceil(C / block columns)]."""
+    """A quantized matrix: codes `data` [R, C] and FP32 `scale` [ceil(R / block rows), ceil(C / block columns)]."""
 
     data: Tensor
     scale: Tensor
@@ -195,6 +195,8 @@ def largest_of(magnitudes: Iterable[float]) -> float:
 
 def _cast(scaled: Tensor, form: Format) -> Tensor:
     """Codes of values within the format's range, rounded to nearest, ties to even."""
+    if form is INT8:
+        return scaled.round().to(form.dtype)
     if form is not E2M1:
         return scaled.to(form.dtype)
     index = torch.bucketize(scaled.abs(), _E2M1_BORDERS.to(scaled.device))

@@ -10,7 +10,7 @@ struct Attention {
     int64_t kind;        // of q and the result
     int64_t store_kind;  // of k and v
     const void *q, *k, *v;
-    const float *k_scale, *v_scale;  // [slots, kv_heads], or one; for E4M3
+    const float *k_scale, *v_scale;  // [slots, kv_heads], or one; for E4M3 and INT8
     const int64_t *row_start, *context;
     const int32_t* page_table;
     int64_t pages, page_size, sequences, heads, kv_heads, dim;
@@ -41,8 +41,8 @@ struct Attention {
 EXPORT void isobit_attention(const Attention* arguments);
 EXPORT void isobit_attention_backward(const Attention* arguments);
 
-// Values [count][width], natural order, as double or float; columns beyond dim are zero. E4M3 codes times their scale, or
-// where `scales` is null times 2^-8.
+// Values [count][width], natural order, as double or float; columns beyond dim are zero. Codes times their scale, or
+// where `scales` is null as `decode_off` gives them.
 template <class R, class T>
 static void read_rows(const Attention& g, const void* data, const float* scales, const int64_t* slots, int64_t kv_head,
                       int64_t count, int64_t width, R* out) {
@@ -55,7 +55,7 @@ static void read_rows(const Attention& g, const void* data, const float* scales,
         int64_t row = slots[j] * g.kv_heads + kv_head, i = 0;
         const T* source = (const T*)data + row * g.dim;
         R* target = out + j * width;
-        const float plain = sizeof(T) == 1 ? 0x1p-8f : 1.0f, scale = scales ? scales[row * g.scale_step] : plain;
+        const float plain = 1.0f / OFF<T>, scale = scales ? scales[row * g.scale_step] : plain;
         for (; i + 16 <= g.dim; i += 16) {
             if constexpr (sizeof(T) == 1)
                 put(target + i, scales ? decode(source + i) * splat(scale) : decode_off(source + i));
@@ -92,17 +92,19 @@ static void read_panels(const Attention& g, const void* data, const float* scale
     }
 }
 
-// What a float32 score, or weight, of each key is multiplied by: `by`, times its scale and the 2^8 that codes are off by.
+// What a float32 score, or weight, of each key is multiplied by: `by`, times its scale and what its code is off by.
 static INLINE void key_factors(const Attention& g, const float* scales, const int64_t* slots, int64_t kv_head,
                                int64_t keys, float by, float* out) {
+    const float off = g.store_kind == E4M3 ? OFF<uint8_t> : OFF<int8_t>;
     for (int64_t j = 0; j < keys; j++)
-        out[j] = scales ? scales[(slots[j] * g.kv_heads + kv_head) * g.scale_step] * 256.0f * by : by;
+        out[j] = scales ? scales[(slots[j] * g.kv_heads + kv_head) * g.scale_step] * off * by : by;
     for (int64_t j = keys; j < padded(keys, PANEL); j++) out[j] = 1.0f;
 }
 
 #define FOR_STORE(g, NAME, ...)                                                    \
     switch ((g).store_kind) {                                                      \
         case E4M3: NAME<R, uint8_t>(__VA_ARGS__); break;                           \
+        case INT8: NAME<R, int8_t>(__VA_ARGS__); break;                            \
         case BF16: NAME<R, uint16_t>(__VA_ARGS__); break;                          \
         default: NAME<R, float>(__VA_ARGS__);                                      \
     }

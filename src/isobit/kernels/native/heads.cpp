@@ -47,11 +47,23 @@ EXPORT void isobit_rotary(int64_t kind, const void* x, int64_t stride, const flo
                           (T*)out, threads))
 }
 
-// Keys or values in the cache: E4M3 codes with a scale a token and head, or, where the scales are null, as they are.
+// Keys or values in the cache: codes with a scale a token and head, or, where the scales are null, as they are.
 struct Cache {
     void* data;
     float* scales;
-    int64_t heads, dim, power_of_two;
+    int64_t heads, dim, form, power_of_two;
+
+    // One head. Returns false on NaN or infinity.
+    template <Kind Form, class T>
+    INLINE bool code(const T* row, int64_t place) const {
+        const uint32_t amax = run_amax(row, dim);
+        if (!is_finite(amax)) return false;
+        const float scale = scales[place] = scale_of(amax, power_of_two, Form == INT8 ? LARGEST_INT8 : LARGEST);
+        uint8_t* codes = (uint8_t*)data + place * dim;
+        if (power_of_two) encode_run<true, Form>(row, dim, scale, codes);
+        else encode_run<false, Form>(row, dim, scale, codes);
+        return true;
+    }
 
     // The heads of one token. Returns false on NaN or infinity, which codes cannot hold.
     template <class T>
@@ -62,12 +74,8 @@ struct Cache {
         }
         for (int64_t h = 0; h < heads; h++) {
             const T* row = x + h * dim;
-            const uint32_t amax = run_amax(row, dim);
-            if (!is_finite(amax)) return false;
-            const float scale = scales[slot * heads + h] = scale_of(amax, power_of_two);
-            uint8_t* codes = (uint8_t*)data + (slot * heads + h) * dim;
-            if (power_of_two) encode_run<true>(row, dim, scale, codes);
-            else encode_run<false>(row, dim, scale, codes);
+            const int64_t place = slot * heads + h;
+            if (!(form == INT8 ? code<INT8>(row, place) : code<E4M3>(row, place))) return false;
         }
         return true;
     }
@@ -82,9 +90,10 @@ static bool write_all(const Cache& cache, const T* x, int64_t stride, const int6
 
 // Keys and values [tokens, heads, dim] into their slots. Returns 1 on NaN or infinity.
 EXPORT int64_t isobit_kv_write(int64_t kind, const void* k, const void* v, int64_t k_stride, int64_t v_stride,
-                               const int64_t* slots, int64_t tokens, int64_t heads, int64_t dim, int64_t power_of_two,
-                               void* store_k, void* store_v, float* scale_k, float* scale_v) {
-    const Cache keys{store_k, scale_k, heads, dim, power_of_two}, values{store_v, scale_v, heads, dim, power_of_two};
+                               const int64_t* slots, int64_t tokens, int64_t heads, int64_t dim, int64_t form,
+                               int64_t power_of_two, void* store_k, void* store_v, float* scale_k, float* scale_v) {
+    const Cache keys{store_k, scale_k, heads, dim, form, power_of_two};
+    const Cache values{store_v, scale_v, heads, dim, form, power_of_two};
     bool good;
     FOR_KIND(kind, good = write_all(keys, (const T*)k, k_stride, slots, tokens) &&
                           write_all(values, (const T*)v, v_stride, slots, tokens))
@@ -107,8 +116,8 @@ static INLINE void make_heads(const T* x, const R* weight, double eps, const flo
 
 template <class R, class T>
 static bool make_inputs(const HeadInputs& g) {
-    const Cache keys{g.store_k, g.scale_k, g.kv_heads, g.dim, g.power_of_two};
-    const Cache values{g.store_v, g.scale_v, g.kv_heads, g.dim, g.power_of_two};
+    const Cache keys{g.store_k, g.scale_k, g.kv_heads, g.dim, g.form, g.power_of_two};
+    const Cache values{g.store_v, g.scale_v, g.kv_heads, g.dim, g.form, g.power_of_two};
     std::atomic<bool> good{true};
     const int64_t work = g.tokens * (g.heads + 2 * g.kv_heads) * g.dim / 4, width = norm_width<R>(g.dim);
 #pragma omp parallel num_threads(useful_threads(g.threads, work))

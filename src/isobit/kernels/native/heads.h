@@ -14,7 +14,7 @@ struct HeadInputs {
     const int64_t *positions, *slots;
     void *store_k, *store_v;
     float *scale_k, *scale_v;  // null where the cache holds what is written
-    int64_t power_of_two;
+    int64_t form, power_of_two;  // of codes and scales: E4M3 or INT8
     void *rotated_q, *rotated_k;
     int64_t threads;
 };

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from isobit.errors import NonFiniteError
-from isobit.kernels.native.interface import PLAIN, HeadInputArguments, pointer
+from isobit.kernels.native.interface import KINDS, PLAIN, HeadInputArguments, pointer
 from isobit.kernels.native.quantization import Quantization
 from isobit.kernels.types import Heads, KVStore, Layout
-from isobit.precision import nonfinite_message
+from isobit.precision import E4M3, INT8, nonfinite_message
 
 
 class HeadInputs(Quantization):
@@ -43,7 +43,7 @@ class HeadInputs(Quantization):
         (k, k_stride), (v, v_stride) = _token_rows(k), _token_rows(v)
         failed = self._lib.isobit_kv_write(
             kind, k.data_ptr(), v.data_ptr(), k_stride, v_stride, layout.slots.data_ptr(), *k.shape,
-            _has_powers_of_two(store), store.k.data_ptr(), store.v.data_ptr(),
+            *_coding(store), store.k.data_ptr(), store.v.data_ptr(),
             pointer(store.k_scale), pointer(store.v_scale),
         )  # fmt: skip
         _raise_if(failed, store)
@@ -69,7 +69,7 @@ class HeadInputs(Quantization):
             v_stride, *((None, None) if norms is None else (w.data_ptr() for w in norms)), heads.eps, self._single,
             cos.data_ptr(), sin.data_ptr(), layout.positions.data_ptr(), layout.slots.data_ptr(),
             store.k.data_ptr(), store.v.data_ptr(), pointer(store.k_scale), pointer(store.v_scale),
-            _has_powers_of_two(store), rotated_q.data_ptr(), rotated_k.data_ptr(), torch.get_num_threads(),
+            *_coding(store), rotated_q.data_ptr(), rotated_k.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         _raise_if(self._lib.isobit_head_inputs(ctypes.byref(arguments)), store)
         return rotated_q, rotated_k, v
@@ -80,12 +80,13 @@ def _kind_of_write(k: Tensor, v: Tensor, store: KVStore) -> int | None:
     if store.kv is None:
         native = store.k.dtype == k.dtype
     else:
-        native = store.kv.format.dtype == torch.float8_e4m3fn and store.kv.granularity == "row"
+        native = store.kv.format in (E4M3, INT8) and store.kv.granularity == "row"
     return PLAIN.get(k.dtype) if native and v.dtype == k.dtype else None
 
 
-def _has_powers_of_two(store: KVStore) -> bool:
-    return store.kv is not None and store.kv.scale == "ue8m0"
+def _coding(store: KVStore) -> tuple[int, bool]:
+    """(kind of the codes, whether their scales are powers of two); neither is read where there are none."""
+    return (0, False) if store.kv is None else (KINDS[store.kv.format.dtype], store.kv.scale == "ue8m0")
 
 
 def _raise_if(failed: int, store: KVStore) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.precision import QTensor
 
-KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3}
+KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3, torch.int8: 4}
 """`enum Kind` of native.h."""
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
@@ -74,8 +74,8 @@ class HeadInputArguments(ctypes.Structure):
         ("kind", _I), ("tokens", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("q", _P), ("k", _P), ("v", _P),
         ("q_stride", _I), ("k_stride", _I), ("v_stride", _I), ("q_norm", _P), ("k_norm", _P), ("eps", _D),
         ("single", _I), ("cosine", _P), ("sine", _P), ("positions", _P),
-        ("slots", _P), ("store_k", _P), ("store_v", _P), ("scale_k", _P), ("scale_v", _P), ("power_of_two", _I),
-        ("rotated_q", _P), ("rotated_k", _P), ("threads", _I),
+        ("slots", _P), ("store_k", _P), ("store_v", _P), ("scale_k", _P), ("scale_v", _P), ("form", _I),
+        ("power_of_two", _I), ("rotated_q", _P), ("rotated_k", _P), ("threads", _I),
     ]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_requantize": (_I, [_P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_error_sums": (None, [_I, _P, _P, _I, _I, _P, _P, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_dequantize": (None, [_P, _I, _I, _P, _I, _I, _P, _I]),
-    "isobit_kv_write": (_I, [_I, _P, _P, _I, _I, _P, _I, _I, _I, _I, _P, _P, _P, _P]),
+    "isobit_kv_write": (_I, [_I, _P, _P, _I, _I, _P, _I, _I, _I, _I, _I, _P, _P, _P, _P]),
     "isobit_rms_norm": (_I, [_I, _I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _P, _P, _I, _I, _I]),
     "isobit_rms_norm_backward": (None, [_I, _I, _P, _P, _P, _P, _I, _I, _P, _P, _I]),
     "isobit_rotary": (None, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P, _I]),

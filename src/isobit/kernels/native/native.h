@@ -36,8 +36,9 @@ typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 
-enum Kind : int64_t { E4M3 = 0, BF16 = 1, FP32 = 2, E5M2 = 3 };
+enum Kind : int64_t { E4M3 = 0, BF16 = 1, FP32 = 2, E5M2 = 3, INT8 = 4 };
 
 template <class V, class T>
 INLINE V load(const T* p) {
@@ -134,6 +135,7 @@ INLINE float decode_scalar(uint8_t code) {
     float value = magnitude < 8 ? float(magnitude) * 0x1p-9f : bits_of<float>((magnitude << 20) + (120u << 23));
     return code & 0x80 ? -value : value;
 }
+INLINE float decode_scalar(int8_t code) { return float(code); }
 INLINE float decode_scalar(uint16_t code) { return bits_of<float>(uint32_t(code) << 16); }
 INLINE float decode_scalar(float value) { return value; }
 
@@ -162,15 +164,32 @@ INLINE f32x16 decode(const uint16_t* p) {
     return (f32x16)(widen(load<u16x16>(p)) << 16);
 }
 INLINE f32x16 decode(const float* p) { return load<f32x16>(p); }
+INLINE f32x16 decode(const int8_t* p) {
+#if defined(ISOBIT_AVX512)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(ISOBIT_X86)
+    struct Halves { __m256 low, high; };
+    const __m128i codes = _mm_loadu_si128((const __m128i*)p);
+    return bits_of<f32x16>(Halves{_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)),
+                                  _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))});
+#else
+    return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16);
+#endif
+}
+INLINE f32x16 decode_off(const int8_t* p) { return decode(p); }
 
-// Sixteen stored values as vectors of the arithmetic. In float64, E4M3 codes times their row's scale, rounded to float32;
-// the 2^8 that a code is off by goes into the scale: both factors stay exact, so the one rounding is the same. In float32
-// codes times 2^-8, without their scale.
+// What `decode_off` leaves for the scale: E4M3 codes are off by 2^8, INT8's are as they should be.
+template <class T> constexpr float OFF = 1.0f;
+template <> constexpr float OFF<uint8_t> = 256.0f;
+
+// Sixteen stored values as vectors of the arithmetic. In float64, codes times their row's scale, rounded to float32;
+// the 2^8 that an E4M3 code is off by goes into the scale: both factors stay exact, so the one rounding is the same. In
+// float32 what `decode_off` gives, without the scale.
 template <class T>
 INLINE void decode_sixteen(const T* p, float scale, f64x8* out) {
     f32x16 value;
     if constexpr (sizeof(T) > 1) value = decode(p);
-    else value = decode_off(p) * splat(scale * 256.0f);
+    else value = decode_off(p) * splat(scale * OFF<T>);
     out[0] = widen(low_half(value)), out[1] = widen(high_half(value));
 }
 INLINE void decode_sixteen(const double* p, float, f64x8* out) { out[0] = load<f64x8>(p), out[1] = load<f64x8>(p + 8); }

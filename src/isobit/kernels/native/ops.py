@@ -26,6 +26,8 @@ from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import BLOCK, QTensor
 
 _KINDS = {torch.float8_e4m3fn: KINDS[torch.float8_e4m3fn], **PLAIN}
+_CODES = (torch.float8_e4m3fn, torch.int8)
+"""Of keys and values."""
 _FEW_ROWS = 256
 
 mkldnn = torch.ops.mkldnn
@@ -235,7 +237,7 @@ def _blocks_are_native(x: QTensor) -> bool:
 def _attention_is_native(q: Tensor, store: KVStore) -> bool:
     if q.dtype not in PLAIN or not store.k.is_contiguous() or not store.v.is_contiguous():
         return False
-    return store.k.dtype in PLAIN if store.kv is None else store.kv.format.dtype == torch.float8_e4m3fn
+    return store.k.dtype in PLAIN if store.kv is None else store.kv.format.dtype in _CODES
 
 
 def _attention_arguments(
@@ -243,7 +245,7 @@ def _attention_arguments(
 ) -> AttentionArguments:
     rows, heads, dim = q.shape
     return AttentionArguments(
-        PLAIN[q.dtype], KINDS[torch.float8_e4m3fn] if store.kv is not None else PLAIN[store.k.dtype],
+        PLAIN[q.dtype], PLAIN[store.k.dtype] if store.kv is None else KINDS[store.kv.format.dtype],
         q.data_ptr(), store.k.data_ptr(), store.v.data_ptr(), pointer(store.k_scale), pointer(store.v_scale),
         layout.row_start.data_ptr(), layout.context.data_ptr(), layout.page_table.data_ptr(),
         layout.page_table.shape[1], layout.page_size, layout.context.shape[0], heads, store.k.shape[1], dim, scale,

@@ -3,7 +3,7 @@
 
 #include "native.h"
 
-constexpr float LARGEST = 448.0f;
+constexpr float LARGEST = 448.0f, LARGEST_INT8 = 127.0f;
 
 INLINE f32x16 magnitude(f32x16 x) { return (f32x16)((u32x16)x & 0x7fffffff); }
 INLINE f32x16 larger(f32x16 a, f32x16 b) {  // of two magnitudes; as integers, so that NaN wins
@@ -33,10 +33,10 @@ INLINE uint32_t run_amax(const T* x, int64_t count) {
     return result;
 }
 
-// amax / 448, at least 2^-126; for UE8M0 the next power of two at or above it; 1 for a block of zeros.
-INLINE float scale_of(uint32_t amax_bits, int64_t power_of_two) {
+// amax / largest, at least 2^-126; for UE8M0 the next power of two at or above it; 1 for a block of zeros.
+INLINE float scale_of(uint32_t amax_bits, int64_t power_of_two, float largest = LARGEST) {
     if (amax_bits == 0) return 1.0f;
-    float quotient = bits_of<float>(amax_bits) / LARGEST;
+    float quotient = bits_of<float>(amax_bits) / largest;
     if (quotient < 0x1p-126f) quotient = 0x1p-126f;
     if (!power_of_two) return quotient;
     uint32_t bits = bits_of<uint32_t>(quotient);
@@ -54,6 +54,15 @@ INLINE u32x16 encode(f32x16 scaled) {
     u32x16 is_small = (u32x16)(bits < 0x3c800000u);               // 2^-6
     return (subnormal & is_small) | (normal & ~is_small) | sign;
 }
+// The same to ±127 and to whole numbers: below 2^22 the last bit of x + 1.5 * 2^23 is 1.
+INLINE u32x16 encode_int8(f32x16 scaled) {
+    u32x16 sign = (u32x16)scaled & 0x80000000, bits = (u32x16)scaled & 0x7fffffff;
+    u32x16 over = (u32x16)(bits > 0x42fe0000u);  // 127
+    bits = (bits & ~over) | (over & 0x42fe0000u);
+    return (u32x16)((f32x16)(bits | sign) + 0x1.8p23f) & 0xff;
+}
+template <Kind Form>
+INLINE u32x16 encode_as(f32x16 scaled) { return Form == INT8 ? encode_int8(scaled) : encode(scaled); }
 INLINE void put_codes(uint8_t* out, u32x16 codes) { store(out, to_bytes(codes)); }
 
 // x / scale. The inverse of a power of two is exact, and the multiplication rounds as the division does.
@@ -93,16 +102,17 @@ struct Coded {
 };
 
 // Codes of a contiguous run under one scale.
-template <bool PowerOfTwo, class T>
+template <bool PowerOfTwo, Kind Form = E4M3, class T>
 INLINE void encode_run(const T* x, int64_t count, float scale, uint8_t* out) {
     const f32x16 divisor = splat(scale), inverse = splat(1.0f / scale);
     int64_t i = 0;
-    for (; i + 16 <= count; i += 16) put_codes(out + i, encode(divide<PowerOfTwo>(decode(x + i), divisor, inverse)));
+    for (; i + 16 <= count; i += 16)
+        put_codes(out + i, encode_as<Form>(divide<PowerOfTwo>(decode(x + i), divisor, inverse)));
     if (i < count) {
         float rest[16] = {0};
         uint8_t codes[16];
         for (int64_t j = i; j < count; j++) rest[j - i] = decode_scalar(x[j]);
-        put_codes(codes, encode(divide<PowerOfTwo>(load<f32x16>(rest), divisor, inverse)));
+        put_codes(codes, encode_as<Form>(divide<PowerOfTwo>(load<f32x16>(rest), divisor, inverse)));
         for (int64_t j = i; j < count; j++) out[j] = codes[j - i];
     }
 }

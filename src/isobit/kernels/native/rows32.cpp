@@ -98,7 +98,7 @@ void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_
 }
 
 // A few new rows after stored ones, and the last row alone, as C++ has two loops; `heads` share one key head.
-int64_t differing_attention(Random& random, int64_t data, bool codes, int64_t heads, int64_t window) {
+int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t heads, int64_t window) {
     static Store store;
     static float plain[2][PAGES * PAGE][DIM], scales[2][PAGES * PAGE];
     static uint8_t coded[2][PAGES * PAGE][DIM];
@@ -106,17 +106,20 @@ int64_t differing_attention(Random& random, int64_t data, bool codes, int64_t he
     static float q[ROWS][2][DIM], found[ROWS][2][DIM], found_lse[ROWS][2], wanted[DIM];
     int32_t pages[PAGES];
     for (int64_t p = 0; p < PAGES; p++) pages[p] = int32_t(PAGES - 1 - p);
-    const float factor = 0.3f;
+    const bool codes = kind != FP32;
+    const float factor = 0.3f, off = kind == E4M3 ? 256.0f : 1.0f;
     for (int64_t j = 0; j < KEYS; j++) {
         const int64_t slot = pages[j / PAGE] * PAGE + j % PAGE;
         for (int side = 0; side < 2; side++) {
             float *natural = side ? store.values[j] : store.keys[j], *where = side ? store.value_factor : store.key_factor;
             scales[side][slot] = std::fabs(hard(random, 0)) * 0x1p-4f;
-            where[j] = codes ? scales[side][slot] * 256.0f * (side ? 1.0f : factor) : side ? 1.0f : factor;
+            where[j] = codes ? scales[side][slot] * off * (side ? 1.0f : factor) : side ? 1.0f : factor;
             for (int64_t d = 0; d < DIM; d++) {
                 do coded[side][slot][d] = uint8_t(random.next()); while ((coded[side][slot][d] & 0x7f) == 0x7f);
                 plain[side][slot][d] = hard(random, data);
-                natural[d] = codes ? decode_scalar(coded[side][slot][d]) * 0x1p-8f : plain[side][slot][d];
+                const uint8_t code = coded[side][slot][d];
+                const float value = kind == INT8 ? float(int8_t(code)) : decode_scalar(code) / off;
+                natural[d] = codes ? value : plain[side][slot][d];
             }
         }
     }
@@ -127,7 +130,7 @@ int64_t differing_attention(Random& random, int64_t data, bool codes, int64_t he
     for (int64_t rows : {ROWS, int64_t(1)}) {
         const int64_t row_start[2] = {0, rows}, context = KEYS - rows;
         Attention g{};
-        g.kind = FP32, g.store_kind = codes ? E4M3 : FP32, g.q = q, g.out = found, g.lse = &found_lse[0][0];
+        g.kind = FP32, g.store_kind = kind, g.q = q, g.out = found, g.lse = &found_lse[0][0];
         g.k = codes ? (void*)coded[0] : (void*)plain[0], g.v = codes ? (void*)coded[1] : (void*)plain[1];
         g.k_scale = codes ? scales[0] : nullptr, g.v_scale = codes ? scales[1] : nullptr, g.scale_step = 1;
         g.row_start = row_start, g.context = &context, g.page_table = pages, g.pages = PAGES, g.page_size = PAGE;
@@ -153,9 +156,9 @@ EXPORT int64_t isobit_rows32_self_test() {
     for (int64_t data = 0; data < 4; data++) {
         different += differing_rows(random, data);
         for (int64_t heads = 1; heads <= 2; heads++)
-            for (int64_t codes = 0; codes < 2; codes++)
+            for (Kind kind : {FP32, E4M3, INT8})
                 for (int64_t window : {KEYS, int64_t(6)})  // 6 keys: their block is not the first
-                    different += differing_attention(random, data, codes, heads, window);
+                    different += differing_attention(random, data, kind, heads, window);
     }
     return different;
 }

@@ -124,6 +124,7 @@ INTERLEAVES(uint16_t, 8, LIST(0, 8, 1, 9, 2, 10, 3, 11), LIST(4, 12, 5, 13, 6, 1
 INTERLEAVES(float, 4, LIST(0, 4, 1, 5), LIST(2, 6, 3, 7))
 #undef LIST
 #undef INTERLEAVES
+template <> struct Bytes16<int8_t> : Bytes16<uint8_t> {};
 
 template <class T>
 INLINE void transpose_rows(const T* const rows[16], int64_t count, T* out) {

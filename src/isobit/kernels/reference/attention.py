@@ -44,7 +44,7 @@ def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
             data[layout.slots] = _write_calibrated(rows, scale[:1, :1], store.kv, store.counts)
             continue
         quantized = quantize(rows.reshape(-1, rows.shape[-1]), store.kv, "keys and values")
-        data[layout.slots] = quantized.data.view(torch.uint8).view(rows.shape)
+        data[layout.slots] = quantized.data.view(data.dtype).view(rows.shape)
         scale[layout.slots] = quantized.scale.view(rows.shape[:2])
 
 

@@ -1,7 +1,8 @@
 """Attention in float32 in the order `rows32-v1` (`rows32.py`), forward and backward: the definition, slow and plain.
 
-Codes are taken times 2^-8, without their scales. A score is the sum of query · key over the head in 16 lanes, times
-((key's scale · 2^8) · scale), rounded after every operation; without quantization, times `scale`. Then
+Codes are taken without their scales, and those of E4M3 times 2^-8. A score is the sum of query · key over the head in
+16 lanes, times ((key's scale · 2^8) · scale), rounded after every operation; INT8 has no 2^8, here and below; without
+quantization, times `scale`. Then
 
     w = exp(score - peak)            over the keys that the row sees, peak the largest of them
     total = Σ w                      in 16 lanes by position: lane l adds the keys l, l + 16 ... in ascending order
@@ -30,6 +31,7 @@ from torch import Tensor
 from isobit.kernels.codes import decode
 from isobit.kernels.reference.rows32 import CHAIN, HEAD_LANES, blocked_sum, dot, exp, fma, log, tree
 from isobit.kernels.types import KVStore, Layout
+from isobit.precision import INT8
 
 _ELEMENTS = 1 << 21  # products at a time
 
@@ -117,11 +119,12 @@ def _slots(layout: Layout, sequence: int, count: int) -> Tensor:
 def _read(
     data: Tensor, scales: Tensor | None, store: KVStore, slots: Tensor, head: int, by: float
 ) -> tuple[Tensor, Tensor]:
-    """(values [K, D], those of codes times 2^-8; what their scores or weights are multiplied by [K]), float32."""
+    """(values [K, D], those of E4M3 codes times 2^-8; what their scores or weights are multiplied by [K]), float32."""
     picked, factor = data[slots, head], torch.tensor(by, device=data.device)
     if store.kv is None or scales is None:
         return picked.float(), factor.expand(len(slots))
-    return decode(picked, store.kv.format.dtype, torch.float32) * 2.0**-8, scales[slots, head] * 256.0 * factor
+    off = 1.0 if store.kv.format is INT8 else 256.0
+    return decode(picked, store.kv.format.dtype, torch.float32) / off, scales[slots, head] * off * factor
 
 
 def _lane_sum(x: Tensor) -> Tensor:
