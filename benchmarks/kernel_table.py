@@ -27,11 +27,12 @@ from isobit.kernels.triton.launch import KernelLaunch, compile_for, record_launc
 from isobit.kernels.triton.ops import TritonOps
 from isobit.model import ModelConfig
 from isobit.model.transformer import Transformer, parameter_shapes
-from isobit.precision import PRESETS
+from isobit.precision import precision_from
 
 META = torch.device("meta")
 MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B")
-_PRESETS = ("fp8", "fp8-unified", "bf16")
+_PLAIN = ("bf16", "bf16[kv_cache=int8]")
+_PRESETS = ("fp8", "fp8-unified", *_PLAIN)
 
 
 def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelLaunch]]:
@@ -40,7 +41,7 @@ def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelL
     ops = TritonOps("bitwise", "recorded", META)
     masters = {name: torch.empty(shape, device=META) for name, shape in parameter_shapes(config).items()}
     with record_launches() as found:
-        transformer = Transformer(config, PRESETS[precision], ops, masters)
+        transformer = Transformer(config, precision_from(precision), ops, masters)
     yield from (("sync", launch) for launch in found)
     for batch in (1, 64, 512):
         yield from (("decode", launch) for launch in _decode(transformer, batch))
@@ -94,7 +95,7 @@ def for_architecture(
     architecture = ARCHITECTURES[capability]
     compile_for(architecture)
     try:
-        presets = _PRESETS if architecture.fp8 else ("bf16",)
+        presets = _PRESETS if architecture.fp8 else _PLAIN
         rows = compiled(models, presets, variants, 10 * capability[0] + capability[1])
     finally:
         compile_for(HOPPER)

@@ -22,6 +22,17 @@ import json
 from benchmarks.kernel_table import compiled
 print(json.dumps(compiled(["Qwen3-30B-A3B"], ["fp8"], variants=1)))
 """
+_INT8 = """
+import json, torch
+from benchmarks import kernel_table
+from benchmarks.gpu.shapes import SHAPES
+
+found = {}
+for _, launch in kernel_table.launches(SHAPES["Qwen3-30B-A3B"], "bf16[kv_cache=int8]"):
+    if any(isinstance(x, torch.Tensor) and x.dtype == torch.int8 for x in launch.arguments):
+        found[kernel_table.signature(launch)] = launch
+print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch)) for launch in found.values()]))
+"""
 _SPILLING = """
 import torch, triton, triton.language as tl
 from benchmarks.cross_compile import compile_launch
@@ -72,6 +83,16 @@ def test_nothing_spills(kernels: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
+def test_kernels_of_an_int8_cache_compile_too(tmp_path: Path) -> None:
+    """Those that read or write its codes: nothing spills, and attention's products run on the warpgroups'."""
+    rows = json.loads(_python(_INT8, tmp_path))
+    kernels = {row["kernel"] for row in rows}
+    assert kernels == {"heads.attention_inputs", "attention.attend", "attention_backward.gather"}
+    assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
+    assert {row["instruction_class"] for row in rows if row["kernel"] == "attention.attend"} == {"HGMMA"}
+
+
+@pytest.mark.slow
 def test_products_run_on_the_warpgroups_instructions(kernels: list[dict[str, Any]]) -> None:
     """FP8 tiles as QGMMA, BF16 tiles as HGMMA; never HMMA, the fallback of tiles that are too low."""
     classes = {row["kernel"]: row["instruction_class"] for row in kernels}
@@ -112,9 +133,8 @@ def test_the_kept_table_of_architectures_has_all_and_no_failure() -> None:
         assert row["failures"] == []
         assert row["variants"] >= 80
         assert row["most_shared_kib"] <= row["shared_limit_kib"]
-        assert row["presets"] == (
-            ["bf16"] if row["architecture"] in ("sm_80", "sm_86") else ["fp8", "fp8-unified", "bf16"]
-        )
+        plain = ["bf16", "bf16[kv_cache=int8]"]
+        assert row["presets"] == ([] if row["architecture"] in ("sm_80", "sm_86") else ["fp8", "fp8-unified"]) + plain
 
 
 def test_the_page_has_the_tables_that_the_code_makes() -> None:

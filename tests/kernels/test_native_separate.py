@@ -12,7 +12,7 @@ from isobit.kernels.composed import Composed
 from isobit.kernels.native import NativeOps, NativeSeparateOps, available, build, ordered
 from isobit.kernels.separate import SeparateOps
 from isobit.kernels.types import Heads
-from isobit.precision import BF16, E4M3, FP32, QTensor, QuantSpec, quantize
+from isobit.precision import BF16, E4M3, FP32, INT8, QTensor, QuantSpec, quantize
 from tests.models import tiny_model
 
 from .helpers import draw, normal, same, threads
@@ -219,7 +219,9 @@ def test_probabilities_are_rounded_to_bf16_before_they_meet_values(separate: Ops
     assert float((found != whole.bfloat16()).double().mean()) > 0.1
 
 
-@pytest.mark.parametrize("kv", [None, QuantSpec(E4M3, "row", "fp32"), QuantSpec(E4M3, "tensor", "fp32")])
+@pytest.mark.parametrize(
+    "kv", [None, QuantSpec(E4M3, "row", "fp32"), QuantSpec(E4M3, "tensor", "fp32"), QuantSpec(INT8, "row", "fp32")]
+)
 def test_attention_is_near_that_in_pytorch(separate: Ops, kv: QuantSpec | None) -> None:
     """A weight of P is off by a unit of BF16 at most, 2^-8 of itself, where the definition rounds it elsewhere; the
     result then rounds once more. The control is one more key."""

@@ -12,7 +12,7 @@ from isobit.kernels.gpu import Gpu
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.triton import launch, self_check
 from isobit.kernels.triton.ops import TritonOps
-from isobit.precision import PRESETS
+from isobit.precision import PRESETS, precision_from
 
 KNOWN = (
     "sm_80 (A100), sm_86 (RTX 30, A40), sm_89 (RTX 40, L4, L40S), sm_90 (H100, H200), sm_100 (B200), "
@@ -118,7 +118,8 @@ def test_a_gpu_is_taken_after_its_check(checked: list[str]) -> None:
     ops = get_ops("auto")
     assert (ops.backend, ops.why) == ("triton", "triton backend: A GPU (sm_80)")
     assert launch.target().cards == "A100"
-    ops.check_precision(PRESETS["bf16"])
+    for precision in ("bf16", "bf16[kv_cache=int8]"):  # which needs no FP8
+        ops.check_precision(precision_from(precision))
     with pytest.raises(
         IsobitError, match=r"in FP8 \(preset fp8\) from sm_89 on, and this GPU is older; use precision: bf16"
     ):

@@ -109,6 +109,10 @@ def test_truncated_rollout_and_learner_have_the_same_bits() -> None:
 
 
 def test_flows_without_kernels_are_refused() -> None:
-    for precision, what in (("mxfp8", "weights in e4m3 1x32"), ("nvfp4", "weights in e2m1 1x16")):
+    for precision, what in (
+        ("mxfp8", "weights in e4m3 1x32"),
+        ("nvfp4", "weights in e2m1 1x16"),
+        ("bf16[kv_cache=int8, query=e4m3-calibrated]", "queries in e4m3 tensor"),
+    ):
         with pytest.raises(IsobitError, match=f"backend: triton has no kernel for {what}.*use backend: native"):
             _model("triton", precision)

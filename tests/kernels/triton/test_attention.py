@@ -11,7 +11,7 @@ from isobit.kernels import KVStore, Layout, get_ops
 from isobit.kernels.reference.attention import attend
 from isobit.kernels.triton import attention as implementation
 from isobit.kernels.triton.launch import record_launches
-from isobit.precision import BF16, E4M3, FP32, QuantSpec
+from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
 from ..helpers import draw, same
 from .helpers import DEVICE, HAS_GPU, moved
@@ -24,6 +24,8 @@ STORES = {
     "e4m3 ue8m0": (BF16, QuantSpec(E4M3, "row", "ue8m0")),
     "e4m3 calibrated": (BF16, QuantSpec(E4M3, "tensor", "fp32")),
     "fp32 over e4m3": (FP32, QuantSpec(E4M3, "row", "fp32")),
+    "int8": (BF16, QuantSpec(INT8, "row", "fp32")),
+    "fp32 over int8 ue8m0": (FP32, QuantSpec(INT8, "row", "ue8m0")),
 }
 SCALE = 0.3
 
@@ -70,7 +72,7 @@ def _assert_close(found: tuple[Tensor, Tensor], q: Tensor, store: KVStore, layou
     exponentials and the rest 16 u. The log-sum-exp errs by that once, and by what its last operations round.
     """
     out, lse = attend(q, store, layout, SCALE, torch.float64)
-    v = store.v & 0x7F if store.kv is not None else store.v.abs()
+    v = store.v & 0x7F if store.v.dtype == torch.uint8 else store.v.abs()
     magnitude = attend(q, replace(store, v=v), layout, SCALE, torch.float64)[0]
     keys = store.gather(layout.slots)[0].double()
     score = float(q.double().norm(dim=-1).max() * keys.norm(dim=-1).max()) * SCALE
@@ -106,7 +108,7 @@ def test_shapes_of_heads(heads: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.usefixtures("_short_splits")
-@pytest.mark.parametrize(("kind", "factor"), [("fp32", 1.001), ("e4m3 fp32", 1.1)])
+@pytest.mark.parametrize(("kind", "factor"), [("fp32", 1.001), ("e4m3 fp32", 1.1), ("int8", 1.1)])
 def test_a_changed_key_or_value_is_noticed(kind: str, factor: float) -> None:
     """The control of the bounds: one key of 40, or one value, that is larger by this factor."""
     q, k, v = _rows(kind, 40, 2, 1, 16)
@@ -143,7 +145,7 @@ COMPANIES = {
 
 
 @pytest.mark.usefixtures("_short_splits")
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "e4m3 fp32", "e4m3 calibrated"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "e4m3 fp32", "e4m3 calibrated", "int8"])
 def test_a_rows_bits_do_not_depend_on_its_company(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded, in a chunk, packed; pages of several sizes in random places, unused slots NaN; splits joined by programs
     of their own or in registers: the bits of a whole forward, in which a sequence is three tiles.
@@ -224,7 +226,7 @@ def test_launches_need_no_values() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device: the real tiles, on matrix instructions")
-@pytest.mark.parametrize("kind", ["bf16", "e4m3 fp32", "e4m3 ue8m0"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3 fp32", "e4m3 ue8m0", "int8"])
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (32, 4, 128), (4, 1, 256), (14, 2, 64)])
 def test_real_heads_over_long_contexts(kind: str, heads: tuple[int, int, int]) -> None:
     """Every row of 1,300, decoded by the hundred and in chunks, has the bits of the packed forward."""

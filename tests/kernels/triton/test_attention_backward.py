@@ -16,7 +16,7 @@ from torch import Tensor
 from isobit.kernels import KVStore, Layout, get_ops
 from isobit.kernels.triton import attention_backward as implementation
 from isobit.kernels.triton.launch import record_launches
-from isobit.precision import BF16, E4M3, FP32, QuantSpec
+from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
 from ..helpers import draw, same
 from .helpers import DEVICE, moved
@@ -30,6 +30,7 @@ CACHES = {
     "bf16 ue8m0": (BF16, QuantSpec(E4M3, "row", "ue8m0")),
     "bf16 fp32 scales": (BF16, QuantSpec(E4M3, "row", "fp32")),
     "fp32 calibrated": (FP32, QuantSpec(E4M3, "tensor", "fp32")),
+    "int8": (BF16, QuantSpec(INT8, "row", "fp32")),
 }
 LENGTHS = (19, 1, 33)
 Case = tuple[Tensor, Tensor, Tensor, Tensor, KVStore, Layout, float]
@@ -109,6 +110,7 @@ def within(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], limits: tuple[
         ("bf16 fp32 scales", (3, 1, 10), (32, 16)),
         ("fp32", (4, 2, 16), (32, 16)),
         ("fp32 calibrated", (2, 2, 24), (16, 32)),
+        ("int8", (4, 2, 16), (16, 32)),
     ],
 )
 def test_gradients_are_the_references_to_a_bound(

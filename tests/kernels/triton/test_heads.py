@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels import Heads, KVStore, Layout, get_ops
 from isobit.kernels.triton import heads, heads_backward
 from isobit.kernels.triton.launch import record_launches
+from isobit.kernels.triton.ops import TritonOps
 from isobit.model.rope import Rope
-from isobit.precision import BF16, E4M3, E5M2, FP32, QuantSpec
+from isobit.precision import BF16, E4M3, E5M2, FP32, INT8, QuantSpec
 
 from ..helpers import draw, same
 from .helpers import DEVICE, moved
@@ -31,6 +32,8 @@ STORES = {
     "ue8m0": (BF16, QuantSpec(E4M3, "row", "ue8m0")),
     "fp32 scales": (FP32, QuantSpec(E4M3, "row", "fp32")),
     "calibrated": (BF16, QuantSpec(E4M3, "tensor", "fp32")),
+    "int8": (BF16, QuantSpec(INT8, "row", "fp32")),
+    "int8 ue8m0": (FP32, QuantSpec(INT8, "row", "ue8m0")),
 }
 SHAPES = ((4, 2, 16), (9, 3, 10))
 """Query heads, key heads, head dimension: one group of heads; and two, with ragged halves."""
@@ -84,6 +87,7 @@ def test_stored_bytes_are_the_references(name: str, shape: tuple[int, int, int])
     layout, dtype = make_layout(), STORES[name][0].dtype
     k, both = draw(0, 6, kv_heads, dim, dtype=dtype, spread=2.0), draw(1, 6, 2 * kv_heads, dim, dtype=dtype, spread=2.0)
     k[0], k[1, 0], k[2] = 0.0, 2.0**-126, torch.arange(dim).to(dtype) * 28
+    k[3], k[3, :, 0], k[4] = torch.arange(dim).to(dtype) - 4.5, 127.0, 2.0**-140  # ties of INT8, subnormal numbers
     wanted, raised = make_store(name, shape, layout), flag()
     store = moved(wanted)
     OPS.kv_write(wanted, k, both[:, kv_heads:], layout)
@@ -121,7 +125,7 @@ def test_without_norms_all_is_the_references(name: str, shape: tuple[int, int, i
     assert_stored_alike(store, wanted)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("ue8m0", SHAPES[0]), ("ue8m0", SHAPES[1]), ("fp32 scales", SHAPES[1])])
+@pytest.mark.parametrize(("name", "shape"), [("ue8m0", SHAPES[0]), ("int8", SHAPES[1]), ("fp32 scales", SHAPES[1])])
 def test_the_kernel_is_its_parts_in_turn(name: str, shape: tuple[int, int, int]) -> None:
     """Norms to the bound; then rotation and stored bytes of what came out, bit for bit."""
     layout, dtype = make_layout(), STORES[name][0].dtype
@@ -158,6 +162,10 @@ def test_the_comparison_of_stored_bytes_can_fail() -> None:
     OPS.kv_write(wanted, k, k, layout)
     heads.kv_write(store, k.to(DEVICE), k.to(DEVICE), layout.to(DEVICE), flag())
     assert not same(store.k.cpu(), wanted.k)
+    store, coarse = moved(make_store("int8", shape, layout)), make_store("int8 ue8m0", shape, layout)
+    heads.kv_write(store, k.to(DEVICE), k.to(DEVICE), layout.to(DEVICE), flag())
+    OPS.kv_write(coarse, k, k, layout)
+    assert not same(store.k.cpu(), coarse.k)
     store = moved(wanted)
     heads.kv_write(store, k.bfloat16().to(DEVICE), k.to(DEVICE), layout.to(DEVICE), flag())
     assert not same(store.k.cpu(), wanted.k)
@@ -179,7 +187,7 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(name: str) -> None:
         assert same(other.v[one.slots], store.v[one.slots])
 
 
-@pytest.mark.parametrize("name", ["ue8m0", "fp32 scales", "calibrated"])
+@pytest.mark.parametrize("name", ["ue8m0", "fp32 scales", "calibrated", "int8"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_infinity_are_noted_and_spread(name: str, value: float) -> None:
     shape, layout = SHAPES[0], make_layout()
@@ -199,6 +207,19 @@ def test_nan_and_infinity_are_noted_and_spread(name: str, value: float) -> None:
     assert differs == [[int(layout.slots[2]), 1]]
     values = store.gather(layout.slots.to(DEVICE))[1]
     assert bool(values[2, 1].isnan().all())
+
+
+@pytest.mark.parametrize("name", ["ue8m0", "int8"])
+def test_the_error_says_what_could_not_be_stored(name: str) -> None:
+    layout, ops = make_layout().to(DEVICE), TritonOps("bitwise", "tested", DEVICE)
+    k = draw(0, 6, 2, 16, dtype=STORES[name][0].dtype).to(DEVICE)
+    ops.kv_write(moved(make_store(name, SHAPES[0], make_layout())), k, k, layout)
+    ops.raise_faults()
+    k[2, 1, 9] = torch.nan
+    ops.kv_write(moved(make_store(name, SHAPES[0], make_layout())), k, k, layout)
+    form = STORES[name][1].format
+    with pytest.raises(NonFiniteError, match=f"cannot quantize keys and values to {form}: it holds NaN or infinity"):
+        ops.raise_faults()
 
 
 def test_no_value_is_read_on_the_host() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch
-from isobit.precision import E4M3, QuantSpec, quantize, scales
+from isobit.precision import E4M3, INT8, QuantSpec, quantize, scales
 
 from ..helpers import draw, same
 from .helpers import DEVICE
@@ -23,9 +23,15 @@ def _cast(x_ptr, y_ptr, COUNT: tl.constexpr, TO: tl.constexpr):
     elif TO == "e4m3":
         tl.store(y_ptr + at, numbers.to_e4m3(x))
     elif TO == "from":
-        tl.store(y_ptr + at, numbers.from_e4m3(x))
+        tl.store(y_ptr + at, numbers.from_codes(x))
     elif TO == "ue8m0":
         tl.store(y_ptr + at, numbers.block_scale(x, True))
+    elif TO == "int8":
+        tl.store(y_ptr + at, numbers.to_int8(x))
+    elif TO == "fp32 of int8":
+        tl.store(y_ptr + at, numbers.block_scale(x, False, tl.int8))
+    elif TO == "ue8m0 of int8":
+        tl.store(y_ptr + at, numbers.block_scale(x, True, tl.int8))
     else:
         tl.store(y_ptr + at, numbers.block_scale(x, False))
 
@@ -63,6 +69,17 @@ def test_from_e4m3_is_every_codes_value() -> None:
     assert same(found[~wanted.isnan()], wanted[~wanted.isnan()])
 
 
+def test_int8_rounds_ties_to_even() -> None:
+    """Every half between -127 and 127, and what is beside it. The control: rounded half up, every other one differs."""
+    halves = torch.arange(-253, 254) / 2
+    x = torch.cat([halves, *(torch.nextafter(halves, torch.tensor(end)) for end in (-127.0, 127.0))])
+    found = _run(x, "int8", torch.int8)
+    assert same(found, x.round().to(torch.int8))
+    assert int((found[: len(halves)] != (halves + 0.5).floor()).sum()) == 127
+    codes = torch.arange(-127, 128, dtype=torch.int8)
+    assert same(_run(codes, "from", torch.float32), codes.float())
+
+
 def test_to_bf16_rounds_to_nearest_even() -> None:
     x = torch.cat([_numbers(), torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, float("inf")])])
     assert same(_run(x, "bf16", torch.bfloat16), x.bfloat16())
@@ -71,10 +88,12 @@ def test_to_bf16_rounds_to_nearest_even() -> None:
 
 @pytest.mark.parametrize("kind", ["ue8m0", "fp32"])
 def test_scales_are_the_quantizers(kind: str) -> None:
-    powers = 448 * 2.0 ** torch.arange(-135, 110.0)
-    amax = torch.cat([_numbers().abs(), powers, torch.nextafter(powers, torch.tensor(1e38))]).float()
-    assert same(_run(amax, kind, torch.float32), scales(amax, E4M3, kind))
-    assert _run(torch.tensor([float("inf"), float("nan")]), kind, torch.float32).isnan().all()
+    for form, name in ((E4M3, kind), (INT8, f"{kind} of int8")):
+        powers = form.max * 2.0 ** torch.arange(-135, 110.0)
+        amax = torch.cat([_numbers().abs(), powers, torch.nextafter(powers, torch.tensor(1e38))]).float()
+        assert same(_run(amax, name, torch.float32), scales(amax, form, kind))
+        assert not same(_run(amax, name, torch.float32), scales(amax, E4M3 if form is INT8 else INT8, kind))
+        assert _run(torch.tensor([float("inf"), float("nan")]), name, torch.float32).isnan().all()
 
 
 def test_the_comparison_can_fail() -> None:

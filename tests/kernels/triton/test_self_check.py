@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.kernels import KVStore, Layout
 from isobit.kernels.triton import self_check
 from isobit.kernels.triton.ops import TritonOps
 from isobit.precision import QTensor
@@ -66,6 +67,16 @@ def _wrong(operator: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _another_code(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """One code of the keys is the next one."""
+
+    def call(store: KVStore, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> None:
+        operator(store, k, v, layout)
+        store.k[0, 0, 0] += 1
+
+    return call
+
+
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize(
     ("part", "broken"),
@@ -75,6 +86,7 @@ def _wrong(operator: Callable[..., Any]) -> Callable[..., Any]:
         (lambda ops: self_check._product(ops, "FP8", 64, 160), {"product": _wrong}),
         (lambda ops: self_check._attention(ops, "FP8"), {"attention": _few_rows_differ}),
         (lambda ops: self_check._attention(ops, "FP8"), {"attention": _wrong}),
+        (lambda ops: self_check._attention(ops, "INT8"), {"kv_write": _another_code}),
         (self_check._head, {"head_logprobs": _few_rows_differ}),
         (self_check._head, {"head_logprobs": _wrong}),
         (self_check._quantized, {"rms_norm_quantized": _few_rows_differ}),

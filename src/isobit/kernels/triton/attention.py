@@ -3,9 +3,9 @@ learner's packed rows.
 
 softmax(q·kᵀ·scale)·v (Vaswani et al. 2017, eq. 1), with the running maximum and sum of Milakov and Gimelshein (2018)
 over blocks of keys, as in FlashAttention (Dao et al. 2022). Exponentials are powers of two: scale · log2(e) is one
-factor of the scores. E4M3 codes are operands as they are: the scale of a token's key multiplies its column of scores,
-that of its value multiplies its column of probabilities before these are rounded to the type of q. Sums are float32,
-and that of the probabilities is of the unrounded ones.
+factor of the scores. Codes, E4M3 or INT8, are operands as they are: the scale of a token's key multiplies its column
+of scores, that of its value multiplies its column of probabilities before these are rounded to the type of q. Sums are
+float32, and that of the probabilities is of the unrounded ones.
 
 **What decides the bits of a row.** Keys are cut into *splits* at fixed positions of the sequence, multiples of
 `_KEYS_PER_SPLIT`; a split starts from nothing and takes its blocks in ascending order; splits are joined in ascending
@@ -16,7 +16,7 @@ that instructions and trees of sums are the same everywhere. What a row does not
 The bits depend on the row's query, on the keys and values that it sees, and on its position: not on the batch, chunks,
 pages, or where splits are joined (`tests/kernels/triton/test_attention.py`, `test_windows.py`).
 
-Left out: writing keys and values; the backward; formats other than E4M3 and those of q.
+Left out: writing keys and values; the backward; formats other than E4M3, INT8 and those of q.
 """
 
 import math
@@ -30,7 +30,7 @@ from torch import Tensor
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch, target
 from isobit.kernels.types import KVStore, Layout
-from isobit.precision import E4M3
+from isobit.precision import E4M3, INT8
 
 _BLOCK_ROWS = 64
 _KEYS_PER_SPLIT = 512
@@ -62,13 +62,13 @@ def attention(
     """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p of its sequence,
     with a `window` to the last `window` of them.
 
-    q [T, H, D] is bfloat16 or float32; the store holds E4M3 codes or q's type. All tensors are on one device and
+    q [T, H, D] is bfloat16 or float32; the store holds codes or q's type. All tensors are on one device and
     nothing is read on the host, so a CUDA graph can hold this; `layout.max_rows` and `layout.max_keys` are bounds.
     """
     rows, heads, dim = q.shape
     kv_heads, sequences = store.k.shape[1], layout.context.shape[0]
-    assert store.k.dtype == (torch.uint8 if store.kv is not None else q.dtype)
-    assert store.kv is None or store.kv.format == E4M3, "this kernel reads E4M3 codes"
+    assert store.k.dtype == (store.kv.format.stored if store.kv is not None else q.dtype)
+    assert store.kv is None or store.kv.format in (E4M3, INT8), "this kernel reads E4M3 and INT8 codes"
     assert all(x.is_contiguous() for x in (q, store.k, store.v))
     group = triton.next_power_of_2(heads // kv_heads)
     assert group <= _BLOCK_ROWS
@@ -121,9 +121,9 @@ def finish(acc, total, peak):
 @triton.jit
 def operand(x, like: tl.constexpr):
     """What was loaded as an operand beside others of type `like`: codes by their exact values."""
-    if x.dtype == tl.uint8:
+    if (x.dtype == tl.uint8) or (x.dtype == tl.int8):
         # by way of float32: Triton's cast from E4M3 to BF16 takes an instruction that Hopper runs at a low rate
-        return numbers.cast(numbers.from_e4m3(x), like)
+        return numbers.cast(numbers.from_codes(x), like)
     else:
         return x
 

@@ -2,7 +2,7 @@
 section 3.1, algorithm 2), without atomics.
 
 With P = exp(scale · q·kᵀ - lse): dv = Pᵀ·dout, dP = dout·vᵀ, dS = P · (dP - Σ dout · out), dq = scale · dS·k, dk =
-scale · dSᵀ·q. Four kernels. Two prepare: one reads keys and values of every row from the store (E4M3 code times scale,
+scale · dSᵀ·q. Four kernels. Two prepare: one reads keys and values of every row from the store (code times scale,
 rounded to the type of the queries, as the forward reads them); one sums dout · out of every row and head, and stores
 the sum and lse · log2(e) as [H, T]. Two compute: dq for a block of queries and a head, over its keys in ascending
 order; dk and dv for a block of keys and a key head, over its query heads and their queries in ascending order. Every
@@ -113,7 +113,7 @@ def _gather_rows(
     codes = tl.load(data + ((slot * HEADS + head) * DIM)[:, None] + column, mask=inside, other=0)
     if scales is not None:
         scale = tl.load(scales + slot * SLOT_STRIDE + head * HEAD_STRIDE, mask=there, other=0.0)
-        values = numbers.from_e4m3(codes) * scale[:, None]
+        values = numbers.from_codes(codes) * scale[:, None]
     else:
         values = codes.to(tl.float32)
     tl.store(out + (row * DIM)[:, None] + column, numbers.cast(values, out.dtype.element_ty), mask=inside)

@@ -20,7 +20,7 @@ from isobit.errors import IsobitError
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.types import Heads, KVStore, Layout
-from isobit.precision import E4M3
+from isobit.precision import E4M3, INT8
 
 _HEADS = 8
 """Heads of a program, at most: with 2 warps a thread then reads 16 bytes of each half of a head of 128."""
@@ -41,7 +41,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 
 def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout, flag: Tensor) -> None:
-    """Store k, v [T, KV, D] at the layout's slots: E4M3 codes with a scale per token and head, or under calibrated
+    """Store k, v [T, KV, D] at the layout's slots: codes with a scale per token and head, or under calibrated
     scales, whose clamping is counted; or cast. `flag` [1] int32 becomes 1 where they are quantized and not finite."""
     rows, heads, dim = k.shape
     (k, k_stride), (v, v_stride) = strided(k), strided(v)
@@ -106,9 +106,9 @@ def _how(store: KVStore) -> dict[str, Any]:
     """The constants of `_put`."""
     if store.kv is None:
         return {"QUANTIZED": False, "CALIBRATED": False, "UE8M0": False}
-    if store.kv.format != E4M3 or store.kv.scale not in ("fp32", "ue8m0"):
+    if store.kv.format not in (E4M3, INT8) or store.kv.scale not in ("fp32", "ue8m0"):
         raise IsobitError(
-            f"the triton backend stores keys and values in e4m3 with fp32 or ue8m0 scales, not {store.kv}"
+            f"the triton backend stores keys and values in e4m3 or int8 with fp32 or ue8m0 scales, not {store.kv}"
         )
     return {"QUANTIZED": True, "CALIBRATED": store.calibrated, "UE8M0": store.kv.scale == "ue8m0"}
 
@@ -211,6 +211,7 @@ def _put(
     WIDTH: tl.constexpr, QUANTIZED: tl.constexpr, CALIBRATED: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
     """Store heads of a token, float32 values [TILE, WIDTH] of the rounded operand, in a slot."""
+    FORM: tl.constexpr = data.dtype.element_ty
     at, first, second = places(head, HEADS, DIM, TILE, WIDTH)
     data += slot * (HEADS * DIM)
     if QUANTIZED:
@@ -227,10 +228,10 @@ def _put(
             tl.atomic_add(counts, clamped.to(tl.int64), mask=clamped > 0, sem="relaxed")
             scale = tl.where(amax < float("inf"), scale, float("nan"))
         else:
-            scale = numbers.block_scale(amax, UE8M0)
+            scale = numbers.block_scale(amax, UE8M0, FORM)
             tl.store(scales + slot * HEADS + heads, scale, mask=heads < HEADS)
-        tl.store(data + at, numbers.quantize_block(low, scale), mask=first)
-        tl.store(data + at + (DIM + 1) // 2, numbers.quantize_block(high, scale), mask=second)
+        tl.store(data + at, numbers.quantize_block(low, scale, FORM), mask=first)
+        tl.store(data + at + (DIM + 1) // 2, numbers.quantize_block(high, scale, FORM), mask=second)
     else:
         save(data, at, first, second, low, high, DIM)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isobit.errors import NonFiniteError
 from isobit.kernels.gpu import HOPPER, Architecture
-from isobit.precision import E4M3, nonfinite_message
+from isobit.precision import E4M3, Format, nonfinite_message
 from isobit.precision.quantize import QuantSpec
 
 
@@ -86,12 +86,13 @@ class Faults:
 
     def __init__(self, device: torch.device, capacity: int = 4096) -> None:
         self._flags = torch.zeros(capacity * self._STRIDE, dtype=torch.int32, device=device)
-        self._names: dict[str, int] = {}
+        self._names: dict[tuple[str, Format], int] = {}
 
-    def of(self, name: str) -> Tensor:
-        """The flag [1] int32 of a tensor's name; names beyond the capacity share the last one."""
+    def of(self, name: str, form: Format = E4M3) -> Tensor:
+        """The flag [1] int32 of a tensor's name, and what it is quantized to; names beyond the capacity share the last
+        one."""
         most = self._flags.numel() // self._STRIDE - 1
-        index = min(self._names.setdefault(name, len(self._names)), most)
+        index = min(self._names.setdefault((name, form), len(self._names)), most)
         return self._flags[index * self._STRIDE :]
 
     def raise_first(self) -> None:
@@ -102,5 +103,6 @@ class Faults:
         if not raised:
             return
         self._flags.zero_()
-        name = next((n for n, i in self._names.items() if i == raised[0] // self._STRIDE), "a tensor")
-        raise NonFiniteError(nonfinite_message(name, QuantSpec(E4M3)))
+        found = (key for key, i in self._names.items() if i == raised[0] // self._STRIDE)
+        name, form = next(found, ("a tensor", E4M3))
+        raise NonFiniteError(nonfinite_message(name, QuantSpec(form)))

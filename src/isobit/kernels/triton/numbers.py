@@ -5,6 +5,7 @@ float32 to FP8 and BF16 wrongly and multiplies BF16 as integers; there the same 
 The results are the same bits (`tests/kernels/triton/test_numbers.py`; on a GPU against the reference quantizer).
 
 FP8 codes are passed as uint8 pointers and reinterpreted after the load, so kernels need no FP8 tensors from PyTorch.
+INT8 codes are int8: the type of a pointer tells which they are.
 Left out: block sizes and launches (`launch.py`).
 """
 
@@ -73,13 +74,33 @@ def from_e4m3(code):
 
 
 @triton.jit
-def block_scale(amax, UE8M0: tl.constexpr):
-    """The scale of a block with this largest magnitude, float32: as `isobit.precision.quantize.scales`.
+def to_int8(x):
+    """float32 within 127 to whole numbers (int8), to nearest even; NaN to any."""
+    # 1.5 * 2**23 leaves the rounded number in the last bits
+    return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
 
-    amax / 448, at least 2**-126; 1 for a zero block; with UE8M0 rounded up to a power of two. NaN where amax is NaN or
-    infinite, so that whatever the block is multiplied with becomes NaN too.
+
+@triton.jit
+def from_codes(codes):
+    """Codes to float32, exactly: INT8 as int8, E4M3 as uint8."""
+    if codes.dtype == tl.int8:
+        return codes.to(tl.float32)
+    else:
+        return from_e4m3(codes)
+
+
+@triton.jit
+def block_scale(amax, UE8M0: tl.constexpr, form: tl.constexpr = tl.uint8):
+    """The scale of a block with this largest magnitude, float32: as `isobit.precision.quantize.scales`. `form` is the
+    type of its codes.
+
+    amax / 448, of INT8 amax / 127, at least 2**-126; 1 for a zero block; with UE8M0 rounded up to a power of two. NaN
+    where amax is NaN or infinite, so that whatever the block is multiplied with becomes NaN too.
     """
-    scale = tl.maximum(tl.div_rn(amax, 448.0), SMALLEST_SCALE)
+    if form == tl.int8:
+        scale = tl.maximum(tl.div_rn(amax, 127.0), SMALLEST_SCALE)
+    else:
+        scale = tl.maximum(tl.div_rn(amax, 448.0), SMALLEST_SCALE)
     if UE8M0:
         word = scale.to(tl.uint32, bitcast=True)
         scale = ((word + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -88,10 +109,13 @@ def block_scale(amax, UE8M0: tl.constexpr):
 
 
 @triton.jit
-def quantize_block(x, scale):
-    """E4M3 codes (uint8) of float32 `x` under scales that broadcast to it."""
+def quantize_block(x, scale, form: tl.constexpr = tl.uint8):
+    """Codes of float32 `x` under scales that broadcast to it: E4M3 as uint8, or INT8 as int8."""
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    return to_e4m3(tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL))
+    if form == tl.int8:
+        return to_int8(tl.minimum(tl.maximum(scaled, -127.0), 127.0))
+    else:
+        return to_e4m3(tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL))
 
 
 @triton.jit

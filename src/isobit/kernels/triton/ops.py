@@ -33,8 +33,10 @@ from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults, target
 from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
-from isobit.precision import E4M3, ErrorSums, Precision, QTensor, QuantSpec, error_sums
+from isobit.precision import E4M3, INT8, ErrorSums, Precision, QTensor, QuantSpec, error_sums
 
+_CACHED = (E4M3, INT8)
+"""Formats of keys and values; of all else E4M3 alone."""
 _ALLOWED = {
     "weights": ("128x128",),
     "activations": ("1x128",),
@@ -65,20 +67,25 @@ class TritonOps(Ops):
         for role, spec in specs:
             if spec is None:
                 continue
-            if not target().fp8:
+            forms = _CACHED if role == "keys and values" else (E4M3,)
+            if not target().fp8 and spec.format is not INT8:
                 raise IsobitError(
                     f"backend: triton has {role} in FP8 (preset {precision.name}) from sm_89 on, and this GPU is "
                     "older; use precision: bf16, or backend: native"
                 )
-            if spec.format is not E4M3 or spec.granularity not in _ALLOWED[role] or spec.scale not in ("fp32", "ue8m0"):
-                allowed = " or ".join(_ALLOWED[role])
+            computed = spec.format in forms and spec.granularity in _ALLOWED[role] and spec.scale in ("fp32", "ue8m0")
+            if not computed:
+                names, allowed = " or ".join(form.name for form in forms), " or ".join(_ALLOWED[role])
                 raise IsobitError(
-                    f"backend: triton has no kernel for {role} in {spec} (preset {precision.name}): it takes e4m3 "
-                    f"{allowed} with fp32 or ue8m0 scales; use backend: native"
+                    f"backend: triton has no kernel for {role} in {spec} (preset {precision.name}): it takes "
+                    f"{names}, {allowed}, with fp32 or ue8m0 scales; use backend: native"
                 )
 
     def raise_faults(self) -> None:
         self._faults.raise_first()
+
+    def _flag_of(self, store: KVStore) -> Tensor:
+        return self._faults.of("keys and values", E4M3 if store.kv is None else store.kv.format)
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         return quantize.quantize(x, spec, self._faults.of(name))
@@ -139,7 +146,7 @@ class TritonOps(Ops):
     def attention_inputs(
         self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return head_kernels.attention_inputs(qkv, heads, store, layout, self._faults.of("keys and values"))
+        return head_kernels.attention_inputs(qkv, heads, store, layout, self._flag_of(store))
 
     def attention_inputs_backward(
         self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
@@ -147,7 +154,7 @@ class TritonOps(Ops):
         return heads_backward.attention_inputs_backward(gradients, qkv, heads, positions)
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        head_kernels.kv_write(store, k, v, layout, self._faults.of("keys and values"))
+        head_kernels.kv_write(store, k, v, layout, self._flag_of(store))
 
     def attention(
         self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None

@@ -20,10 +20,10 @@ from isobit.kernels.gpu import versions
 from isobit.kernels.matrices import Operand, values
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.types import KVStore, Layout, Ops
-from isobit.precision import BF16, E4M3, QTensor, QuantSpec
+from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
 _BLOCK, _ROW = QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "1x128")
-_KV = QuantSpec(E4M3, "row")
+_CACHES = {"BF16": None, "FP8": QuantSpec(E4M3, "row"), "INT8": QuantSpec(INT8, "row", "fp32")}
 _ROWS = 80  # more than one tile, and not whole ones
 _PARTS = ((0, 1), (79, 80), (3, 20), (10, 75))
 _SIZES = ((192, 640), (64, 8192))  # outputs and inputs of products; the second sums in chunks
@@ -35,7 +35,7 @@ Found = tuple[str, bool]
 
 def failures(ops: Ops, fp8: bool = True) -> list[str]:
     """What does not hold here, a phrase each."""
-    kinds = ("BF16", "FP8") if fp8 else ("BF16",)
+    kinds = ("BF16", "FP8", "INT8") if fp8 else ("BF16", "INT8")
     return [what for kind in kinds for what, holds in _all(ops, kind) if not holds]
 
 
@@ -64,9 +64,11 @@ def _identity() -> str:
 
 
 def _all(ops: Ops, kind: str) -> Iterator[Found]:
+    yield from _attention(ops, kind)
+    if kind == "INT8":  # of the cache alone
+        return
     for outputs, inputs in _SIZES:
         yield from _product(ops, kind, outputs, inputs)
-    yield from _attention(ops, kind)
     if kind == "FP8":
         yield from _quantized(ops)
     else:
@@ -108,7 +110,7 @@ def _rows(x: Operand, lo: int, hi: int) -> Operand:
 def _attention(ops: Ops, kind: str) -> Iterator[Found]:
     """A sequence at once, and its last rows as if decoded one by one."""
     heads, kv_heads, dim, length = 2, 1, 64, _LENGTH
-    kv, what = _KV if kind == "FP8" else None, f"attention over keys in {kind}"
+    kv, what = _CACHES[kind], f"attention over keys in {kind}"
     q, k, v = (_random(ops, seed, length, n, dim) for seed, n in enumerate((heads, kv_heads, kv_heads)))
     packed = Layout.packed([length])
     store = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16, None, ops.device)
