@@ -22,6 +22,8 @@ PRESETS = ("bf16", "fp8", "fp8-e2e")
 TRAINED = {
     "all weights": (),
     "all weights, 8-bit moments": ("optimizer.state=8bit",),
+    "all weights, BF16 masters": ("optimizer.masters=bf16",),
+    "all weights, BF16 masters, 8-bit moments": ("optimizer.masters=bf16", "optimizer.state=8bit"),
     "an adapter of rank 32": ("adapter.rank=32",),
 }
 _RANKS = (1, 2, 4, 8, 16, 32, 64)

@@ -1,4 +1,5 @@
-"""The most that a step of GRPO takes on a CPU, by preset and `optimizer.activation_checkpointing`: counted tensors.
+"""The most that a step of GRPO takes on a CPU, by preset, `optimizer.activation_checkpointing`, `masters` and `state`:
+counted tensors.
 
     python -m benchmarks step_memory
 
@@ -23,6 +24,12 @@ from isobit.training.opening import open_session
 
 PRESETS = ("bf16", "fp8", "fp8-rollout", "fp8-e2e")
 LEVELS = ("false", "mlp", "true")
+OPTIMIZERS: dict[str, dict[str, str]] = {
+    "8-bit moments": {"state": "8bit"},
+    "BF16 masters": {"masters": "bf16"},
+    "BF16 masters, 8-bit moments": {"masters": "bf16", "state": "8bit"},
+}
+"""Under `fp8`, without checkpointing."""
 
 
 def run(rounds: int) -> Result:
@@ -33,16 +40,21 @@ def run(rounds: int) -> Result:
         for preset in PRESETS:
             for level in LEVELS:
                 result.parts[f"{preset}, {level}"] = peak(folder, preset, level)
+        for what, given in OPTIMIZERS.items():
+            result.parts[f"fp8, {what}"] = peak(folder, "fp8", "false", **given)
     least = {level: _besides(result, "fp8", level) / _besides(result, "fp8", "false") for level in LEVELS}
     for level in LEVELS[1:]:
         what = f"fp8, activation_checkpointing: {level}, over false: what a step takes besides what it holds"
         result.claims.append(Claim(what, least[level], "<=", 0.85))
+    plain, narrow = (result.parts[f"fp8, {what}8-bit moments"]["held"] for what in ("", "BF16 masters, "))
+    what = "fp8, 8-bit moments: what is held with BF16 masters over FP32"
+    result.claims.append(Claim(what, narrow / plain, "<=", 0.85))
     return result
 
 
-def peak(folder: Path, preset: str, level: str) -> dict[str, float]:
+def peak(folder: Path, preset: str, level: str, **optimizer: str) -> dict[str, float]:
     """Bytes: what a run holds after its first step, and what the second takes besides."""
-    path = folder / f"{preset}-{level}.yaml"
+    path = folder / f"{'-'.join((preset, level, *optimizer))}.yaml"
     (folder / "reward.py").write_text(
         "def digits(prompts, completions, **columns):\n"
         "    return [float(sum(c in '56789' for c in text)) for text in completions]\n"
@@ -57,6 +69,7 @@ def peak(folder: Path, preset: str, level: str) -> dict[str, float]:
             "learning_rate": 1e-5,
             "micro_batch_tokens": 4096,
             "activation_checkpointing": yaml.safe_load(level),
+            **optimizer,
         },
         "run": {"dir": str(folder / path.stem), "checkpoint_every": 0, "report": False},
         "rewards": {"functions": [{"function": f"{folder / 'reward.py'}:digits"}]},

@@ -40,6 +40,7 @@ def tiny_model(
     backend: str = "auto",
     scale: float = 1.0,
     ranks: Ranks = ALONE,
+    masters: str = "fp32",
     **sizes: Any,
 ) -> Model:
     """A random model of a few thousand parameters over the digits, or another alphabet. Matrices are multiplied by
@@ -64,7 +65,7 @@ def tiny_model(
         tie_embeddings=True,
         eos_ids=tokenizer.eos_ids,
     )
-    model = Model.init(config, tokenizer, precision, seed, backend, level(backend), ranks)
+    model = Model.init(config, tokenizer, precision, seed, backend, level(backend), ranks, masters)
     if scale != 1.0:
         with torch.no_grad():
             for parameter in model.parameters():

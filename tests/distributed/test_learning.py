@@ -28,8 +28,8 @@ SETTINGS = OptimizerSettings(learning_rate=2e-3, max_grad_norm=0.05, total_steps
 OBJECTIVE = replace(OBJECTIVES["grpo"], max_new_tokens=5, updates_per_batch=2)
 
 
-def model_of(precision: str, family: str, ranks: Ranks = ALONE) -> Model:
-    return tiny_model(precision, family, seed=3, scale=2.0, ranks=ranks, **SIZES)
+def model_of(precision: str, family: str, ranks: Ranks = ALONE, masters: str = "fp32") -> Model:
+    return tiny_model(precision, family, seed=3, scale=2.0, ranks=ranks, masters=masters, **SIZES)
 
 
 def whole(ranks: Ranks, shards: Shards, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -53,9 +53,10 @@ def learn(
     **given: Any,
 ) -> tuple[dict[str, Tensor], list[Mapping[str, float]]]:
     """(masters and moments, metrics) after some steps on the samples."""
-    model = model_of(precision, family, ranks)
+    model = model_of(precision, family, ranks, settings.masters)
     shards = model.transformer.masters.shards
-    optimizer = Optimizer(model.named_parameters(), settings, shards)
+    holders = model.transformer.masters.holders
+    optimizer = Optimizer(model.named_parameters(), settings, shards, holders=holders)
     chosen = for_precision(objective, model.precision, stale=False)
     learner = Learner(model, optimizer, chosen, micro_batch_tokens=tokens, seed=7, **given)
     metrics = []
@@ -106,9 +107,9 @@ class _AllReduced(GradientSum):
     def finish(self) -> None:
         shards = self._shards
         sums = shards.ranks.gather_tensors(self._mine)
-        for name, parameter in self._parameters.items():
+        for name, holder in self._holders.items():
             parts = [given[name] for given in sums if name in given]
-            parameter.grad = sum(parts[1:], start=parts[0])[slice(*shards.own(name))].clone() if parts else None
+            holder.grad = sum(parts[1:], start=parts[0])[slice(*shards.own(name))].clone() if parts else None
 
 
 def test_control_sums_of_ranks_give_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +153,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"recompute": True},
     "gradients checked": {"check_gradients_every": 1},
     "8-bit moments": {"settings": replace(SETTINGS, state="8bit")},
+    "BF16 masters": {"settings": replace(SETTINGS, masters="bf16")},
+    "BF16 masters, 8-bit moments": {"settings": replace(SETTINGS, masters="bf16", state="8bit", sum_group=2)},
     "old log-probabilities recomputed": {"objective": replace(OBJECTIVE, recompute_old_logprobs="always", epochs=2)},
     "shadow passes": {"objective": replace(OBJECTIVE, shadow_every=1, shadow_calibrates_clip=True)},
     "tensor-wise": {"precision": "fp8[weight_granularity=tensor]"},

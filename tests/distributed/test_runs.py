@@ -22,6 +22,7 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "fp8-unified": ("qwen3", ["precision=fp8-unified", "optimizer.sum_group=2"]),
     "bf16": ("qwen3", ["precision=bf16"]),
     "mixture of experts": ("qwen3_moe", ["algorithm.router_aux_coefficient=0.01", "algorithm.updates_per_batch=2"]),
+    "BF16 masters": ("qwen3", ["optimizer.masters=bf16", "optimizer.state=8bit"]),
     "adapter": ("qwen3", ["adapter={rank: 8, alpha: 32}", "optimizer.learning_rate=0.02"]),
     "calibrated cache": ("qwen3", ["precision=fp8-rollout-kv"]),
     "dynamic sampling": ("qwen3", ["algorithm.dynamic_sampling=true", "sampling.temperature=0.6", "steps=3"]),

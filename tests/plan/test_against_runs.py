@@ -31,6 +31,7 @@ RUNS = [
     ("bf16", "qwen3", ("optimizer.activation_checkpointing=true",)),
     ("fp8-unified", "qwen3_moe", ()),
     ("fp8-rollout", "qwen3", ()),
+    ("fp8", "qwen3", ("optimizer.masters=bf16", "optimizer.state=8bit")),
     ("fp8", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
     ("fp8-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
     ("fp8", "qwen3_moe", ("algorithm.kl_coefficient=0.01", "evaluation.every=1", "evaluation.samples=4")),
@@ -50,8 +51,9 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
     planned, held = memory(job), dict(memory(job).held)
     adapter = job.config.adapter
     size, trained = weights(job.model, job.precision, adapter=adapter).total, num_parameters(job.model, adapter)
-    assert row["memory/weights_mib"] * MIB == 4 * trained + size
-    assert row["memory/optimizer_mib"] * MIB == moment_bytes(job.model, "fp32", adapter)
+    each, state = (2 if config.optimizer.masters == "bf16" else 4), config.optimizer.state
+    assert row["memory/weights_mib"] * MIB == each * trained + size
+    assert row["memory/optimizer_mib"] * MIB == moment_bytes(job.model, state, adapter)
     cache = held["keys and values"] + held.get("keys and values of the evaluation", 0)
     assert row["memory/kv_cache_mib"] * MIB == pytest.approx(cache, rel=0.1)
     if job.config.shares_reference:
@@ -59,11 +61,12 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
         assert "reference model, on every rank" not in held
     elif job.reference is not None:
         assert row["memory/reference_mib"] * MIB == held["reference model, on every rank"]
-    assert planned.total > sum(held.values()) > 16 * trained + size
+    least = (each + 4) * trained + moment_bytes(job.model, state, adapter)
+    assert planned.total > sum(held.values()) > least + size
     # the control: another flow's plan is not this run
     other = job.under(tiny_model("bf16" if flow != "bf16" else "fp8").precision, 1)
     of_another = weights(other.model, other.precision, adapter=adapter).total
-    assert row["memory/weights_mib"] * MIB != 4 * trained + of_another
+    assert row["memory/weights_mib"] * MIB != each * trained + of_another
 
 
 @pytest.mark.slow

@@ -66,6 +66,12 @@ def test_the_total_is_what_is_held_and_the_largest_part(tmp_path: Path, base_mod
     assert held["Python and its libraries"] == 1000
     assert during["saving: a copy of masters or moments"] == 2 * masters
     assert found.total == sum(held.values()) + max(during.values())
+    narrow = _parts(tmp_path, base_model, "optimizer.masters=bf16")
+    other = plan.plan(narrow, plan.measure_parts(narrow), 1000, 100)
+    del held["FP32 masters"]
+    assert dict(other.held) == {"BF16 masters": masters // 2, **held}
+    assert other.parts[0] == found.parts[0], "gradients and activations are what they were"
+    assert dict(other.parts)["updating: gradients, their norm, the moments' values"] == masters * 5 // 2
 
 
 def test_caches_are_sized_beside_moments_and_gradients_that_do_not_exist_yet(
@@ -100,8 +106,9 @@ def test_a_plan_that_does_not_fit_names_the_keys_that_lower_it(
     text = plan.advice(parts, learning, 0)
     assert text.startswith("does not fit: ")
     lines = dict(re.findall(r"^  (\S+?)=\S+ +([\d.]+ GiB)(?:, fits)?$", text, re.M))
-    keys = ["optimizer.micro_batch_tokens", "optimizer.activation_checkpointing", "prompts_per_step"]  # 8-bit blocks
-    assert list(lines) == keys  # are larger than this model's matrices
+    keys = ["optimizer.micro_batch_tokens", "optimizer.activation_checkpointing"]
+    keys += ["optimizer.masters", "prompts_per_step"]  # 8-bit blocks are larger than this model's matrices
+    assert list(lines) == keys
     assert all(line.endswith(", fits") for line in text.splitlines()[1:])
 
 

@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from isobit.config import SftConfig, load_sft_config
 from isobit.engine.engine import Engine
@@ -205,3 +208,26 @@ def test_two_runs_that_begin_at_once_make_their_base_once(
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "sft.yaml"))
     with pytest.raises(IsobitError, match=r"cannot write the cache .*/sft: [A-Z][a-z ]+; set ISOBIT_CACHE"):
         cached_model(path)
+
+
+def test_bf16_masters_learn_and_are_saved_as_they_are(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their loss falls as that of FP32 masters does, and is not the same in any step."""
+    losses: dict[str, list[float]] = {}
+    update = sft.supervised_update
+
+    def recorded(*given: Any) -> dict[str, float]:
+        metrics = update(*given)
+        losses[name].append(metrics["loss/cross_entropy"])
+        return metrics
+
+    monkeypatch.setattr(sft, "supervised_update", recorded)
+    for name in ("fp32", "bf16"):
+        losses[name] = []
+        path = config(steps=10, batch_size=32)
+        changes = [f"optimizer.masters={name}", f"out={path.parent / name}"]
+        out = supervised_run(load_sft_config(path, changes), quiet=True)
+        saved = load_file(out / "model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16 if name == "bf16" else torch.float32}
+    assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.06)
+    assert all(one != other for one, other in zip(losses["bf16"], losses["fp32"]))
+    assert losses["bf16"][-1] < losses["bf16"][0] - 0.5

@@ -87,21 +87,21 @@ class _Round:
 
 
 class GradientSum:
-    """Sums the gradients of `leaves` (by master, in the order of `shards.shapes`) into `parameters`, the rows that this
-    rank keeps: `begin`, a `round` for each micro-batch of the ranks, and `finish` sets their `.grad`.
+    """Sums the gradients of `leaves` (by master, in the order of `shards.shapes`) into `holders`, of the rows
+    that this rank keeps: `begin`, a `round` for each micro-batch of the ranks, and `finish` sets their `.grad`.
 
-    Where one process has everything, leaves are the parameters and autograd adds in this order by itself; then only a
+    Where one process has everything, leaves are the holders and autograd adds in this order by itself; then only a
     `sum_group` needs hooks.
     """
 
     def __init__(
         self,
         leaves: Mapping[str, Tensor],
-        parameters: Mapping[str, torch.nn.Parameter],
+        holders: Mapping[str, Tensor],
         shards: Shards,
         sum_group: int = 1,
     ) -> None:
-        self._leaves, self._parameters, self._shards, self._group = leaves, parameters, shards, sum_group
+        self._leaves, self._holders, self._shards, self._group = leaves, holders, shards, sum_group
         self._buckets = [Bucket.of(names, shards) for names in buckets(list(leaves))]
         self._place = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         self._sums: dict[str, OrderedSum] = {}
@@ -119,9 +119,9 @@ class GradientSum:
 
     def begin(self) -> None:
         """Forget what was summed."""
-        self._sums = {name: OrderedSum(self._group) for name in self._parameters}
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._sums = {name: OrderedSum(self._group) for name in self._holders}
+        for holder in self._holders.values():
+            holder.grad = None
 
     @contextmanager
     def round(self, first: int, active: int) -> Iterator[None]:
@@ -143,10 +143,10 @@ class GradientSum:
             self._round = None
 
     def finish(self) -> None:
-        """Give the parameters their gradients."""
+        """Give the holders their gradients."""
         if self.hooked:
-            for name, parameter in self._parameters.items():
-                parameter.grad = self._sums[name].result()
+            for name, holder in self._holders.items():
+                holder.grad = self._sums[name].result()
             self._sums = {}
 
     def _hook(self, name: str, leaf: Tensor) -> torch.utils.hooks.RemovableHandle:

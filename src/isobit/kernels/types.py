@@ -303,6 +303,12 @@ class Ops(Protocol):
         """Of each row of x [R, C] float32 the sum of its squares, [R] float64. On a CPU the second half of a row is
         added to the first, until one number is left."""
 
+    def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
+        """x [n] float32, elements number `first` (a multiple of 8) and on of a tensor, in bfloat16: of the two
+        neighbours the farther from 0 with a probability that is the distance to the other, so the mean is x
+        (`reference/stochastic.py`). The same bits in every backend: random numbers are a function of `seed` (64 bits),
+        `step` and an element's number."""
+
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature); logits [T, V]
         float32."""

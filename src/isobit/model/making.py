@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.kernels import Operand, Ops, Stacked
@@ -22,7 +23,7 @@ Made = dict[tuple[int | None, Flow], Layer | Outside]
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """What working weights are made of. `masters` are the leaves: where ranks share the masters, what is made is
+    """What working weights are made of. `masters` are the leaves: where these hold no numbers, what is made is
     storage that `remake` fills. With an `adapter`, `masters` are values that nothing trains, which are read one at a
     time and not kept, and `leaves` those of the adapter's masters."""
 
@@ -119,7 +120,7 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
     def mixture() -> Mixture:
         assert config.experts is not None
         router, count = masters[prefix + "router"], config.experts.count
-        kept = Weight(prefix + "router", leaf(router), router.detach().clone(), None, None)
+        kept = Weight(prefix + "router", leaf(router), router.detach().to(torch.float32, copy=True), None, None)
 
         def stacked(role: str) -> tuple[Stacked, list[Weight]]:
             names, leaves = [f"experts.{number}.{role}" for number in range(count)], []

@@ -1,8 +1,10 @@
-"""FP32 masters: the rows that this rank keeps of them, and the leaves through which autograd returns their gradients.
+"""Masters, FP32 or BF16: the rows that this rank keeps of them, and the leaves through which autograd returns their
+gradients, which are FP32 in either case.
 
 Nothing in a forward or a backward reads a master: products take the working weights, and a gradient is returned for a
-leaf. Where one process has all rows, leaf and master are one tensor. Where ranks share them, a leaf is a single number,
-expanded to the master's shape, and `isobit.distributed.exchange` takes each gradient as it appears.
+leaf. Where one process has all rows of FP32 masters, leaf and master are one tensor. Else a leaf is a single number,
+expanded to the master's shape; where ranks share the masters, `isobit.distributed.exchange` takes each gradient as it
+appears. PyTorch gives a BF16 tensor no FP32 gradient, so those of BF16 masters have a place of their own (`holders`).
 """
 
 from collections.abc import Mapping
@@ -12,20 +14,34 @@ from torch import Tensor, nn
 
 from isobit.distributed import ALONE, Ranks, Shards
 
+MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The formats by the names that configs have."""
+
 
 class Masters:
-    """Masters of these whole `shapes`, in a fixed order; `given` are the rows that this rank keeps."""
+    """Masters of these whole `shapes`, in a fixed order; `given` are the rows that this rank keeps, rounded to nearest
+    where `dtype` has fewer digits. The `.grad` of `holders` is the gradient, float32, of the `parameters`' rows."""
 
     def __init__(
-        self, given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], device: torch.device, ranks: Ranks
+        self,
+        given: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+        ranks: Ranks,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.shards = Shards.of(shapes, ranks)
         kept = {name: self.shards.own_shape(name) for name in shapes if self.shards.owned(name)}
         assert {name: tuple(t.shape) for name, t in given.items()} == kept
-        self.parameters = {name: nn.Parameter(given[name].to(device, torch.float32)) for name in kept}
+        self.dtype, wide = dtype, dtype == torch.float32
+        self.parameters = {name: nn.Parameter(given[name].to(device, dtype), requires_grad=wide) for name in kept}
         self.leaves: Mapping[str, Tensor] = self.parameters
-        if ranks.size > 1:
+        self.holders: Mapping[str, Tensor] = self.parameters
+        if ranks.size > 1 or not wide:
             self.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
+        if not wide:
+            own = {name: _leaf(shape, device) for name, shape in kept.items()}
+            self.holders = self.leaves if ranks.size == 1 else own
 
     @staticmethod
     def elsewhere(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "Masters":
@@ -33,6 +49,11 @@ class Masters:
         found = Masters({}, {}, device, ALONE)
         found.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
         return found
+
+    @property
+    def apart(self) -> bool:
+        """Whether the leaves hold no numbers: working weights cannot be made of them."""
+        return self.leaves is not self.parameters
 
     @property
     def count(self) -> int:

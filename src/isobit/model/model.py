@@ -31,7 +31,7 @@ from isobit.model.checkpoint import (
 )
 from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter
-from isobit.model.masters import own_rows
+from isobit.model.masters import MASTERS, own_rows
 from isobit.model.peft import base_of, brings_tokenizer, is_adapter, read_peft, write_peft
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import USES, Transformer, parameter_shapes
@@ -81,23 +81,26 @@ class Model:
         consistency: str = "bitwise",
         ranks: Ranks = ALONE,
         adapter: str | Path | NewAdapter | None = None,
+        masters: str = "fp32",
     ) -> "Model":
         """A Hugging Face directory of a supported family (`families/`); `precision` is a preset's name, a
         mapping, or a `Precision`. Several `ranks` share the masters, and all must load.
 
         With an `adapter`, a PEFT folder or a new one, the model is frozen and the adapter's are the only masters. A
-        PEFT folder may be the `path`; its config names the model.
+        PEFT folder may be the `path`; its config names the model. `masters`: fp32, or bf16, to which what is read is
+        rounded.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
+        dtype = _dtype_of(masters)
         with ExitStack() as files:
 
             def read() -> tuple[Precision, Ops, _Read]:
                 flow, ops = precision_from(precision), get_ops(backend, consistency)
-                return flow, ops, _read(model_folder(path), adapter, ranks, ops.device, files)
+                return flow, ops, _read(model_folder(path), adapter, ranks, ops.device, files, dtype)
 
             flow, ops, given = ranks.together(read)
-            transformer = Transformer(given.config, flow, ops, given.masters, ranks, given.adapter)
+            transformer = Transformer(given.config, flow, ops, given.masters, ranks, given.adapter, dtype)
         model = Model(transformer, given.tokenizer)
         model.generation = given.generation
         return model
@@ -111,19 +114,20 @@ class Model:
         backend: str = "auto",
         consistency: str = "bitwise",
         ranks: Ranks = ALONE,
+        masters: str = "fp32",
     ) -> "Model":
         """Random weights: normal with deviation 0.02, projections back into the residual stream smaller by
-        sqrt(2 · layers) (GPT-2), norms 1, biases 0. The same seed gives the same weights."""
+        sqrt(2 · layers) (GPT-2), norms 1, biases 0. The same seed gives the same weights. `masters` as in `load`."""
         generator = torch.Generator().manual_seed(seed)
-        masters: dict[str, Tensor] = {}
+        given: dict[str, Tensor] = {}
         for name, shape in parameter_shapes(config).items():
             if len(shape) == 1:
-                masters[name] = torch.ones(shape) if name.endswith("norm") else torch.zeros(shape)
+                given[name] = torch.ones(shape) if name.endswith("norm") else torch.zeros(shape)
                 continue
             deviation = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
-            masters[name] = torch.randn(shape, generator=generator) * deviation
-        ops = get_ops(backend, consistency)
-        return Model(Transformer(config, precision_from(precision), ops, own_rows(masters, ranks), ranks), tokenizer)
+            given[name] = torch.randn(shape, generator=generator) * deviation
+        flow, ops, rows = precision_from(precision), get_ops(backend, consistency), own_rows(given, ranks)
+        return Model(Transformer(config, flow, ops, rows, ranks, dtype=_dtype_of(masters)), tokenizer)
 
     def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
         """The same masters, in the same storage, under another precision flow; its working weights are its own. Raises
@@ -134,7 +138,8 @@ class Model:
                 "model with isobit export --merge"
             )
         masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
-        transformer = Transformer(self.config, precision_from(precision), self.ops, masters, self.ranks)
+        dtype = self.transformer.masters.dtype
+        transformer = Transformer(self.config, precision_from(precision), self.ops, masters, self.ranks, dtype=dtype)
         model = Model(transformer, self.tokenizer)
         model.generation = self.generation
         return model
@@ -160,11 +165,11 @@ class Model:
         self.transformer.sync(rollout)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The FP32 masters, in a fixed order: the rows that this rank keeps."""
+        """The masters, in a fixed order: the rows that this rank keeps."""
         return list(self.transformer.parameters.values())
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The FP32 masters by name, in a fixed order: the rows that this rank keeps."""
+        """The masters by name, in a fixed order: the rows that this rank keeps."""
         return self.transformer.parameters
 
     @torch.no_grad()
@@ -261,7 +266,12 @@ class _Read:
 
 
 def _read(
-    directory: Path, adapter: str | Path | NewAdapter | None, ranks: Ranks, device: torch.device, files: ExitStack
+    directory: Path,
+    adapter: str | Path | NewAdapter | None,
+    ranks: Ranks,
+    device: torch.device,
+    files: ExitStack,
+    dtype: torch.dtype,
 ) -> _Read:
     """`files`: of a model whose adapter is trained, they stay open in it."""
     if is_adapter(directory):
@@ -282,9 +292,15 @@ def _read(
     names.check_tied(weights.rows, weights.shapes, config, where, ranks)
     masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device)
     if given is None:
-        masters = names.fuse(weights.rows, config, ranks)
+        masters = names.fuse(weights.rows, config, ranks, dtype)
     more = own / "generation_config.json"
     return _Read(config, tokenizer, masters, read_json(more) if exists(more) else {}, given)
+
+
+def _dtype_of(masters: str) -> torch.dtype:
+    if masters not in MASTERS:
+        raise IsobitError(f"masters: expected one of {', '.join(MASTERS)}, got {masters!r}")
+    return MASTERS[masters]
 
 
 def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -25,12 +25,16 @@ Read = Callable[[str, int, int], Tensor]
 """Rows of a Hugging Face tensor, float32, by its name, the first of them and the one after the last."""
 
 
-def fuse(read: Read, config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+def fuse(
+    read: Read, config: ModelConfig, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that `check_shapes`
-    takes. No others are read."""
+    takes, rounded to `dtype`. No others are read."""
     shards = Shards.of(parameter_shapes(config), ranks)
     return {
-        master: torch.cat([read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))])
+        master: torch.cat([read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))]).to(
+            dtype
+        )
         for master, tensors in parts(config)
         if shards.owned(master)
     }

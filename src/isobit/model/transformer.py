@@ -1,9 +1,9 @@
 """One transformer for rollout, learner and reference: all families in the same forward.
 
-The parameters are FP32 masters. `sync` makes *working* weights of them, once per flow: quantized, or in the compute
-format. A rollout and a learner with one flow share one storage of working weights, so neither can be stale; a rollout
-on a separate engine receives a copy and has its own operators. The forward takes rows and a layout, so decoding,
-chunked prefill and the learner's packed sequences are the same code.
+The parameters are masters, FP32 or BF16. `sync` makes *working* weights of them, once per flow: quantized, or in the
+compute format. A rollout and a learner with one flow share one storage of working weights, so neither can be stale; a
+rollout on a separate engine receives a copy and has its own operators. The forward takes rows and a layout, so
+decoding, chunked prefill and the learner's packed sequences are the same code.
 
 Query, key and value projections are one matrix, and so are gate and up. Left out: where weights come from (`model.py`).
 """
@@ -50,7 +50,7 @@ class Transformer:
     another process has them, and sends the rollout's working weights (`weight_bytes.py`); there are no others.
 
     With an `adapter` nothing else is trained: `masters` are whole, each is read once, made a working weight and not
-    kept, and the masters here are the adapter's.
+    kept, and the masters here are the adapter's. `dtype` is that of the masters here.
     """
 
     def __init__(
@@ -61,13 +61,14 @@ class Transformer:
         masters: Mapping[str, Tensor] | None,
         ranks: Ranks = ALONE,
         adapter: Adapter | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         shapes = parameter_shapes(config) if adapter is None else adapter.shapes
         if masters is None:
             self.masters = Masters.elsewhere(shapes, ops.device)
         else:
             given = masters if adapter is None else own_rows(adapter.tensors, ranks)
-            self.masters = Masters(given, shapes, ops.device, ranks)
+            self.masters = Masters(given, shapes, ops.device, ranks, dtype)
         self.adapter = None if adapter is None else replace(adapter, tensors={})
         self.config, self.precision = config, precision
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
@@ -82,7 +83,7 @@ class Transformer:
         sources = Sources(leaves) if adapter is None else Sources(masters or {}, adapter, leaves)
         self._working = self._make(sources, USES if masters is not None else ("rollout",))
         self.checksums = Checksums(self._written_by_sync)
-        if ranks.size > 1:
+        if masters is not None and self.masters.apart:
             remake(self._synced, ops, self.masters, self.masters.leaves)
         self._send(self.masters.leaves)
         ops.raise_faults()
@@ -116,7 +117,7 @@ class Transformer:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The rows of the FP32 masters that this rank keeps, by name."""
+        """The rows of the masters that this rank keeps, by name."""
         return self.masters.parameters
 
     @property

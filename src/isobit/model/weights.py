@@ -1,6 +1,6 @@
 """What a forward multiplies by: weights of linear layers with their products' formats, adapters on them, and vectors.
 
-Weights enter an operator twice: the *working* weight that is multiplied, and the FP32 *master* that receives the
+Weights enter an operator twice: the *working* weight that is multiplied, and the *master* that receives the
 gradient. A frozen weight has no master, and none of its inputs is kept for the backward, unless adapters need it.
 """
 

@@ -1,4 +1,4 @@
-"""Working weights: the tensors that products multiply, made of the FP32 masters at each sync for each distinct flow.
+"""Working weights: the tensors that products multiply, made of the masters at each sync for each distinct flow.
 
 Uses with one flow and one engine share one storage, so neither can be stale. A sync overwrites it and its packs in
 place (`remake`), because a captured CUDA graph reads from these addresses. Left out: how they are made first

@@ -1,10 +1,10 @@
 """Bytes of one GPU, by what they are for.
 
 ZeRO-2 by blocks of 128 rows: masters, AdamW's moments and the sums of gradients are divided among the ranks, 16 bytes a
-parameter in all; working weights are whole on every rank, since rollouts need them. With an adapter the masters are its
-factors, and the model has working weights alone. What is held and what is saved for the backward is what a run on a CPU
-reports (`tests/plan/test_against_runs.py`). Left out: what an allocator keeps of freed memory, and the buffers of the
-driver and of collectives; `warnings.py` asks for a tenth of the memory for these.
+parameter in all, or 14 with BF16 masters; working weights are whole on every rank, since rollouts need them. With an
+adapter the masters are its factors, and the model has working weights alone. What is held and what is saved for the
+backward is what a run on a CPU reports (`tests/plan/test_against_runs.py`). Left out: what an allocator keeps of freed
+memory, and the buffers of the driver and of collectives; `warnings.py` asks for a tenth of the memory for these.
 """
 
 import math
@@ -19,6 +19,7 @@ from isobit.distributed.shards import MOMENT_BLOCK
 from isobit.model import ModelConfig
 from isobit.model.adapter import targeted
 from isobit.model.low_rank import factor_shapes
+from isobit.model.masters import MASTERS
 from isobit.model.transformer import parameter_shapes
 from isobit.plan.job import Job
 from isobit.precision import Flow, Precision, QuantSpec
@@ -66,14 +67,17 @@ class Weights:
 
 def memory(job: Job) -> Memory:
     """The memory of the busiest rank."""
-    adapter = job.config.adapter
+    adapter, trained = job.config.adapter, job.config.optimizer.masters
     size, shard = weights(job.model, job.precision, adapter=adapter), largest_share(job.model, job.ranks, adapter)
     weighing = [
         ("working weights in FP8, with scales", size.quantized),
         ("working weights in the compute format", size.plain),
         ("routers in FP32", size.router),
         ("working weights of the learner alone", size.own),
-        (f"FP32 masters{'' if adapter is None else ' of the adapter'}, this rank's rows", 4.0 * shard),
+        (
+            f"{trained.upper()} masters{'' if adapter is None else ' of the adapter'}, this rank's rows",
+            MASTERS[trained].itemsize * float(shard),
+        ),
     ]
     if job.reference is not None and not job.config.shares_reference:
         weighing.append(("reference model, on every rank", weights(*job.reference, frozen=True).total))

@@ -109,7 +109,7 @@ class Differentiation:
         self._optimizer, self._leaves, self.loss = optimizer, leaves, loss
         self._ranks: Ranks = optimizer.shards.ranks
         group = optimizer.settings.sum_group
-        self._sum = GradientSum(leaves, optimizer.parameters, optimizer.shards, group)
+        self._sum = GradientSum(leaves, optimizer.holders, optimizer.shards, group)
 
     def gradient(self, one: OptimizerBatch, policy: PolicyForward, checked: bool) -> Gradient:
         """Of one optimizer batch. Raises Corruption if it is `checked`, and the gradient of a rank's first micro-batch
@@ -198,9 +198,9 @@ class Differentiation:
         if policy.model.config.experts is not None:
             samples = [one.batch.samples[i] for i in one.idle_samples]
             served = served_experts(policy, samples, [found[index].routing for index in sorted(one.idle)])
-        for name, parameter in self._optimizer.parameters.items():
-            if parameter.numel() and (".experts." not in name or name.rpartition(".")[0] in served):
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0)
+        for name, holder in self._optimizer.holders.items():
+            if holder.numel() and (".experts." not in name or name.rpartition(".")[0] in served):
+                holder.grad = holder.new_zeros(holder.shape) if holder.grad is None else holder.grad.add_(0.0)
 
     def _load(self, one: OptimizerBatch, policy: PolicyForward) -> BatchLoad | None:
         """The load of the experts over the whole batch, where a loss balances it."""

@@ -1,9 +1,10 @@
-"""AdamW on FP32 masters, and clipping by the global norm.
+"""AdamW on FP32 or BF16 masters, and clipping by the global norm.
 
 Loshchilov and Hutter 2019, arXiv 1711.05101. Weight decay touches matrices only: no norms, no biases. The state is a
 flat mapping of tensors, so that safetensors can hold it. The update is PyTorch's fused kernel through its functional
 form, since `torch.optim.Optimizer` imports the compiler: 70 MiB and most of a second. With `state` 8bit the moments of
-large parameters are kept in 8 bits (`optim_8bit.py`).
+large parameters are kept in 8 bits (`optim_8bit.py`); BF16 masters are in float32 while they are updated, a part at a
+time (`optim_masters.py`).
 """
 
 import math
@@ -22,7 +23,9 @@ from isobit.distributed.shards import BLOCK_ROWS, MOMENT_BLOCK
 from isobit.errors import IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.model.checksums import Checksums
+from isobit.rl import optim_masters
 from isobit.rl.optim_8bit import EightBitState, quantizable
+from isobit.rl.optim_masters import Piece, UpdatedMasters, pieces
 from isobit.rl.schedule import OptimizerSettings
 
 AT_ONCE = 1 << 26
@@ -31,7 +34,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """AdamW over named FP32 parameters; moments and step counts are where their parameter is.
+    """AdamW over named parameters; moments and step counts are where their parameter is, gradients in the `.grad` of
+    `holders`, by default of the parameters themselves.
 
     Where ranks share the parameters (`shards`), each updates the rows that it keeps. `ops`: of the backend that
     computed the gradients, by default the reference's, which has the same bits on a CPU.
@@ -43,24 +47,27 @@ class Optimizer:
         settings: OptimizerSettings,
         shards: Shards | None = None,
         ops: Ops | None = None,
+        holders: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
+        self.holders: Mapping[str, Tensor] = self.parameters if holders is None else holders
         self._ops = ops or get_ops("reference")
         self.settings = settings
         self.shards = shards or Shards.of({name: tuple(p.shape) for name, p in self.parameters.items()})
         self._state: dict[str, dict[str, Tensor]] = {}
+        self._masters = UpdatedMasters(self.parameters, self.holders, self.shards, self._ops, settings.seed)
         large = [name for name in self.parameters if self._is_eight_bit(name)]
-        self._eight_bit = EightBitState({name: self.parameters[name] for name in large}, settings) if large else None
+        self._eight_bit = EightBitState(self._masters, large, settings) if large else None
         self.checksums = Checksums(self._written_by_step)
 
     def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self._masters.free_gradients(list(self.holders))
 
     def gradient_norm(self) -> float:
         """The global L2 norm, before clipping; inf if any gradient is not finite. The sum of its blocks' sums is
         rounded once, so it has no order, and is the same however the ranks share the blocks."""
-        mine = _sums_of_squares([p.grad for p in self.parameters.values() if p.grad is not None], self._ops)
+        gradients = [self.holders[name].grad for name in self.parameters]
+        mine = _sums_of_squares([gradient for gradient in gradients if gradient is not None], self._ops)
         squares = [s for sums in self.shards.ranks.gather(mine) for s in sums]
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
@@ -71,11 +78,12 @@ class Optimizer:
         freed when it was applied."""
         if norm > self.settings.max_grad_norm:
             factor = self.settings.max_grad_norm / norm
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        decayed = [name for name, p in self.parameters.items() if p.grad is not None and p.ndim > 1]
-        others = [name for name, p in self.parameters.items() if p.grad is not None and p.ndim <= 1]
+            for holder in self.holders.values():
+                if holder.grad is not None:
+                    holder.grad.mul_(factor)
+        updated = [name for name in self.parameters if self.holders[name].grad is not None]
+        decayed = [name for name in updated if self.parameters[name].ndim > 1]
+        others = [name for name in updated if self.parameters[name].ndim <= 1]
         self._update(decayed, rate, self.settings.weight_decay)
         self._update(others, rate, 0.0)
         self.checksums.renew()
@@ -84,23 +92,59 @@ class Optimizer:
         if self._eight_bit is not None:
             self._eight_bit.update([name for name in names if name in self._eight_bit], rate, weight_decay)
             names = [name for name in names if name not in self._eight_bit]
-        for some in _in_groups(names, [self.parameters[name].numel() for name in names]):
-            self._update_in_float32(some, rate, weight_decay)
+        wide = [name for name in names if self.parameters[name].dtype == torch.float32]
+        for some in _in_groups(wide, [self.parameters[name].numel() for name in wide]):
+            self._update_wide(some, rate, weight_decay)
+        narrow = [name for name in names if self.parameters[name].dtype != torch.float32]
+        for group in pieces(narrow, self.parameters, optim_masters.AT_ONCE):
+            self._update_narrow(group, rate, weight_decay)
 
-    def _update_in_float32(self, names: list[str], rate: float, weight_decay: float) -> None:
-        parameters = [self.parameters[name] for name in names]
-        for name, parameter in zip(names, parameters):
-            if name not in self._state:
-                moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
-                self._state[name] = {"step": torch.zeros((), device=parameter.device), **moments}
-        states = [self._state[name] for name in names]
+    def _update_wide(self, names: list[str], rate: float, weight_decay: float) -> None:
+        """FP32 masters, in place."""
+        states = [self._state_of(name) for name in names]
+        moments = [[state[key] for state in states] for key in _MOMENTS]
+        gradients = [self.holders[name].grad for name in names]
+        masters: list[Tensor] = [self.parameters[name] for name in names]
+        self._adamw(masters, gradients, moments, [state["step"] for state in states], rate, weight_decay)
+        self._masters.free_gradients(names)
+
+    def _update_narrow(self, group: list[Piece], rate: float, weight_decay: float) -> None:
+        """BF16 masters: a step counts once for all pieces of a parameter, with the last of them."""
+        states = [self._state_of(name) for name, _ in group]
+        moments = [[state[key].view(-1)[part] for state, (_, part) in zip(states, group)] for key in _MOMENTS]
+        gradients = [self._masters.gradient(name, part) for name, part in group]
+        steps, masters = [state["step"].clone() for state in states], [self._masters.wide(*piece) for piece in group]
+        self._adamw(masters, gradients, moments, steps, rate, weight_decay)
+        for (name, part), values, step in zip(group, masters, torch.stack(steps).tolist()):
+            self._masters.put(name, part, values, int(step))
+            if part.stop == self.parameters[name].numel():
+                self._state[name]["step"] += 1
+                self._masters.free_gradients([name])
+
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        if name not in self._state:
+            parameter = self.parameters[name]
+            moments = {key: torch.zeros_like(parameter, dtype=torch.float32) for key in _MOMENTS}
+            self._state[name] = {"step": torch.zeros((), device=parameter.device), **moments}
+        return self._state[name]
+
+    def _adamw(
+        self,
+        masters: list[Tensor],
+        gradients: Sequence[Tensor | None],
+        moments: Sequence[list[Tensor]],
+        steps: list[Tensor],
+        rate: float,
+        weight_decay: float,
+    ) -> None:
+        first, second = moments
         adamw(
-            list(parameters),
-            [p.grad for p in parameters if p.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            masters,
+            [gradient for gradient in gradients if gradient is not None],
+            first,
+            second,
             [],
-            [state["step"] for state in states],
+            steps,
             fused=True,
             amsgrad=False,
             beta1=self.settings.betas[0],
@@ -110,8 +154,6 @@ class Optimizer:
             eps=self.settings.eps,
             maximize=False,
         )
-        for parameter in parameters:
-            parameter.grad = None
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """What this rank keeps of the state, by parameter and key."""
@@ -126,6 +168,11 @@ class Optimizer:
         found: dict[str, Tensor] = {f"master {name}": parameter for name, parameter in self.parameters.items()}
         states = self._state | ({} if self._eight_bit is None else self._eight_bit.tensors())
         return found | {f"{key} of {name}": value for name, state in states.items() for key, value in state.items()}
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all gradients, in FP32 whatever the masters are."""
+        return 4 * sum(p.numel() for p in self.parameters.values())
 
     @property
     def nbytes(self) -> int:

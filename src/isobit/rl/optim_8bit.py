@@ -6,8 +6,8 @@ to the nearest of 256 values, ties upwards. The values are the dynamic map of De
 decades, the middles of equal parts of each, twice as many parts in every larger one; for the first moment with a sign;
 with 0 and 1. They are rounded once from exact fractions, so no library and no processor decides their bits.
 
-The masters are updated in float32 from the moments as they are before they are rounded. Blocks do not see each other,
-so the bits are the same at any number of ranks. Left out: stochastic rounding of moments, 4 bits.
+The masters are updated in float32 (`optim_masters.py`) from the moments as they are before they are rounded. Blocks do
+not see each other, so the bits are the same at any number of ranks. Left out: stochastic rounding of moments, 4 bits.
 """
 
 import math
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from isobit.distributed.shards import MOMENT_BLOCK
+from isobit.rl.optim_masters import UpdatedMasters
 from isobit.rl.schedule import OptimizerSettings
 
 AT_ONCE = 1 << 22
@@ -96,8 +97,9 @@ class Moment:
 class EightBitState:
     """First and second moments of some parameters, and their steps."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings) -> None:
-        self.parameters, self.settings = dict(parameters), settings
+    def __init__(self, masters: UpdatedMasters, names: Sequence[str], settings: OptimizerSettings) -> None:
+        self.parameters = {name: masters.parameters[name] for name in names}
+        self._masters, self.settings = masters, settings
         self._moments: dict[str, dict[str, Moment]] = {}
         self.steps: dict[str, int] = {}
 
@@ -114,12 +116,10 @@ class EightBitState:
         beta1, beta2 = self.settings.betas
         for name in names:
             parameter = self.parameters[name]
-            assert parameter.grad is not None
             moments = self._moments.setdefault(name, self._fresh(parameter))
             step = self.steps[name] = self.steps.get(name, 0) + 1
-            masters, gradients = parameter.view(-1), parameter.grad.reshape(-1)
             for part in _parts(parameter.numel()):
-                gradient, master = gradients[part], masters[part]
+                gradient, master = self._masters.gradient(name, part), self._masters.wide(name, part)
                 first = moments["exp_avg"].read(part).lerp_(gradient, 1 - beta1)
                 second = moments["exp_avg_sq"].read(part).lerp_(gradient.square(), 1 - beta2)
                 moments["exp_avg"].write(part, first)
@@ -127,7 +127,8 @@ class EightBitState:
                 master.mul_(1 - rate * weight_decay)
                 denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self.settings.eps)
                 master.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
-            parameter.grad = None
+                self._masters.put(name, part, master, step)
+            self._masters.free_gradients([name])
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """By parameter: `exp_avg.codes` uint8, `exp_avg.scale` float32, and the same of exp_avg_sq."""

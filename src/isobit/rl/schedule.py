@@ -11,7 +11,7 @@ Beta = Annotated[float, at_least(0), below(1)]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW on FP32 masters."""
+    """AdamW."""
 
     learning_rate: Annotated[float, above(0)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -24,6 +24,11 @@ class OptimizerSettings:
     eps: Annotated[float, above(0)] = 1e-8
     max_grad_norm: Annotated[float, above(0)] = 1.0
     state: Annotated[Literal["fp32", "8bit"], "AdamW's moments; 8bit: a code an element and a scale for 256"] = "fp32"
+    masters: Annotated[
+        Literal["fp32", "bf16"],
+        "the weights that are trained; bf16: half of the bytes, updated in float32 and rounded stochastically, by "
+        "random bits that repeat. A model in FP32 is rounded to nearest when it is read",
+    ] = "fp32"
     micro_batch_tokens: Annotated[
         Annotated[int, at_least(1)] | Literal["auto"],
         "tokens of one forward and backward; auto: the most that fit into the memory, a number that the run's "
@@ -48,6 +53,8 @@ class OptimizerSettings:
     ] = False
     total_steps: Internal[int] = 1
     """Calls of `learning_rate`."""
+    seed: Internal[int] = 0
+    """The run's, for the rounding of BF16 masters."""
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:

@@ -13,14 +13,14 @@ def load_trained(config: Config | SftConfig, base: Path, checkpoint: Path | None
     """The model at `base`, or the state of a `checkpoint`, which holds the adapter alone where there is one. Raises
     IsobitError where an adapter is not what the config says."""
     flow = config.precision, config.backend, config.consistency, ranks
-    given = config.adapter
+    given, masters = config.adapter, config.optimizer.masters
     if given is None:
-        model = Model.load(checkpoint or base, *flow)
+        model = Model.load(checkpoint or base, *flow, masters=masters)
         if model.transformer.adapter is not None:
             raise IsobitError(f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init")
         return model
     new = NewAdapter(given.rank, given.alpha, given.targets, config.seed)
-    model = Model.load(base, *flow, adapter=checkpoint or given.init or new)
+    model = Model.load(base, *flow, adapter=checkpoint or given.init or new, masters=masters)
     found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
     assert found is not None
     if (found.rank, found.alpha, found.projections) != (given.rank, given.alpha, wanted):

@@ -92,8 +92,9 @@ def _open_models(
     check_functions(objective)
     reference = _reference(config, base, model, task) if objective.kl_coefficient > 0 else None
     shards = model.transformer.masters.shards
-    settings = replace(config.optimizer, total_steps=config.steps)
-    optimizer = Optimizer(model.named_parameters(), settings, shards, model.ops)
+    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
+    holders = model.transformer.masters.holders
+    optimizer = Optimizer(model.named_parameters(), settings, shards, model.ops, holders)
     given = config.optimizer.micro_batch_tokens
     tokens = 1 if given == "auto" else given  # until it is known what fits
     learner = Learner(
@@ -109,7 +110,7 @@ def _open_models(
         measured_idle=config.mismatch.samples_of_idle_groups,
     )
     sampling = replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
-    coming = optimizer.nbytes + 4 * sum(parameter.numel() for parameter in optimizer.parameters.values())
+    coming = optimizer.nbytes + optimizer.gradient_bytes
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n, coming)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
     parts = Parts(
@@ -139,7 +140,10 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         reference = model.without_adapter()
     else:
         precision = config.reference.precision or config.precision
-        reference = Model.load(base, precision, config.backend, config.consistency, model.ranks)
+        # the policy's numbers, so that a reference that is the policy costs nothing
+        masters = config.optimizer.masters if config.adapter is None else "fp32"
+        flow = precision, config.backend, config.consistency, model.ranks
+        reference = Model.load(base, *flow, masters=masters)
         reference.tokenizer = model.tokenizer  # with its chat template
     Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
     reference.transformer.freeze()

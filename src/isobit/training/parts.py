@@ -36,6 +36,8 @@ from isobit.training.scoring import Scorer
 
 _MIB = 1024 * 1024
 _TRAINER = "trainer"
+MASTERS = "fp32"
+"""What `optimizer.masters` is where a checkpoint does not say."""
 _OPTIMIZER, _KV = "optimizer.safetensors", "kv_scales.safetensors"
 
 
@@ -205,6 +207,11 @@ def _load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
         parts.calibrator.load_state(load_file(trainer / _KV) if parts.calibrator.active else {})
     except (OSError, SafetensorError) as error:
         raise IsobitError(f"{trainer}: cannot be read: {error}") from None
+    if (saved := state.get("masters", MASTERS)) != (wanted := parts.config.optimizer.masters):
+        raise IsobitError(
+            f"{checkpoint}: its masters are {saved}, and optimizer.masters is {wanted}; a run goes on with its own "
+            f"masters. Set it back, or begin a new run from these weights with model.path={checkpoint}"
+        )
     parts.learner.state = LearnerState(tuple(state["clip_bounds"]), state["bad_steps_in_a_row"])
     parts.model.transformer.count_from(state["weights_version"])
     return state

@@ -16,6 +16,7 @@ from isobit.kernels import Layout
 from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import Model
 from isobit.model.recompute import Recompute
+from isobit.rl import optim_masters
 from isobit.rl.optim_8bit import AT_ONCE, quantizable
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveBytes
@@ -125,11 +126,12 @@ def plan(parts: Parts, learning: LearningMemory, process: int, tokens: int) -> M
     """For micro-batches of `tokens` tokens; `process`: bytes of Python and its libraries before any model."""
     model, config = parts.model, parts.config
     sizes, host = model.memory(), model.ops.device.type == "cpu"
-    masters, moments = sizes["masters"], parts.optimizer.nbytes
+    masters, moments, gradients = sizes["masters"], parts.optimizer.nbytes, parts.optimizer.gradient_bytes
+    trained = f"{config.optimizer.masters.upper()} masters"
     packs = model.transformer.packed_bytes()
     working = sizes["rollout"] + sizes["learner"] + packs
     held = [
-        ("FP32 masters" if model.transformer.adapter is None else "FP32 masters, of the adapter", masters),
+        (trained if model.transformer.adapter is None else f"{trained}, of the adapter", masters),
         ("AdamW moments", moments),
         ("working weights, rollout", sizes["rollout"]),
         ("working weights, learner", sizes["learner"]),
@@ -150,13 +152,13 @@ def plan(parts: Parts, learning: LearningMemory, process: int, tokens: int) -> M
     several = tokens < batch or parts.objective.updates_per_batch > 1
     label = f"learning: gradients, and saved activations of {max(tokens, longest)} tokens"
     during = [
-        (label, masters + taken if several else max(taken, masters + learning.at(0))),
-        ("updating: gradients, their norm, the moments' values", masters + _update_bytes(parts)),
+        (label, gradients + taken if several else max(taken, gradients + learning.at(0))),
+        ("updating: gradients, their norm, the moments' values", gradients + _update_bytes(parts)),
     ]
     if host:  # on a GPU checkpoints are copied to the host
         during.append(("saving: a copy of masters or moments", max(masters, moments)))
     if parts.objective.shadow_every:
-        during.append(("shadow pass: masters in BF16, and working weights again", masters // 2 + working))
+        during.append(("shadow pass: masters in BF16, and working weights again", gradients // 2 + working))
     return MemoryPlan(tuple(held), tuple(during))
 
 
@@ -171,12 +173,15 @@ def longest_sequence(parts: Parts) -> int:
 
 
 def _update_bytes(parts: Parts) -> int:
-    """Sums of the gradients' rows in float64, or moments of a part of a parameter out of their 8 bits: four in
-    float32."""
-    parameters = parts.model.parameters()
-    eight_bit = parts.config.optimizer.state == "8bit"
-    moments = [16 * min(p.numel(), AT_ONCE) for p in parameters if eight_bit and quantizable(p.shape)]
-    return max(moments, default=sum(8 * p.shape[0] for p in parameters))
+    """Sums of the gradients' rows in float64, or moments of a part of a parameter out of their 8 bits, four in float32;
+    BF16 masters of a part, in float32 and as they are rounded."""
+    parameters, settings = parts.model.parameters(), parts.config.optimizer
+    each = 0 if settings.masters == "fp32" else 6
+    low = [p for p in parameters if settings.state == "8bit" and quantizable(p.shape)]
+    if low:
+        return max((16 + each) * min(p.numel(), AT_ONCE) for p in low)
+    masters = each * min(sum(p.numel() for p in parameters), optim_masters.AT_ONCE)
+    return max(masters, sum(8 * p.shape[0] for p in parameters))
 
 
 def advice(parts: Parts, learning: LearningMemory, process: int) -> str:
@@ -207,6 +212,8 @@ def _alternatives(parts: Parts, learning: LearningMemory, process: int) -> list[
             8 * p.numel() - 2 * (p.numel() + p.numel() // 64) for p in model.parameters() if quantizable(p.shape)
         )
         found.append(("optimizer.state=8bit", now.total - saved))
+    if config.optimizer.masters == "fp32":
+        found.append(("optimizer.masters=bf16", now.total - parts.optimizer.gradient_bytes // 2))
     if config.prompts_per_step > 1:
         cache = parts.engine.kv_bytes * (config.prompts_per_step - 1) // config.prompts_per_step
         found.append(("prompts_per_step=1", now.total - cache))
@@ -246,8 +253,8 @@ def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> in
 
 def too_large(parts: Parts) -> str | None:
     """A line if a run cannot fit: what it holds whatever its micro-batches, with one set of gradients, is too much."""
-    sizes = parts.model.memory()
-    least = sizes["masters"] + _held(parts.model) + parts.optimizer.nbytes + parts.kv_bytes + parts.reference_bytes
+    moving = parts.optimizer.gradient_bytes + parts.optimizer.nbytes
+    least = moving + _held(parts.model) + parts.kv_bytes + parts.reference_bytes
     limit, where = memory_limit(parts.model.ops.device)
     if least <= limit:
         return None

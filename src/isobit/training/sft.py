@@ -73,7 +73,7 @@ def _save(model: Model, out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".sft-") as temporary:
-            model.save(Path(temporary) / "model")
+            model.save(Path(temporary) / "model", model.transformer.masters.dtype)
             durable.put_in_place(Path(temporary) / "model", out)
     except OSError as error:
         raise RunFailed(f"cannot save model {out}: {error.strerror or error}") from None
@@ -133,7 +133,8 @@ def _initial_model(config: SftConfig, task: Task) -> Model:
         raise IsobitError(f"model.init.vocabulary: task {task.name!r} has no alphabet of its own; give the characters")
     tokenizer = Tokenizer.characters(alphabet)
     architecture = _architecture(config.model.init, tokenizer)
-    return Model.init(architecture, tokenizer, config.precision, config.seed, config.backend, config.consistency)
+    given = architecture, tokenizer, config.precision, config.seed, config.backend, config.consistency
+    return Model.init(*given, masters=config.optimizer.masters)
 
 
 def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -162,8 +163,9 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
     tokens = config.optimizer.micro_batch_tokens
     if tokens == "auto":
         raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
-    settings = replace(config.optimizer, total_steps=config.steps)
-    optimizer = Optimizer(model.named_parameters(), settings, ops=model.ops)
+    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
+    holders = model.transformer.masters.holders
+    optimizer = Optimizer(model.named_parameters(), settings, ops=model.ops, holders=holders)
     recompute = config.optimizer.activation_checkpointing
     batches, bad_steps = _batches(model, config, task), 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:

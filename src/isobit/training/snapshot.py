@@ -15,7 +15,7 @@ from isobit.rl import Group
 from isobit.rl.collect import StepBatch
 from isobit.rl.samples import groups_to_json
 from isobit.run.metrics import of_the_machine
-from isobit.training.parts import Parts
+from isobit.training.parts import MASTERS, Parts
 
 
 @dataclass
@@ -54,6 +54,8 @@ class Snapshot:
             "best": best,
             **written,
         }
+        if parts.config.optimizer.masters != MASTERS:
+            rest["masters"] = parts.config.optimizer.masters
         return Snapshot(copied, tuple(parts.replay.groups), parts.calibrator.state(), rest)
 
     def to_json(self) -> dict[str, Any]:

@@ -113,6 +113,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_separate_rms_norm": (None, [_P, _P, _P, _I, _I, _D, _P, _P, _P, _I]),
     "isobit_separate_silu_mul": (None, [_P, _I, _I, _P, _I]),
     "isobit_square_sums": (None, [_P, _I, _I, _P, _I]),
+    "isobit_round_stochastically": (None, [_P, _P, _I, _I, _I, _I, _I]),
     "isobit_token_logprobs": (None, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),
     "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),

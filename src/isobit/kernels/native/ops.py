@@ -21,6 +21,7 @@ from isobit.kernels.native.build import BuildFailed, origin
 from isobit.kernels.native.interface import ALL_KEYS, KINDS, PLAIN, AttentionArguments, grid, pointer, product_arguments
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.native.rows import RowOperators, check_rows
+from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.reference.tdp32 import computes
 from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import BLOCK, QTensor
@@ -218,6 +219,15 @@ class NativeOps(RowOperators):
         sums = torch.empty(x.shape[0], dtype=torch.float64)
         self._lib.isobit_square_sums(x.data_ptr(), *x.shape, sums.data_ptr(), torch.get_num_threads())
         return sums
+
+    def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
+        check_stochastic(x, first)
+        x = x.contiguous()
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+        self._lib.isobit_round_stochastically(
+            x.data_ptr(), out.data_ptr(), len(x), first, seed, step, torch.get_num_threads()
+        )
+        return out
 
 
 def _reordered(weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 // Log-probabilities, entropy, and counter-based sampling: each a function of one row of logits [V] and its
 // temperature, temperature[r * step].
-#include "native.h"
+#include "philox.h"
 
 // z = logits / temperature in float32, then exp(z - max z) in float64, 16 at a time; tails are filled with -infinity.
 static INLINE f32x16 scaled_logits(const float* logits, int64_t i, int64_t count, f32x16 temperature) {
@@ -55,31 +55,6 @@ EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, in
 #pragma omp parallel for num_threads(useful_threads(threads, rows * count * 2)) schedule(static)
     for (int64_t r = 0; r < rows; r++)
         logprob_row(logits + r * count, count, tokens[r], temperature[r * step], logprobs + r, entropy + r);
-}
-
-// Philox4x32-10 (Salmon et al. 2011) for 8 counters (token0 .. token0+7, position, sample, prompt): 32 words, in the
-// order word 0..3 of the first counter, then of the next.
-static INLINE void philox(uint64_t token, const int64_t* key, uint32_t* words) {
-    const u64x8 mask = u64x8{} + 0xffffffffull;
-    const uint64_t seed = uint64_t(key[0]);
-    uint64_t k0 = seed & 0xffffffffu, k1 = seed >> 32;
-    u64x8 c0 = (u64x8{0, 1, 2, 3, 4, 5, 6, 7} + token) & mask, c1 = (u64x8{} + uint64_t(key[3])) & mask;
-    u64x8 c2 = (u64x8{} + uint64_t(key[2])) & mask, c3 = (u64x8{} + uint64_t(key[1])) & mask;
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; round++) {
-        u64x8 first = c0 * 0xD2511F53ull, second = c2 * 0xCD9E8D57ull;
-        c0 = (second >> 32) ^ c1 ^ k0;
-        c1 = second & mask;
-        c2 = (first >> 32) ^ c3 ^ k1;
-        c3 = first & mask;
-        k0 = (k0 + 0x9E3779B9u) & 0xffffffffu, k1 = (k1 + 0xBB67AE85u) & 0xffffffffu;
-    }
-    u32x8 a = __builtin_convertvector(c0, u32x8), b = __builtin_convertvector(c1, u32x8);
-    u32x8 c = __builtin_convertvector(c2, u32x8), d = __builtin_convertvector(c3, u32x8);
-    u32x16 ac = __builtin_shufflevector(a, c, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    u32x16 bd = __builtin_shufflevector(b, d, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    store(words, __builtin_shufflevector(ac, bd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
-    store(words + 16, __builtin_shufflevector(ac, bd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 
 static INLINE double uniform(uint32_t word) { return (double(word) + 0.5) * 0x1p-32; }

@@ -5,7 +5,17 @@ from torch import Tensor
 
 from isobit.kernels.composed import Composed
 from isobit.kernels.matrices import Operand, Prepared, weight_of
-from isobit.kernels.reference import attention, attention32, pointwise, product, routing, rows32, sampling, tdp32
+from isobit.kernels.reference import (
+    attention,
+    attention32,
+    pointwise,
+    product,
+    routing,
+    rows32,
+    sampling,
+    stochastic,
+    tdp32,
+)
 from isobit.kernels.types import KVStore, Layout, Temperature
 from isobit.precision import QTensor, QuantSpec, quantize
 
@@ -85,6 +95,9 @@ class ReferenceOps(Composed):
 
     def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
         return self._rows.silu_mul_backward(dh, gate_up)
+
+    def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
+        return stochastic.round_stochastically(x, seed, step, first)
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
         return sampling.token_logprobs(logits, tokens, temperature)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.kernels.types import Temperature
 
-_MASK = 0xFFFFFFFF
+MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _SUM_BLOCK = 1024  # PyTorch splits the sum of a single very long row over threads; sums of short rows it does not
@@ -45,8 +45,8 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
     float64."""
     seed, prompt, index, position = (column.unsqueeze(-1) for column in keys.unbind(-1))
     token = torch.arange(-(-count // 4), device=keys.device).unsqueeze(0)
-    counter = tuple(t.expand(keys.shape[0], token.shape[1]) & _MASK for t in (token, position, index, prompt))
-    words = philox((counter[0], counter[1], counter[2], counter[3]), (seed & _MASK, (seed >> 32) & _MASK))
+    counter = tuple(t.expand(keys.shape[0], token.shape[1]) & MASK for t in (token, position, index, prompt))
+    words = philox((counter[0], counter[1], counter[2], counter[3]), (seed & MASK, (seed >> 32) & MASK))
     uniform = (torch.stack(words, -1).reshape(keys.shape[0], -1)[:, :count].double() + 0.5) * 2.0**-32
     return -torch.log(uniform)
 
@@ -61,14 +61,14 @@ def philox(
         high0, low0 = _multiply(c0, _MULTIPLIERS[0])
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & MASK, (k1 + _WEYL[1]) & MASK
     return c0, c1, c2, c3
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """High and low halves of the 64-bit product; it wraps around in int64, whose bits are still right."""
     wide = word * multiplier
-    return (wide >> 32) & _MASK, wide & _MASK
+    return (wide >> 32) & MASK, wide & MASK
 
 
 def _row_sum(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels.matrices import Operand, Prepared, Stacked, values, weight_of
+from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.triton import (
     attention,
     attention_backward,
@@ -28,6 +29,7 @@ from isobit.kernels.triton import (
     quantize,
     routing,
     sampling,
+    stochastic,
 )
 from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
@@ -185,6 +187,10 @@ class TritonOps(Ops):
 
     def square_sums(self, x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square_()
+
+    def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
+        check_stochastic(x, first)
+        return stochastic.round_stochastically(x.contiguous(), seed, step, first)
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         gradient = torch.zeros(count, dy.shape[1], device=dy.device)

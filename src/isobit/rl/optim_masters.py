@@ -1,0 +1,79 @@
+"""The masters as an update sees them: float32 to read and to write, whatever they are kept in.
+
+Masters in BF16 (2 bytes a parameter) would lose updates smaller than half of their last place, and near 1 that is
+2^-9, far above what a step of RL moves. So an update is computed in float32 and its result rounded stochastically
+(`kernels/reference/stochastic.py`): the mean over the random bits is the float32 result. The bits are those of (the
+run's seed, the parameter's name, its number of updates, the element's number in the whole parameter), so the same
+update gives the same masters at any number of ranks and threads, however it is cut into parts, and after a resume.
+(Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.) Left out: Kahan summation, whose third
+term takes the bytes that this saves.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isobit.distributed import Shards
+from isobit.kernels import Ops
+
+AT_ONCE = 1 << 22
+"""Elements of BF16 masters that are in float32 at a time."""
+Piece = tuple[str, slice]
+"""Elements of what a rank keeps of a parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class UpdatedMasters:
+    """The rows that a rank keeps of the masters, and the `holders` of their gradients; `seed` is the run's."""
+
+    parameters: Mapping[str, Tensor]
+    holders: Mapping[str, Tensor]
+    shards: Shards
+    ops: Ops
+    seed: int
+
+    def gradient(self, name: str, part: slice) -> Tensor:
+        """Some elements [n] of that of a parameter that has one."""
+        gradient = self.holders[name].grad
+        assert gradient is not None
+        return gradient.reshape(-1)[part]
+
+    def free_gradients(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.holders[name].grad = None
+
+    def wide(self, name: str, part: slice) -> Tensor:
+        """Some elements [n] float32, to change in place: of FP32 masters the storage itself, else a copy."""
+        return self.parameters[name].detach().view(-1)[part].float()
+
+    def put(self, name: str, part: slice, values: Tensor, step: int) -> None:
+        """Write elements that update number `step` of the parameter has changed."""
+        rows = self.parameters[name].detach().view(-1)[part]
+        if rows.dtype != torch.float32:
+            first = self.shards.own(name)[0] * self.shards.width(name) + part.start
+            rows.copy_(self.ops.round_stochastically(values, _key(self.seed, name), step, first))
+
+
+def _key(seed: int, name: str) -> int:
+    """64 bits that have nothing to do with those that tokens are drawn with."""
+    digest = hashlib.sha256(f"masters {seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def pieces(names: Sequence[str], parameters: Mapping[str, Tensor], at_once: int) -> Iterator[list[Piece]]:
+    """The parameters in their order, as pieces of at most `at_once` elements together."""
+    group, total = list[Piece](), 0
+    for name in names:
+        count = parameters[name].numel()
+        for first in range(0, count, at_once):
+            size = min(at_once, count - first)
+            if group and total + size > at_once:
+                yield group
+                group, total = [], 0
+            group.append((name, slice(first, first + size)))
+            total += size
+    if group:
+        yield group
