@@ -27,6 +27,8 @@ EXPORT void isobit_token_logprobs(const float* logits, const int64_t* tokens, in
 EXPORT void isobit_sample(const float* logits, const int64_t* keys, int64_t rows, int64_t count,
                           const float* temperature, int64_t step, int64_t* tokens, int64_t threads);
 EXPORT void isobit_square_sums(const float* x, int64_t rows, int64_t columns, double* sums, int64_t threads);
+EXPORT void isobit_round_stochastically(const float* x, uint16_t* out, int64_t count, int64_t first, int64_t seed,
+                                        int64_t step, int64_t threads);
 
 namespace {
 
@@ -113,6 +115,9 @@ void rows() {
     const auto gradient = drawn<float>(M * K);
     isobit_square_sums(gradient.data(), M, K, sums.data(), 2);
     print("squares", sums);
+    std::vector<uint16_t> masters(M * K);
+    isobit_round_stochastically(gradient.data(), masters.data(), M * K, 8, 7, 3, 2);
+    print("stochastic", masters);
 }
 
 // Keys and values of one head of 40 to a token, and attention over what was stored.
