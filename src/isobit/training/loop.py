@@ -1,6 +1,6 @@
 """Reinforcement learning: the whole algorithm. Open this first.
 
-    sync            make the FP8 working weights from the FP32 masters
+    sync            make the FP8 working weights from the masters
     roll out        sample a group of completions for each prompt, and record their log-probabilities
     score           run the reward functions
     assign credit   turn the rewards of a group into advantages
