@@ -5,6 +5,10 @@ cache's. The divergence is KL(float32 || coded) of the next token, over the whol
 the float32 model sampled itself; two independent halves of the completions show how far it can be trusted. Codings that
 are calibrated (by channel, shifted) take their constants from other completions.
 
+Three of the codings are formats of isobit's own cache (`OWN`). With `--own` these are measured as a run has them, its
+operators writing and reading codes, beside the same coding here; and whole flows (`FLOWS`), in which weights and
+activations have 8 bits too.
+
 `python -m benchmarks.experiments.kv_cache MODEL --prompt TEXT --out FILE` adds a model to a file of results;
 docs/experiments/kv-cache.md shows what came out. Left out: speed, and formats of fewer bits.
 """
@@ -14,6 +18,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +152,15 @@ SCHEMES: dict[str, Scheme] = {
 }  # fmt: skip
 
 
+OWN = {
+    "E4M3, token and head, powers of two": "float32[kv_cache=e4m3, kv_scale=ue8m0]",
+    "E4M3, token and head": "float32[kv_cache=e4m3, kv_scale=fp32]",
+    "INT8, token and head": "float32[kv_cache=int8]",
+}
+"""Schemes that isobit's cache has, and the precision that has nothing else in 8 bits."""
+FLOWS = ("bf16", "fp8[kv_cache=bf16]", "fp8", "fp8[kv_scale=fp32]", "fp8[kv_cache=int8]")
+
+
 class _Coding(Watching):
     """Operators whose attention inputs pass through `change`."""
 
@@ -224,8 +238,16 @@ def divergence(
     return (wanted.exp() * (wanted - found)).sum(-1)
 
 
-def measure(path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0) -> dict[str, object]:
-    """Every scheme on completions of the model's own; a third of them only calibrates."""
+def own_divergence(model: Model, precision: str, sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> Tensor:
+    """KL(float32 || precision) of every completion token, float64: the same weights under another flow."""
+    wanted = _logprobs(model, sequences, prompts)
+    return (wanted.exp() * (wanted - _logprobs(model.under(precision), sequences, prompts))).sum(-1)
+
+
+def sampled(
+    path: Path, prompts: Sequence[str], new_tokens: int, seed: int
+) -> tuple[Model, list[list[int]], list[int], list[slice]]:
+    """(the model in float32, sequences, lengths of their prompts, three parts of them) of completions of its own."""
     model = Model.load(path, "float32")
     engine = Engine.sized_for(model, prompts, len(prompts), new_tokens)
     groups = engine.generate(list(prompts), Sampling(max_new_tokens=new_tokens, seed=seed))
@@ -233,7 +255,32 @@ def measure(path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0) 
     sequences = [c.prompt_token_ids + c.token_ids for c in completions]
     lengths = [len(c.prompt_token_ids) for c in completions]
     third = len(sequences) // 3
-    parts = [slice(0, third), slice(third, 2 * third), slice(2 * third, 3 * third)]
+    return model, sequences, lengths, [slice(0, third), slice(third, 2 * third), slice(2 * third, 3 * third)]
+
+
+def measure_own(path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0) -> dict[str, object]:
+    """The formats of isobit's cache and whole flows, on the completions that `measure` measures; of the former the same
+    codings simulated."""
+    model, sequences, lengths, parts = sampled(path, prompts, new_tokens, seed)
+    nothing: dict[int, Any] = dict.fromkeys(range(model.config.num_layers))  # is seen by these codings
+
+    def mean(found: Callable[[Sequence[Sequence[int]], Sequence[int]], Tensor]) -> float:
+        return float(torch.cat([found(sequences[part], lengths[part]) for part in parts[1:]]).mean())
+
+    rows = [
+        {
+            "scheme": name, "precision": precision, "kl": mean(partial(own_divergence, model, precision)),
+            "simulated": mean(partial(divergence, model, SCHEMES[name], nothing)),
+        }
+        for name, precision in OWN.items()
+    ]  # fmt: skip
+    flows = {precision: mean(partial(own_divergence, model, precision)) for precision in FLOWS}
+    return {"model": path.name, "prompts": list(dict.fromkeys(prompts)), "rows": rows, "flows": flows}
+
+
+def measure(path: Path, prompts: Sequence[str], new_tokens: int, seed: int = 0) -> dict[str, object]:
+    """Every scheme on completions of the model's own; a third of them only calibrates."""
+    model, sequences, lengths, parts = sampled(path, prompts, new_tokens, seed)
     seen = observe(model, sequences[parts[0]], lengths[parts[0]])
     dim = model.config.head_dim
     rows = []
@@ -295,8 +342,14 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="JSON; a model of this name is replaced"
     )
+    parser.add_argument("--own", action="store_true", help="measure the formats of isobit's own cache")
     arguments = parser.parse_args()
     prompts = [arguments.prompt[i % len(arguments.prompt)] for i in range(arguments.count)]
+    if arguments.own:
+        text = json.dumps(measure_own(arguments.model, prompts, arguments.new_tokens), indent=1)
+        arguments.out.write_text(text + "\n")
+        print(text)
+        return
     found = measure(arguments.model, prompts, arguments.new_tokens) | {"name": arguments.name or arguments.model.name}
     models = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
     found["model"] = found.pop("name")

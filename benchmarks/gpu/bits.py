@@ -26,9 +26,10 @@ from isobit.kernels.triton.launch import target
 from isobit.kernels.triton.product_plan import ProductPlan, plan
 from isobit.model import ModelConfig
 from isobit.plan.work import linear_sizes
-from isobit.precision import BF16, E4M3, QTensor, QuantSpec
+from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
 _ROW, _BLOCK, _HEAD = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "row")
+_HEAD_INT8 = QuantSpec(INT8, "row", "fp32")
 ROWS_OF_TILES = 128
 TILES = ((64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (128, 64, 8, 4), (128, 128, 8, 4))
 """(rows of the weight, tokens, warps, stages) of a tile: every one that a plan may choose."""
@@ -58,7 +59,7 @@ def run(bench: Bench) -> None:
     _case(bench, "rows of the output head", _head)
     _case(bench, "rows of experts", _experts)
     _case(bench, "rows of norms and gates", _between)
-    for name, kv in (("bf16", None), ("e4m3", _HEAD)):
+    for name, kv in (("bf16", None), ("e4m3", _HEAD), ("int8", _HEAD_INT8)):
         _case(bench, f"attention, {name} cache: decoding against packed", partial(_attention, kv))
     flows = [(small, "fp8")] if bench.rehearsal else [
         (small, "fp8"), (small, "bf16"), ("Qwen3-30B-A3B", "fp8"), (large, "fp8"), (large, "fp8-unified"),

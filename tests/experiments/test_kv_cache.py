@@ -7,8 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.experiments.kv_cache import SCHEMES, Scheme, divergence, e4m3, hadamard, int8, measure, observe, table
+from benchmarks.experiments.kv_cache import (
+    OWN,
+    SCHEMES,
+    Scheme,
+    by_row,
+    by_token,
+    divergence,
+    e4m3,
+    hadamard,
+    int8,
+    measure,
+    measure_own,
+    observe,
+    power_of_two,
+    table,
+)
 from isobit import Model
+from isobit.precision import precision_from, quantize
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +38,42 @@ def test_codes_are_those_of_the_formats() -> None:
     assert int8(x, torch.tensor(127.0)).tolist() == [[[127.0, 1.0, 17.0, -3.0]]]
     matrix = hadamard(8)
     assert torch.allclose(matrix @ matrix, torch.eye(8), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_codings_that_isobits_cache_has_are_the_products_to_the_bit(name: str) -> None:
+    """Values, and with them codes and scales. The control: a scale for all heads of a token."""
+    kv = precision_from(OWN[name]).rollout.kv
+    assert kv is not None
+    x = torch.randn(50, 4, 32, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, 50).view(50, 1, 1)
+    wanted = quantize(x.view(-1, 32), kv).dequantize().view(x.shape)
+    code, largest = (int8 if kv.format.name == "int8" else e4m3), power_of_two if kv.scale == "ue8m0" else by_row
+    assert torch.equal(SCHEMES[name].key(x, None, None), wanted)
+    assert torch.equal(SCHEMES[name].value(x, None, None), wanted)
+    assert torch.equal(code(x, largest(x)), wanted)
+    assert not torch.equal(code(x, by_token(x)), wanted)
+
+
+def test_the_formats_of_isobits_cache_diverge_as_their_simulation(base_model: Path) -> None:
+    found = measure_own(base_model, ["1+2=", "3+4=", "5+6="], 4)
+    assert [row["scheme"] for row in found["rows"]] == list(OWN)
+    for row in found["rows"]:
+        assert row["kl"] == pytest.approx(row["simulated"], rel=0.02)
+    e4m3_kl, int8_kl = (found["rows"][place]["kl"] for place in (1, 2))
+    assert e4m3_kl > 2 * int8_kl, "the control: one is not the other"
+
+
+def test_the_page_has_the_numbers_of_isobits_own_formats() -> None:
+    found = json.loads(RESULTS.with_name("kv_cache_own.json").read_text())
+    page = (ROOT / "docs/experiments/kv-cache.md").read_text()
+    for precision, kl in found["flows"].items():
+        assert f"| `{precision}` | {kl:.1e} |".replace("e-0", "e-") in page
+    for row in found["rows"]:
+        assert f"| `{row['precision']}` | {row['kl']:.1e} |".replace("e-0", "e-") in page
+        assert row["kl"] == pytest.approx(row["simulated"], rel=2e-4)
+    flows = found["flows"]
+    added = [flows[name] - flows["fp8[kv_cache=bf16]"] for name in ("fp8", "fp8[kv_cache=int8]")]
+    assert added[0] > 10 * added[1] > 0
 
 
 def test_nothing_but_the_cache_is_coded() -> None:
