@@ -30,6 +30,12 @@ def test_the_page_has_the_counted_steps() -> None:
         cells = [sum(parts[f"{preset}, {level}"].values()) / 2**20 for level in LEVELS]
         held = parts[f"{preset}, false"]["held"] / 2**20
         assert f"| `{preset}` | {held:.0f} | {' | '.join(f'{cell:.0f}' for cell in cells)} |" in page
+    for masters in ("FP32", "BF16"):
+        for moments, words in (("FP32", ""), ("8 bits", "8-bit moments")):
+            what = ", ".join(filter(None, ("BF16 masters" if masters == "BF16" else "", words))) or "false"
+            found = parts[f"fp8, {what}"]
+            line = f"| {masters} | {moments} | {found['held'] / 2**20:.0f} | {sum(found.values()) / 2**20:.0f} |"
+            assert line in page
 
 
 def test_the_page_has_the_counted_bytes_of_a_token() -> None:

@@ -33,6 +33,19 @@ for _, launch in kernel_table.launches(SHAPES["Qwen3-30B-A3B"], "bf16[kv_cache=i
         found[kernel_table.signature(launch)] = launch
 print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch)) for launch in found.values()]))
 """
+_STOCHASTIC = """
+import json, torch
+from benchmarks.cross_compile import compile_launch
+from isobit.kernels.gpu import ARCHITECTURES
+from isobit.kernels.triton.launch import record_launches
+from isobit.kernels.triton.stochastic import round_stochastically
+
+with record_launches() as found:
+    for seed, step, first in ((-5, 3, 8), (2**63 - 1, 2**31, 2**34)):
+        round_stochastically(torch.empty(5003, device="meta"), seed, step, first)
+made = [compile_launch(launch, 10 * major + minor) for launch in found for major, minor in ARCHITECTURES]
+print(json.dumps([each.spilled_bytes + each.stack_bytes for each in made]))
+"""
 _SPILLING = """
 import torch, triton, triton.language as tl
 from benchmarks.cross_compile import compile_launch
@@ -90,6 +103,12 @@ def test_kernels_of_an_int8_cache_compile_too(tmp_path: Path) -> None:
     assert kernels == {"heads.attention_inputs", "attention.attend", "attention_backward.gather"}
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
     assert {row["instruction_class"] for row in rows if row["kernel"] == "attention.attend"} == {"HGMMA"}
+
+
+@pytest.mark.slow
+def test_the_rounding_of_masters_compiles_for_every_architecture(tmp_path: Path) -> None:
+    """No forward runs it, so no table lists it. Small and large integers are two variants."""
+    assert json.loads(_python(_STOCHASTIC, tmp_path)) == [0] * 2 * len(ARCHITECTURES)
 
 
 @pytest.mark.slow
