@@ -171,9 +171,9 @@ def test_norms_and_gates_are_the_definition_bit_for_bit(
         assert same(native.silu_mul_backward(dy, gate_up), reference.silu_mul_backward(dy, gate_up))
 
 
-# other sums of the same codes are no other codes: INT8 needs fewer of them
+# INT8 differs by how codes are read, not by how they are added
 @pytest.mark.parametrize(
-    ("cache", "data"), [(cache, data) for cache in CACHES for data in DATA if cache != "int8" or data in (plain, tiny)]
+    ("cache", "data"), [(cache, data) for cache in CACHES for data in DATA if cache != "int8" or data is plain]
 )
 def test_attention_is_the_definition_bit_for_bit(
     native: Ops, reference: Ops, cache: str, data: Callable[..., Tensor]

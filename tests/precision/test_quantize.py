@@ -71,7 +71,7 @@ def test_codes_are_the_nearest_and_error_is_bounded(values: list[float], scale: 
 
 
 @given(st.lists(finite_floats, min_size=1, max_size=40), st.sampled_from(["fp32", "ue8m0"]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_int8_codes_are_quotients_rounded_to_even(values: list[float], scale: str) -> None:
     """Against Python's numbers: the quotient rounded to float32, then to a whole number, `round` being half to even."""
     found = quantize(torch.tensor([values]), QuantSpec(INT8, "row", scale))
