@@ -2,7 +2,6 @@
 the definition, rows alone and in any batch, and the error against float64, element by element; with negative
 controls."""
 
-import ctypes
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,11 +16,12 @@ from torch import Tensor
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels import KVStore, Layout, Ops, get_ops
 from isobit.kernels.composed import Composed
-from isobit.kernels.native import available, build, interface, recipe, rows
+from isobit.kernels.native import available, build, recipe, rows
 from isobit.kernels.reference import attention32, rows32
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
 from .helpers import bits, draw, rounded, same, threads
+from .libraries import ROWS, changed_copy, library_of
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
 
@@ -505,31 +505,13 @@ CHANGES = {
 }
 
 
-def rows_library(folder: Path, flags: str, monkeypatch: pytest.MonkeyPatch, sources: Path = recipe.HERE) -> ctypes.CDLL:
-    """A library of the operators on rows alone, compiled with these flags."""
-    files = ("pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp", "rows32.cpp")
-    monkeypatch.setenv("ISOBIT_CXXFLAGS", flags)
-    monkeypatch.setattr(recipe, "SOURCES", files)
-    library = ctypes.CDLL(str(build.compiled(recipe.compiler(), folder, sources)))
-    for name, (result, arguments) in interface._SIGNATURES.items():
-        if hasattr(library, name):
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    return library
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_self_test_notices_another_order(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its negative controls: libraries that compute in another order, or with other roundings."""
     file, right, wrong = CHANGES[change]
-    for path in recipe.HERE.glob("*.[ch]*"):
-        text = path.read_text()
-        if path.name == file:
-            assert text.count(right) == 1
-            text = text.replace(right, wrong)
-        (tmp_path / path.name).write_text(text)
-    assert rows_library(tmp_path, "-O1", monkeypatch, tmp_path).isobit_rows32_self_test() > 0
+    changed_copy(tmp_path, [file], right, wrong)
+    assert library_of(ROWS, tmp_path, "-O1", monkeypatch, tmp_path).isobit_rows32_self_test() > 0
 
 
 @pytest.mark.slow
@@ -541,7 +523,7 @@ def test_other_builds_have_the_same_bits(
     if not recipe.on_x86():
         pytest.skip("flags of x86-64")
     other = get_ops("native")
-    other._lib = rows_library(tmp_path, f"-O1 {flags}", monkeypatch)
+    other._lib = library_of(ROWS, tmp_path, f"-O1 {flags}", monkeypatch)
     assert other._lib.isobit_rows32_self_test() == 0
     random = torch.Generator().manual_seed(12)
     for data in DATA:

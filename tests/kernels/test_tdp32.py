@@ -14,11 +14,12 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Operand, Ops, Stacked, get_ops
 from isobit.kernels.composed import rows_of
-from isobit.kernels.native import build, ordered, recipe
+from isobit.kernels.native import build, ordered
 from isobit.kernels.reference import tdp32
 from isobit.precision import E4M3, E5M2, QuantSpec, quantize
 
 from .helpers import bits, draw, same, threads
+from .libraries import PRODUCTS, changed_copy, library_of
 
 REFERENCE, EXACT = get_ops("reference"), get_ops("native", "exact")
 HERE = [
@@ -276,17 +277,12 @@ def test_the_self_test_passes(isa: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_self_test_notices_another_order(tmp_path: Path) -> None:
+def test_the_self_test_notices_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its negative control: a library that adds each chain to the sum by itself."""
-    for path in recipe.HERE.glob("*.[ch]*"):
-        text = path.read_text()
-        if path.name == "tdp32_kernel.h":
-            right = "add(sum[r][p], add(even[r][p], odd[r][p]))"
-            assert right in text
-            text = text.replace(right, "add(add(sum[r][p], even[r][p]), odd[r][p])")
-        (tmp_path / path.name).write_text(text)
-    wrong = build.load(build.compiled(recipe.compiler(), tmp_path, tmp_path))
-    assert all(wrong.isobit_tdp32_self_test(ordered.ISAS.index(isa)) > 0 for isa in HERE)
+    right, wrong = "add(sum[r][p], add(even[r][p], odd[r][p]))", "add(add(sum[r][p], even[r][p]), odd[r][p])"
+    changed_copy(tmp_path, ("tdp32_kernel.h", "tdp32_registers.h"), right, wrong)
+    library = library_of(PRODUCTS, tmp_path, "-O1", monkeypatch, tmp_path)
+    assert all(library.isobit_tdp32_self_test(ordered.ISAS.index(isa)) > 0 for isa in HERE)
 
 
 def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 
-constexpr int TILE_ROWS = 6;
+constexpr int TILE_ROWS = 6, TILE_PANELS = 2;
 
 INLINE Vec decode16(const uint8_t* p, int64_t kind) {
     const __m128i codes = _mm_loadu_si128((const __m128i*)p);

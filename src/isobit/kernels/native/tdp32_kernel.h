@@ -95,6 +95,27 @@ void decode_b(const Product& g, int64_t panel, int64_t k, int64_t count, float* 
     }
 }
 
+// The even or the odd chain of 32 of K. One after the other, since both at once have more sums than AVX2 has registers.
+template <int MR, int NP>
+INLINE void chain(const float* a, int64_t lda, const float* b, Vec (&sum)[MR][NP]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++) sum[r][p] = vzero();
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < DEPTH; i += 2) {
+        Vec right[NP];
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++) right[p] = vload(b + p * STEP * PANEL + i * PANEL);
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) {
+            Vec x = vsplat(a[r * lda + i]);
+#pragma GCC unroll 8
+            for (int p = 0; p < NP; p++) sum[r][p] = fma(x, right[p], sum[r][p]);
+        }
+    }
+}
+
 // MR rows times NP panels over `count` of K, at most 128. a[r][k] at a + r * lda + k; b[p][k][16] with panels STEP * 16
 // apart; c[r][p][16] with rows ldc apart.
 template <bool SCALED, int MR, int NP>
@@ -105,27 +126,8 @@ void tdp_tile(const float* a, int64_t lda, const float* b, int64_t count, float*
         for (int p = 0; p < NP; p++) sum[r][p] = SCALED ? vzero() : vload(c + r * ldc + p * 16);
     for (int64_t k = 0; k < count; k += DEPTH) {
         Vec even[MR][NP], odd[MR][NP];
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++)
-#pragma GCC unroll 8
-            for (int p = 0; p < NP; p++) even[r][p] = odd[r][p] = vzero();
-        for (int64_t i = k; i < k + DEPTH; i += 2) {
-            Vec left[NP], right[NP];
-#pragma GCC unroll 8
-            for (int p = 0; p < NP; p++) {
-                left[p] = vload(b + p * STEP * 16 + i * 16);
-                right[p] = vload(b + p * STEP * 16 + i * 16 + 16);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) {
-                Vec x = vsplat(a[r * lda + i]), y = vsplat(a[r * lda + i + 1]);
-#pragma GCC unroll 8
-                for (int p = 0; p < NP; p++) {
-                    even[r][p] = fma(x, left[p], even[r][p]);
-                    odd[r][p] = fma(y, right[p], odd[r][p]);
-                }
-            }
-        }
+        chain<MR, NP>(a + k, lda, b + k * PANEL, even);
+        chain<MR, NP>(a + k + 1, lda, b + (k + 1) * PANEL, odd);
 #pragma GCC unroll 8
         for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
@@ -142,10 +144,13 @@ void tdp_tile(const float* a, int64_t lda, const float* b, int64_t count, float*
 template <bool SCALED, int MR>
 void tdp_rows(int64_t panels, const float* a, int64_t lda, const float* b, int64_t count, float* c, int64_t ldc,
               const float* row_scale, const float* column_scale) {
-    if (panels == WIDE)
-        tdp_tile<SCALED, MR, WIDE>(a, lda, b, count, c, ldc, row_scale, column_scale);
-    else
-        tdp_tile<SCALED, MR, 1>(a, lda, b, count, c, ldc, row_scale, column_scale);
+    int64_t p = 0;
+    for (; p + TILE_PANELS <= panels; p += TILE_PANELS)
+        tdp_tile<SCALED, MR, TILE_PANELS>(a, lda, b + p * STEP * PANEL, count, c + p * PANEL, ldc, row_scale,
+                                          column_scale + p * PANEL);
+    for (; p < panels; p++)
+        tdp_tile<SCALED, MR, 1>(a, lda, b + p * STEP * PANEL, count, c + p * PANEL, ldc, row_scale,
+                                column_scale + p * PANEL);
 }
 
 template <bool SCALED>
@@ -156,6 +161,7 @@ void tdp_block(int64_t rows, int64_t panels, const float* a, int64_t lda, const 
     for (; r + MR <= rows; r += MR)                                                                           \
         tdp_rows<SCALED, MR>(panels, a + r * lda, lda, b, count, c + r * ldc, ldc, row_scale + r, column_scale)
     ISOBIT_ROWS(TILE_ROWS);
+    if constexpr (TILE_ROWS > 4) { ISOBIT_ROWS(4); }
     ISOBIT_ROWS(2);
     ISOBIT_ROWS(1);
 #undef ISOBIT_ROWS

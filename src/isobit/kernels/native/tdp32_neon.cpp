@@ -28,7 +28,7 @@ INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
 INLINE Vec add(const Vec& a, const Vec& b) { return each([&](int i) { return vaddq_f32(a.q[i], b.q[i]); }); }
 INLINE Vec mul(const Vec& a, const Vec& b) { return each([&](int i) { return vmulq_f32(a.q[i], b.q[i]); }); }
 
-constexpr int TILE_ROWS = 2;
+constexpr int TILE_ROWS = 2, TILE_PANELS = 2;
 
 // Eight E4M3 codes as float16, off by 2^-8; E5M2 codes are the upper bytes of float16 numbers.
 INLINE float16x8_t halves(uint8x8_t codes, int64_t kind) {

@@ -43,7 +43,7 @@ INLINE Vec mul(const Vec& a, const Vec& b) {
     return out;
 }
 
-constexpr int TILE_ROWS = 2;
+constexpr int TILE_ROWS = 2, TILE_PANELS = 2;
 INLINE Vec decode16(const uint8_t* p, int64_t kind) {
     Vec out;
     for (int i = 0; i < 16; i++) out.v[i] = one(p[i], kind);

@@ -1,0 +1,36 @@
+"""Libraries of some of the C++ files, compiled with a test's flags, and copies of the files with one line changed."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from isobit.kernels.native import build, interface, recipe
+
+ROWS = ("pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp", "rows32.cpp")
+PRODUCTS = tuple(name for name in recipe.SOURCES if name.startswith("tdp32"))
+
+
+def library_of(
+    files: Sequence[str], folder: Path, flags: str, monkeypatch: pytest.MonkeyPatch, sources: Path = recipe.HERE
+) -> ctypes.CDLL:
+    """A library of these files alone, with the signatures of what is in it."""
+    monkeypatch.setenv("ISOBIT_CXXFLAGS", flags)
+    monkeypatch.setattr(recipe, "SOURCES", tuple(files))
+    library = ctypes.CDLL(str(build.compiled(recipe.compiler(), folder, sources)))
+    for name, (result, arguments) in interface._SIGNATURES.items():
+        if hasattr(library, name):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    return library
+
+
+def changed_copy(folder: Path, files: Sequence[str], right: str, wrong: str) -> None:
+    """All sources in `folder`, these with another line in the place of a line that each holds once."""
+    for path in recipe.HERE.glob("*.[ch]*"):
+        text = path.read_text()
+        if path.name in files:
+            assert text.count(right) == 1
+            text = text.replace(right, wrong)
+        (folder / path.name).write_text(text)
