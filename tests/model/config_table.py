@@ -134,7 +134,7 @@ def their_logprobs(directory: Path) -> Tensor:
 
 def our_logprobs(directory: Path) -> Tensor:
     """[tokens - 1], float32, of isobit."""
-    return Model.load(directory, "float32", "reference").logprobs([SEQUENCE])[0]
+    return Model.load(directory, "float32", "reference", "exact").logprobs([SEQUENCE])[0]
 
 
 def run(rows: Iterable[Variant]) -> list[Outcome]:
