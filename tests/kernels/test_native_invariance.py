@@ -265,7 +265,7 @@ def test_processes_may_build_at_once_and_portable_code_agrees(tmp_path: Path, ra
     source = str(Path(__file__).parents[2] / "src")
     running = []
     for index in range(3):
-        flags = " ".join(("-O1", *recipe.WARNINGS, *(["-DISOBIT_PORTABLE"] if index % 2 else [])))
+        flags = " ".join(("-O0", *recipe.WARNINGS, *(["-DISOBIT_PORTABLE"] if index % 2 else [])))
         environment = os.environ | {"ISOBIT_CACHE": str(tmp_path), "ISOBIT_CXXFLAGS": flags, "PYTHONPATH": source}
         command = [sys.executable, "-c", script, str(tmp_path / f"{index}.pt")]
         running.append(subprocess.Popen(command, env=environment))
