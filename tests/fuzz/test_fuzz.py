@@ -20,7 +20,9 @@ SEED = 20260901
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend, seed, cases", [("native", SEED, 400), ("reference", 4, 2)])  # these two take 9 s
+@pytest.mark.parametrize(
+    ("backend", "seed", "cases"), [("native", SEED, 400), ("reference", 4, 2)]
+)  # these two take 9 s
 def test_some_seconds_without_a_differing_bit(
     backend: str, seed: int, cases: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
