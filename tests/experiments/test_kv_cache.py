@@ -119,8 +119,12 @@ def test_the_page_has_the_ends_of_the_quickstarts_curves() -> None:
     (first, last), (begun, ended) = ([run["accuracy/held_out"][i][1] for i in (0, -1)] for run in (old, new))
     assert f"the same base ends at {last:.3f}, as before" in page
     assert f"begins at {begun:.3f} where the old one has {first:.3f}, and ends at {ended:.3f}" in page
-    assert [run["differing_tokens"] for run in (old, new)] == [0, 0]
-    assert min(run["compared_tokens"] for run in (old, new)) > 300_000
+    for seed in (1, 2):
+        pair = [runs[f"seed {seed}, base trained with {s}"] for s in ("powers of two", "float32 scales")]
+        ends = [f"{run['accuracy/held_out'][i][1]:.3f}" for run in pair for i in (0, -1)]
+        assert f"| {seed} | {' | '.join(ends)} |" in page
+    assert {run["differing_tokens"] for run in runs.values()} == {0}
+    assert min(run["compared_tokens"] for run in runs.values()) > 100_000
 
 
 @pytest.mark.parametrize("name", ["kv-cache.png"])

@@ -7,6 +7,7 @@ place (`remake`), because a captured CUDA graph reads from these addresses. Left
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -92,10 +93,15 @@ class Working:
     outside: Outside
     layers: tuple[Layer, ...]
 
+    @cached_property
+    def _all(self) -> tuple[Weight | Vector, ...]:
+        """Every weight and vector, which stay what they are: a sync writes into their tensors."""
+        return tuple(_parts((self.outside, *self.layers)))
+
     def tensors(self) -> Iterator[tuple[str, Operand, Tensor]]:
         """(name, working tensor, master) of each that is stored, once."""
         seen: set[int] = set()
-        for part in _parts((self.outside, *self.layers)):
+        for part in self._all:
             for name, working, master in _stored(part):
                 if id(working) not in seen:
                     seen.add(id(working))
@@ -107,7 +113,7 @@ class Working:
 
     def packs(self) -> dict[int, Packed]:
         """What the backend packed of the weights, by `id`."""
-        parts = (part for part in _parts((self.outside, *self.layers)) if isinstance(part, Weight))
+        parts = (part for part in self._all if isinstance(part, Weight))
         return {id(part.prepared): part.prepared for part in parts if isinstance(part.prepared, Packed)}
 
 
