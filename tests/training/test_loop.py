@@ -17,8 +17,8 @@ from isobit.precision.options import _CHOICES
 from isobit.rl.correction_rule import CORRECTIONS
 from isobit.run import checkpoints
 from isobit.run.completions import COMPLETIONS, read
-from isobit.run.directory import read_jsonl
-from isobit.training.train import TrainResult, replay, train
+from isobit.run.directory import CONFIG, ROLLOUTS_FROM, read_jsonl
+from isobit.training.train import TrainResult, replay, resume, train
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
@@ -115,6 +115,35 @@ def test_replay_repeats_the_learning_bit_for_bit(tmp_path: Path, base_model: Pat
         assert fingerprint(first.run_dir)[name] == fingerprint(again.run_dir)[name]
     other = replay(first.run_dir, tmp_path / "other", ["optimizer.learning_rate=0.002"])
     assert fingerprint(first.run_dir)["model.safetensors"] != fingerprint(other.run_dir)["model.safetensors"]
+
+
+def test_a_replay_that_goes_on_learns_from_the_same_rollouts(tmp_path: Path, base_model: Path) -> None:
+    """Stopped after two of four steps; the control goes on by sampling, as a run that is no replay does."""
+    first, faster = run(tmp_path, base_model), "optimizer.learning_rate=0.002"
+    whole = replay(first.run_dir, tmp_path / "whole", [faster])
+    halves = {name: replay(first.run_dir, tmp_path / name, [faster, "steps=2"]).run_dir for name in ("half", "control")}
+    resume(halves["half"], [f"steps={len(first.metrics)}"])
+    assert fingerprint(halves["half"]) == fingerprint(whole.run_dir)
+    (halves["control"] / ROLLOUTS_FROM).unlink()
+    resume(halves["control"], [f"steps={len(first.metrics)}"])
+    assert fingerprint(halves["control"])["completions"] != fingerprint(whole.run_dir)["completions"]
+    first.run_dir.rename(tmp_path / "moved")
+    with pytest.raises(IsobitError, match=r"learns from the rollouts of .*, which is no run directory any more; if it"):
+        resume(halves["half"], ["steps=5"])
+
+
+def test_ranks_that_are_started_again_go_on_with_a_replay(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, out = run(tmp_path, base_model), tmp_path / "again"
+    replay(first.run_dir, out, ["steps=2"])
+    with pytest.raises(IsobitError, match="again"):  # a run is there: no replay begins in it
+        replay(first.run_dir, out)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    (out / CONFIG).write_text((out / CONFIG).read_text().replace("steps: 2", f"steps: {len(first.metrics)}"))
+    replay(first.run_dir, out)  # as after the death of a rank
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert fingerprint(out) == fingerprint(replay(first.run_dir, tmp_path / "whole").run_dir)
 
 
 def test_results_do_not_depend_on_the_engine_settings(tmp_path: Path, base_model: Path) -> None:

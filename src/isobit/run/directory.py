@@ -1,6 +1,7 @@
 """A run directory: its files, its lock, and how a run is interrupted.
 
-`config.yaml`, `machine.json` (the hardware and versions used), `metrics.jsonl` (an object a step),
+`config.yaml`, `machine.json` (the hardware and versions used), `rollouts_from.txt` (the run whose rollouts it learns
+from, if it samples none), `metrics.jsonl` (an object a step),
 `completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object every few steps: the
 weights by layer and tensor), `checkpoints/`. A resumed run cuts these files back to where its checkpoint was made, so
 that they end as if it had never stopped. Left out: what is in a checkpoint (`training/session.py`) and how it becomes
@@ -23,13 +24,14 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.run import checkpoints, durable, metrics
 from isobit.run.completions import COMPLETIONS, pack
 
-CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE = (
+CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, ROLLOUTS_FROM = (
     "config.yaml",
     "metrics.jsonl",
     "quantization.jsonl",
     "checkpoints",
     "report.html",
     "machine.json",
+    "rollouts_from.txt",
 )
 NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0}
 """Lengths of the files of a new run that grow."""
@@ -77,11 +79,14 @@ class RunDirectory:
         self._rows = num_rows(directory / METRICS)
 
     @staticmethod
-    def create(directory: Path, config_text: str) -> "RunDirectory":
-        """A new run; IsobitError if the directory exists and is not empty."""
+    def create(directory: Path, config_text: str, rollouts_from: Path | None = None) -> "RunDirectory":
+        """A new run, which may learn from the rollouts of another; IsobitError if the directory exists and is not
+        empty."""
         refuse_existing(directory)
         try:
             durable.make_directory(directory)
+            if rollouts_from is not None:  # before the config, with which the run has begun
+                durable.write_text(directory / ROLLOUTS_FROM, f"{rollouts_from.absolute()}\n")
             return RunDirectory(directory, NOTHING_WRITTEN, config_text)
         except OSError as error:
             raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None

@@ -5,8 +5,9 @@ is written.
 """
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import versions
 from isobit.options.declare import plain
 from isobit.rl.collect import StepBatch
-from isobit.rl.samples import groups_from_json
+from isobit.rl.samples import Group, groups_from_json
 from isobit.run import checkpoints, metrics
 from isobit.run import directory as runs
 from isobit.run.directory import FollowedDirectory, RunDirectory
@@ -42,9 +43,13 @@ def open_session(config: Config, objects: Objects, *, quiet: bool, ranks: Ranks 
     return Session(parts, run, State(), quiet=quiet, objects=objects)
 
 
-def _open_all(config: Config, quiet: bool, objects: Objects, ranks: Ranks, checkpoint: Path | None = None) -> Parts:
-    """All parts, and the engines of a fleet where there is one."""
+def _open_all(
+    config: Config, quiet: bool, objects: Objects, ranks: Ranks, checkpoint: Path | None = None, samples: bool = True
+) -> Parts:
+    """All parts, and the engines of a fleet where there is one and the run samples."""
     parts = open_parts(config, quiet=quiet, checkpoint=checkpoint, objects=objects, ranks=ranks)
+    if not samples:
+        return parts
     try:
         return replace(parts, fleet=ranks.together(lambda: open_fleet(parts)))
     except BaseException:
@@ -74,12 +79,14 @@ def _resumed(
     """The directory is this run's alone before anything in it is read or cleared away."""
     config = load_run_config(run_dir, [f"run.dir={run_dir}", *overrides])
     objects, config = given.again(config), _of_ranks(config, ranks)
+    samples = not (run_dir / runs.ROLLOUTS_FROM).exists()
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-        parts = _open_all(config, quiet, objects, ranks)
+        parts = _open_all(config, quiet, objects, ranks, samples=samples)
+        recorded = None if samples else _recorded(run_dir, config, parts, 0)
         run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock))
-        return Session(parts, run, State(), quiet=quiet, objects=objects)
+        return Session(parts, run, State(), quiet=quiet, objects=objects, recorded=recorded)
     path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir, ranks), ranks)
-    parts = _open_all(config, quiet, objects, ranks, path)
+    parts = _open_all(config, quiet, objects, ranks, path, samples)
     counted = load_state(path, parts)
     pending = groups_from_json(counted["pending"])
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
@@ -91,7 +98,8 @@ def _resumed(
     ends = ranks.from_first(lambda: runs.ends(run_dir, counted))
     finished = _take_the_last_row(run_dir, config, state, ends, ranks)
     run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, ends, dump_config(config), lock))
-    session = Session(parts, run, state, quiet=quiet, objects=objects)
+    recorded = None if samples else _recorded(run_dir, config, parts, state.step)
+    session = Session(parts, run, state, quiet=quiet, objects=objects, recorded=recorded)
     session.saver.saved_step = state.step
     if finished:
         session.best.stay()
@@ -160,10 +168,30 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     ranks.on_first(lambda: runs.refuse_existing(out))
     config = _of_ranks(config, ranks)
     parts = open_parts(config, quiet=quiet, ranks=ranks)
-    other = unlike(recorded, config, parts.machine())
-    parts.learner.promised &= not other
-    run = _directory(out, ranks, lambda: RunDirectory.create(out, dump_config(parts.config)))
+    other = _unlike(recorded, config, parts)
+    run = _directory(out, ranks, lambda: RunDirectory.create(out, dump_config(parts.config), recorded))
     session = Session(parts, run, State(), quiet=quiet, recorded=groups)
     if other:
         session.display.note(f"tokens may differ from those of {recorded}: it had another {', '.join(other)}")
     return session
+
+
+def _recorded(run_dir: Path, config: Config, parts: Parts, step: int) -> Iterator[list[Group]]:
+    """What a run that learns from the rollouts of another has still to learn after a step. Raises IsobitError where the
+    other run is not there any more."""
+    found = run_dir / runs.ROLLOUTS_FROM
+    other = Path(found.read_text(encoding="utf-8").rstrip("\n"))
+    if not (other / runs.CONFIG).is_file():
+        raise IsobitError(
+            f"{run_dir} learns from the rollouts of {other}, which is no run directory any more; if it "
+            f"was moved, write its new path into {found}"
+        )
+    _unlike(other, config, parts)
+    return islice(recorded_groups(other, load_run_config(other)), step, None)
+
+
+def _unlike(recorded: Path, config: Config, parts: Parts) -> list[str]:
+    """What makes a run from recorded rollouts compute other bits, if anything; nothing is promised then."""
+    other = unlike(recorded, config, parts.machine())
+    parts.learner.promised &= not other
+    return other

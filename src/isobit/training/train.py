@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config import Config, load_config
+from isobit.distributed import Ranks
 from isobit.distributed.launch import joined, restarted
 from isobit.run.directory import CONFIG, METRICS, read_jsonl, require_run
 from isobit.training.loop import training_loop
@@ -52,7 +53,7 @@ def train(
     """
     loaded, objects = Given(rewards, data, held_out, callbacks, measures).into(load_config(config, overrides))
     with joined(loaded.run.rank_timeout_s) as ranks:
-        if any(ranks.gather(restarted() and (Path(loaded.run.dir) / CONFIG).is_file())):  # a rank died
+        if _began(Path(loaded.run.dir), ranks):
             given = Given(rewards, data, held_out, callbacks, measures)
             with open_resumed(Path(loaded.run.dir), (), given, quiet=quiet, ranks=ranks) as session:
                 return _run(session)
@@ -87,11 +88,17 @@ def resume(
 
 def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
     """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit for bit."""
-    with (
-        joined(_timeout_of(recorded, overrides)) as ranks,
-        open_replay(recorded, out, overrides, quiet=quiet, ranks=ranks) as session,
-    ):
-        return _run(session)
+    with joined(_timeout_of(recorded, overrides)) as ranks:
+        if _began(out, ranks):
+            with open_resumed(out, (), Given(), quiet=quiet, ranks=ranks) as session:
+                return _run(session)
+        with open_replay(recorded, out, overrides, quiet=quiet, ranks=ranks) as session:
+            return _run(session)
+
+
+def _began(directory: Path, ranks: Ranks) -> bool:
+    """Whether the ranks were started again after one died, and the run goes on."""
+    return any(ranks.gather(restarted() and (directory / CONFIG).is_file()))
 
 
 def _timeout_of(run_dir: Path, overrides: Sequence[str]) -> float:
