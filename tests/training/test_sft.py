@@ -114,7 +114,7 @@ def test_an_existing_model_is_not_overwritten(config: WriteConfig) -> None:
 
 
 def test_a_failure_leaves_nothing(config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Model, folder: Path) -> None:
+    def full(self: Model, folder: Path, dtype: torch.dtype) -> None:
         Path(folder).mkdir()
         (Path(folder) / "config.json").write_text("{}")
         raise OSError(28, "No space left on device")
