@@ -146,6 +146,14 @@ def test_ranks_that_are_started_again_go_on_with_a_replay(
     assert fingerprint(out) == fingerprint(replay(first.run_dir, tmp_path / "whole").run_dir)
 
 
+def test_a_run_begins_where_a_replay_was_killed_before_its_config(tmp_path: Path, base_model: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ROLLOUTS_FROM).write_text("elsewhere\n")
+    result = run(tmp_path, base_model, f"run.dir={tmp_path / 'run'}", "steps=1")
+    assert not (result.run_dir / ROLLOUTS_FROM).exists()  # else a resume would look for the other run
+    assert len(resume(result.run_dir, ["steps=2"]).metrics) == 2
+
+
 def test_results_do_not_depend_on_the_engine_settings(tmp_path: Path, base_model: Path) -> None:
     """Small pages, chunks and batches, and a cache so small that sequences are preempted and computed again."""
     long = ("sampling.max_new_tokens=24", "sampling.ignore_eos=true")

@@ -8,7 +8,7 @@ time (`optim_masters.py`).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import EllipsisType
@@ -25,7 +25,7 @@ from isobit.kernels import Ops, get_ops
 from isobit.model.checksums import Checksums
 from isobit.rl import optim_masters
 from isobit.rl.optim_8bit import EightBitState, quantizable
-from isobit.rl.optim_masters import Piece, UpdatedMasters, pieces
+from isobit.rl.optim_masters import Piece, UpdatedMasters, grouped, pieces
 from isobit.rl.schedule import OptimizerSettings
 
 AT_ONCE = 1 << 26
@@ -93,7 +93,7 @@ class Optimizer:
             self._eight_bit.update([name for name in names if name in self._eight_bit], rate, weight_decay)
             names = [name for name in names if name not in self._eight_bit]
         wide = [name for name in names if self.parameters[name].dtype == torch.float32]
-        for some in _in_groups(wide, [self.parameters[name].numel() for name in wide]):
+        for some in grouped(((name, self.parameters[name].numel()) for name in wide), AT_ONCE):
             self._update_wide(some, rate, weight_decay)
         narrow = [name for name in names if self.parameters[name].dtype != torch.float32]
         for group in pieces(narrow, self.parameters, optim_masters.AT_ONCE):
@@ -267,19 +267,6 @@ class _Form:
         ratio = self.block * math.prod(self.shape[1:])
         lo, hi = (row * shards.width(name) // ratio for row in shards.own(name))
         return slice(lo, hi)
-
-
-def _in_groups(names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
-    """The names in their order, of at most `AT_ONCE` elements together where one alone has not more."""
-    group, total = list[str](), 0
-    for name, size in zip(names, sizes):
-        if group and total + size > AT_ONCE:
-            yield group
-            group, total = [], 0
-        group.append(name)
-        total += size
-    if group:
-        yield group
 
 
 def _sums_of_squares(gradients: Sequence[Tensor], ops: Ops) -> list[float]:

@@ -10,8 +10,9 @@ term takes the bytes that this saves.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from isobit.distributed import Shards
 from isobit.kernels import Ops
 
+T = TypeVar("T")
 AT_ONCE = 1 << 22
 """Elements of BF16 masters that are in float32 at a time."""
 Piece = tuple[str, slice]
@@ -65,15 +67,19 @@ def _key(seed: int, name: str) -> int:
 
 def pieces(names: Sequence[str], parameters: Mapping[str, Tensor], at_once: int) -> Iterator[list[Piece]]:
     """The parameters in their order, as pieces of at most `at_once` elements together."""
-    group, total = list[Piece](), 0
-    for name in names:
-        count = parameters[name].numel()
-        for first in range(0, count, at_once):
-            size = min(at_once, count - first)
-            if group and total + size > at_once:
-                yield group
-                group, total = [], 0
-            group.append((name, slice(first, first + size)))
-            total += size
+    counts = ((name, parameters[name].numel()) for name in names)
+    parts = ((name, slice(i, min(i + at_once, count))) for name, count in counts for i in range(0, count, at_once))
+    return grouped(((piece, piece[1].stop - piece[1].start) for piece in parts), at_once)
+
+
+def grouped(items: Iterable[tuple[T, int]], at_once: int) -> Iterator[list[T]]:
+    """Items with their sizes, in order, of at most `at_once` together where one alone is not larger."""
+    group, total = list[T](), 0
+    for item, size in items:
+        if group and total + size > at_once:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
     if group:
         yield group

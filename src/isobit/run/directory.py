@@ -85,6 +85,7 @@ class RunDirectory:
         refuse_existing(directory)
         try:
             durable.make_directory(directory)
+            (directory / ROLLOUTS_FROM).unlink(missing_ok=True)  # of one that was killed before it had begun
             if rollouts_from is not None:  # before the config, with which the run has begun
                 durable.write_text(directory / ROLLOUTS_FROM, f"{rollouts_from.absolute()}\n")
             return RunDirectory(directory, NOTHING_WRITTEN, config_text)
@@ -224,7 +225,8 @@ def occupied(directory: Path) -> str | None:
         return "is a run"
     if (directory / "config.json").is_file():
         return "is a model"
-    begun = {LOCK, f".{CONFIG}.partial"}  # and no further: nothing is lost
+    files = (CONFIG, ROLLOUTS_FROM)
+    begun = {LOCK, ROLLOUTS_FROM, *(f".{name}.partial" for name in files)}  # and no further: nothing is lost
     return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
 
 

@@ -180,7 +180,7 @@ def _recorded(run_dir: Path, config: Config, parts: Parts, step: int) -> Iterato
     """What a run that learns from the rollouts of another has still to learn after a step. Raises IsobitError where the
     other run is not there any more."""
     found = run_dir / runs.ROLLOUTS_FROM
-    other = Path(found.read_text(encoding="utf-8").rstrip("\n"))
+    other = Path(found.read_text(encoding="utf-8", errors="replace").rstrip("\n"))
     if not (other / runs.CONFIG).is_file():
         raise IsobitError(
             f"{run_dir} learns from the rollouts of {other}, which is no run directory any more; if it "

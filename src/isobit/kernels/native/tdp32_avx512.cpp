@@ -4,7 +4,6 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512VBMI__)
 #include "tdp32_avx512.h"
-#include "tdp32_kernel.h"
 
 namespace {
 
