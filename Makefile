@@ -15,11 +15,11 @@ LOCKED = $(PIP) --constraint $(VENV)/.locked
 # The last line of `make install` and `make quickstart`: what to type next.
 NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 
-.PHONY: help install quickstart test sanitize lint docs bench gpu kernels wheel relock floor ceiling clean
+.PHONY: help install quickstart test test-slow sanitize lint docs bench gpu kernels wheel relock floor ceiling clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
-	@echo "make test         the whole test suite"
+	@echo "make test         the test suite, without the tests that are marked slow; make test-slow: those"
 	@echo "make sanitize     the C++ operators under sanitizers: address, undefined behaviour, races"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, in build/site; open build/site/index.html"
@@ -60,7 +60,10 @@ quickstart: $(VENV)/.installed
 	$(NEXT)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python -m tests.kernels.sanitizers

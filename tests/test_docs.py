@@ -100,7 +100,7 @@ three
 def test_make_targets_exist_and_say_what_they_would_do() -> None:
     used = {command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"}
     assert {"quickstart", "test"} <= {shlex.split(command)[1] for command in used}
-    others = ["install", "lint", "docs", "bench", "relock", "floor", "ceiling", "clean", "help"]
+    others = ["install", "lint", "test-slow", "docs", "bench", "relock", "floor", "ceiling", "clean", "help"]
     for command in used | {f"make {target}" for target in others}:
         check(command)
     assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
