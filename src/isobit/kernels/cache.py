@@ -1,7 +1,12 @@
 """Where kernels keep on this machine what they have built and tested: folders that nobody else can write to."""
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+_Faults = TypeVar("_Faults")
 
 
 class CacheUnusable(Exception):
@@ -22,3 +27,14 @@ def cache_directory(name: str) -> Path:
             f"the cache folder {path} can be written by others; set ISOBIT_CACHE to a folder of your own"
         )
     return path
+
+
+def unless_passed(mark: Path, test: Callable[[], _Faults], none: _Faults) -> _Faults:
+    """What a test finds, falsy where it passes; `none` at once where the file `mark` says that it has passed."""
+    if mark.exists():
+        return none
+    found = test()
+    if not found:
+        with suppress(OSError):  # tested again at the next start
+            mark.touch()
+    return found

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from isobit.distributed.shards import MOMENT_BLOCK
-from isobit.rl.optim_masters import UpdatedMasters
+from isobit.rl.optim_masters import AT_ONCE, UpdatedMasters
 from isobit.rl.schedule import OptimizerSettings
 
-AT_ONCE = 1 << 22
-"""Elements of a parameter whose moments are in float32 at a time."""
 _BLOCK, _LEAST = MOMENT_BLOCK, 4096
 _DECADES = 7
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name to whether it is signed

@@ -22,7 +22,7 @@ from isobit.kernels import Ops
 
 T = TypeVar("T")
 AT_ONCE = 1 << 22
-"""Elements of BF16 masters that are in float32 at a time."""
+"""Elements of BF16 masters, or of 8-bit moments, that are in float32 at a time."""
 Piece = tuple[str, slice]
 """Elements of what a rank keeps of a parameter."""
 

@@ -16,8 +16,8 @@ from isobit.kernels import Layout
 from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import Model
 from isobit.model.recompute import Recompute
-from isobit.rl import optim_masters
-from isobit.rl.optim_8bit import AT_ONCE, quantizable
+from isobit.rl.optim_8bit import quantizable
+from isobit.rl.optim_masters import AT_ONCE
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveBytes
 from isobit.training.parts import Parts
@@ -180,7 +180,7 @@ def _update_bytes(parts: Parts) -> int:
     low = [p for p in parameters if settings.state == "8bit" and quantizable(p.shape)]
     if low:
         return max((16 + each) * min(p.numel(), AT_ONCE) for p in low)
-    masters = each * min(sum(p.numel() for p in parameters), optim_masters.AT_ONCE)
+    masters = each * min(sum(p.numel() for p in parameters), AT_ONCE)
     return max(masters, sum(8 * p.shape[0] for p in parameters))
 
 

@@ -92,6 +92,7 @@ def _another_code(operator: Callable[..., Any]) -> Callable[..., Any]:
         (self_check._quantized, {"rms_norm_quantized": _few_rows_differ}),
         (self_check._quantized, {"silu_mul_quantized": _few_rows_differ}),
         (self_check._quantized, {"quantize": lambda operator: lambda *given: _changed(operator(*given))}),
+        (self_check._rounded, {"round_stochastically": lambda operator: lambda *given: _changed(operator(*given))}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -14,13 +14,12 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from isobit.kernels.cache import CacheUnusable
+from isobit.kernels.cache import CacheUnusable, unless_passed
 from isobit.kernels.cache import cache_directory as own_directory
 from isobit.kernels.native.interface import declare
 from isobit.kernels.native.recipe import (
@@ -107,14 +106,7 @@ def differing(lib: ctypes.CDLL, test: str, run: Callable[[], int]) -> int:
     """How many results a self-test of the library finds that differ; 0 at once where it has passed on this processor,
     which a file in the cache marks. Raises BuildFailed."""
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:8]
-    mark = cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed"
-    if mark.exists():
-        return 0
-    found = run()
-    if not found:
-        with suppress(OSError):  # tested again at the next start
-            mark.touch()
-    return found
+    return unless_passed(cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed", run, 0)
 
 
 def _openmp_flags(program: str) -> tuple[list[str], list[str]]:

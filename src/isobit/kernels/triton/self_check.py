@@ -2,9 +2,10 @@
 
 Nothing but a run on a GPU can show that its matrix instructions give a row the same bits alone and among others. So the
 first start on a machine computes products, attention, the output head, norms and gates: rows alone, a few of them and
-all must agree in every bit, and be the reference's within a bound. Most of the time goes into compiling. A pass is
-remembered for the GPU, its driver, the versions of PyTorch and Triton, and the kernels' sources. Left out: whole models
-(`python -m benchmarks.gpu`), the backward, and several GPUs of which one is broken.
+all must agree in every bit, and be the reference's within a bound; and the rounding of BF16 masters, in every bit. Most
+of the time goes into compiling. A pass is remembered for the GPU, its driver, the versions of PyTorch and Triton, and
+the kernels' sources. Left out: whole models (`python -m benchmarks.gpu`), the backward, and several GPUs of which one
+is broken.
 """
 
 import hashlib
@@ -15,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isobit.kernels.cache import CacheUnusable, cache_directory
+from isobit.kernels.cache import CacheUnusable, cache_directory, unless_passed
 from isobit.kernels.gpu import versions
 from isobit.kernels.matrices import Operand, values
 from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.reference.stochastic import round_stochastically
 from isobit.kernels.types import KVStore, Layout, Ops
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
@@ -45,13 +47,7 @@ def remembered(ops: Ops, fp8: bool = True) -> list[str]:
         mark = cache_directory("gpu") / f"{_identity()}.passed"
     except CacheUnusable:
         return failures(ops, fp8)
-    if mark.exists():
-        return []
-    found = failures(ops, fp8)
-    if not found:
-        with suppress(OSError):  # checked again at the next start
-            mark.touch()
-    return found
+    return unless_passed(mark, lambda: failures(ops, fp8), [])
 
 
 def _identity() -> str:
@@ -73,6 +69,7 @@ def _all(ops: Ops, kind: str) -> Iterator[Found]:
         yield from _quantized(ops)
     else:
         yield from _head(ops)
+        yield from _rounded(ops)
 
 
 def _random(ops: Ops, seed: int, *shape: int) -> Tensor:
@@ -154,6 +151,14 @@ def _quantized(ops: Ops) -> Iterator[Found]:
     found, wanted = ops.quantize(x, _ROW), ReferenceOps("exact").quantize(x.cpu(), _ROW)
     same = torch.equal(_codes(found).cpu(), _codes(wanted)) and torch.equal(found.scale.cpu(), wanted.scale)
     yield "quantization: other codes or scales than the definition's", same
+
+
+def _rounded(ops: Ops) -> Iterator[Found]:
+    """Of masters that are kept in BF16, from an element in the middle of a parameter on."""
+    x, given = _random(ops, 0, 5000).float() * 1.001, (1 << 40 | 7, 3, 4096)
+    found, wanted = ops.round_stochastically(x, *given), round_stochastically(x.cpu(), *given)
+    same = torch.equal(found.cpu().view(torch.int16), wanted.view(torch.int16))
+    yield "stochastic rounding: other bits than the definition's", same
 
 
 def _codes(x: QTensor) -> Tensor:
