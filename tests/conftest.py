@@ -26,7 +26,6 @@ from tests.browser import opened as opened
 from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
 
-
 interpreter.install()
 
 
