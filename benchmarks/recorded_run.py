@@ -82,6 +82,7 @@ def _metrics(step: int, steps: int, exact: bool, generator: np.random.Generator)
         "groups/zero_spread_fraction": min(1.0, max(0.0, 0.2 + 0.05 * noise[6])),
         "mismatch/kl_k3": gap,
         "mismatch/token_mult_prob_error": 1 + 10 * gap,
+        **({} if exact else {f"mismatch/kl_k3_from_{2**n}": gap * (1 + n / 8) for n in range(8)}),
         "mismatch/max_abs_logprob_diff": 100 * gap,
         "mismatch/differing_tokens": 0.0 if exact else 7000.0,
         "mismatch/compared_tokens": 7680.0,

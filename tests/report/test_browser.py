@@ -78,6 +78,17 @@ def test_a_chart_tells_its_values_to_pointer_and_keyboard(wide: Opened) -> None:
     assert not values.is_visible()
 
 
+def test_the_pointer_finds_the_nearest_of_doubled_positions(wide: Opened) -> None:
+    wide.tab("Mismatch")
+    figure = wide.page.locator("figure.chart", has_text="by position")
+    box = figure.locator("svg").bounding_box()
+    assert box is not None
+    scale = box["width"] / 360
+    for power in range(8):  # 50 to 346 pixels of 360 from token 1 to token 128
+        wide.page.mouse.move(box["x"] + scale * (50 + 296 * power / 7), box["y"] + box["height"] / 2)
+        assert figure.locator(".values").inner_text().split()[:2] == ["token", str(2**power)]
+
+
 def test_the_slider_moves_the_heat_maps(wide: Opened) -> None:
     wide.tab("Quantization")
     slider, table = wide.page.get_by_role("slider"), wide.page.locator("[data-figure=relative_error]")

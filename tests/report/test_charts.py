@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from isobit.report.axes import label, linear_axis, log_axis, nice_values, power_text
+from isobit.report.axes import doubling_axis, label, linear_axis, log_axis, nice_values, power_text
 from isobit.report.charts import Panel, draw, draw_all
 from isobit.report.series import MOST_POINTS, Series, line, running_mean, smoothing_width, thin
 
@@ -62,6 +62,14 @@ def test_axes_place_their_ends() -> None:
     assert log.at(1e-3) == pytest.approx(10)
     assert ("0" in [name for _, name in log.ticks()]) is True
     assert ("0" in [name for _, name in log_axis([1e-6, 1e-3], 178, 10).ticks()]) is False
+
+
+def test_an_axis_of_doublings_has_each_as_far_from_the_next() -> None:
+    axis = doubling_axis([1.0, 2.0, 32768.0], 50, 350)
+    assert [axis.at(2.0**n) for n in range(16)] == pytest.approx([50 + 20 * n for n in range(16)])
+    assert [name for _, name in axis.ticks()] == ["1", "4", "16", "64", "256", "1024", "4096", "16.38k"]
+    alone = doubling_axis([4.0], 50, 350)
+    assert (alone.at(4.0), [name for _, name in alone.ticks()]) == (50, ["4", "8"])
 
 
 def test_exact_zeros_are_shown_as_such() -> None:

@@ -189,6 +189,20 @@ def test_a_missing_browser_is_a_skip_or_an_error_but_never_silent(
         browser.require_browser()
 
 
+def test_the_mismatch_by_position_is_the_mean_over_the_steps_that_differ(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "run", steps=2, differing=5)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    added = [{"from_1": 0.1, "from_64": 0.4}, {"from_1": 0.3}, {}]
+    given = [row | {f"mismatch/kl_k3_{n}": v for n, v in more.items()} for row, more in zip([*rows, rows[0]], added)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    page = page_of(run)
+    assert "Mismatch by position in the completion" in page
+    lines = [data["lines"] for data in Parsed(page).data if data.get("axis") == "token"]
+    assert [[(line["x"], line["y"]) for line in chart] for chart in lines] == [[([1, 64], [0.2, 0.4])]]
+    control = page_of(run_directory(tmp_path / "same"))
+    assert "Mismatch by position in the completion" not in control
+
+
 @pytest.mark.slow
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1000, completions=24, tokens=40)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from isobit.rl.mismatch import differing, mismatch_metrics, sequence_metrics
+from isobit.rl.mismatch import differing, mismatch_metrics, position_metrics, sequence_metrics
 from isobit.run import metrics
 
 
@@ -115,3 +115,33 @@ def test_ratios_are_bounded_at_the_exponential_of_20_and_not_before() -> None:
 def test_a_single_token_is_enough() -> None:
     values = mismatch_metrics(torch.tensor([-1.0]), torch.tensor([-1.5]))
     assert (values["mismatch/compared_tokens"], values["mismatch/differing_tokens"]) == (1, 1)
+
+
+def test_by_position_each_token_counts_in_its_power_of_two() -> None:
+    rollout = torch.full((7,), -2.0)
+    learner = rollout + torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    positions = torch.tensor([0, 1, 2, 3, 7, 0, 2])  # of two completions, some given tokens between
+
+    def k3(*ratios: float) -> float:
+        return sum(math.exp(r) - r - 1 for r in ratios) / len(ratios)
+
+    values = position_metrics(learner, rollout, positions)
+    expected = {1: k3(0.1, 0.6), 2: k3(0.2, 0.3, 0.7), 4: k3(0.4), 8: k3(0.5)}
+    assert values == {f"mismatch/kl_k3_from_{n}": pytest.approx(value, rel=1e-5) for n, value in expected.items()}
+    metrics.check(values)
+    moved = position_metrics(learner, rollout, positions + 8)
+    assert moved.keys() == {"mismatch/kl_k3_from_8", "mismatch/kl_k3_from_16"}, "the control: other positions"
+
+
+def test_by_position_the_ends_of_every_power_of_two() -> None:
+    """Also far out, where a logarithm might round."""
+    for power in range(31):
+        ends = torch.tensor([2**power - 1, 2 ** (power + 1) - 2])
+        found = position_metrics(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.75]), ends)
+        assert found.keys() == {f"mismatch/kl_k3_from_{2**power}"}
+
+
+def test_by_position_there_is_nothing_where_all_bits_agree() -> None:
+    logprobs, positions = torch.tensor([-0.1, -5.0]), torch.arange(2)
+    assert position_metrics(logprobs, logprobs.clone(), positions) == {}
+    assert position_metrics(logprobs, logprobs.clone().mul_(1.01), positions)

@@ -23,6 +23,8 @@ from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
 
+POSITIONS = "mismatch/kl_k3_from_"
+
 
 def run(folder: Path, model: Path, *overrides: str, **changes: object) -> TrainResult:
     return train(load_config(write_config(folder, model, **changes), overrides))
@@ -35,6 +37,7 @@ def test_unified_presets_have_no_differing_token_in_any_step(tmp_path: Path, bas
     assert [row["mismatch/differing_tokens"] for row in result.metrics] == [0] * 4
     assert all(row["mismatch/kl_k3"] == 0 and row["mismatch/token_mult_prob_error"] == 1 for row in result.metrics)
     assert all(row["rollout/tokens"] > 0 for row in result.metrics)
+    assert not any(name.startswith(POSITIONS) for row in result.metrics for name in row)
 
 
 def test_two_flows_differ_and_are_corrected(tmp_path: Path, base_model: Path) -> None:
@@ -42,6 +45,13 @@ def test_two_flows_differ_and_are_corrected(tmp_path: Path, base_model: Path) ->
     assert all(row["mismatch/differing_tokens"] > 0 for row in result.metrics)
     assert all(row["mismatch/token_mult_prob_error"] > 1 for row in result.metrics)
     assert all(0 < row["correction/effective_sample_size"] <= 1 for row in result.metrics)
+    found = [
+        {int(name.removeprefix(POSITIONS)) for name in row if name.startswith(POSITIONS)} for row in result.metrics
+    ]
+    assert all({1, 2} <= places for places in found)
+    for row, places in zip(result.metrics, found):
+        values = [row[f"{POSITIONS}{n}"] for n in places]
+        assert min(values) < row["mismatch/kl_k3"] < max(values), "the mean of all is between the parts'"
 
 
 @pytest.mark.parametrize("name", ["none", *(name for name in CORRECTIONS if name not in ("none", "token_tis"))])

@@ -13,7 +13,8 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Axis:
-    """Values from `low` to `high` on pixels from `start` to `end`; logarithmic with a row for zeros, if `zeros`."""
+    """Values from `low` to `high` on pixels from `start` to `end`; logarithmic with a row for zeros, if `zeros`, and
+    with names at powers of two, if `doubling`."""
 
     low: float
     high: float
@@ -21,6 +22,7 @@ class Axis:
     end: float
     log: bool = False
     zeros: bool = False
+    doubling: bool = False
 
     @property
     def lowest(self) -> float:
@@ -41,6 +43,9 @@ class Axis:
         """Values to name, and their names."""
         if not self.log:
             return [(value, label(value)) for value in nice_values(self.low, self.high)]
+        if self.doubling:
+            powers = range(round(math.log2(self.low)), round(math.log2(self.high)) + 1)
+            return [(2.0**power, label(2.0**power)) for power in powers[:: -(-len(powers) // 8)]]
         first, last = round(math.log10(self.low)), round(math.log10(self.high))
         every = max(1, math.ceil((last - first) / 4))
         named = [(10.0**power, power_of_ten(power)) for power in range(last, first - 1, -every)]
@@ -72,6 +77,12 @@ def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
     first = math.floor(math.log10(min(positive))) if positive else -8
     last = math.ceil(math.log10(max(positive))) if positive else 0
     return Axis(10.0 ** min(first, last - 1), 10.0**last, start, end, True, any(v <= 0 for v in values))
+
+
+def doubling_axis(values: Sequence[float], start: float, end: float) -> Axis:
+    """Powers of two, each as far from the next."""
+    low = min(values)
+    return Axis(low, max(*values, 2 * low), start, end, log=True, doubling=True)
 
 
 def nice_values(low: float, high: float, most: int = 5) -> list[float]:

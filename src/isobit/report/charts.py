@@ -1,4 +1,5 @@
-"""Charts of metrics over steps as inline SVG, with their values beside them for the script that shows them on hover.
+"""Charts of metrics over steps, or another number, as inline SVG, with their values beside them for the script that
+shows them on hover.
 
 Colours are classes, so that a chart follows the page's theme; without the script it stands as it is. A long series is
 thinned and smoothed (`series.py`); a logarithmic axis gives exact zeros a row of their own (`axes.py`).
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
-from isobit.report.axes import Axis, label, linear_axis, log_axis
+from isobit.report.axes import Axis, doubling_axis, label, linear_axis, log_axis
 from isobit.report.document import embedded, escaped
 from isobit.report.series import Line, Series, line, smoothing_width, thin
 
@@ -24,7 +25,8 @@ COLORS = 10
 class Panel:
     """One chart: title, the metrics drawn (names, or patterns such as `accuracy/*`), and how.
 
-    `note` says in a sentence what is drawn. `fraction`: from 0 to 1.
+    `note` says in a sentence what is drawn. `fraction`: from 0 to 1. `axis`: what a row's `step` is; `doubling`: it is
+    a power of two.
     """
 
     title: str
@@ -35,6 +37,7 @@ class Panel:
     stacked: bool = False
     fraction: bool = False
     axis: str = "step"
+    doubling: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class _Drawn:
     line: Line
 
 
-def draw_all(panels: Sequence[Panel], runs: Sequence[Series]) -> str:
-    """The panels that have something to show, as figures. Where several runs are compared, a panel shows one metric of
-    all of them; and stacked ones are of one run each."""
+def draw_all(panels: Sequence[Panel], runs: Sequence[Series], last: str = "") -> str:
+    """The panels that have something to show, as figures, and one more after them. Where several runs are compared, a
+    panel shows one metric of all of them; and stacked ones are of one run each."""
     figures = []
     for panel in panels:
         panel = replace(panel, metrics=_named(panel, runs))
@@ -62,6 +65,7 @@ def draw_all(panels: Sequence[Panel], runs: Sequence[Series]) -> str:
             ]
         else:
             figures.append(draw(panel, runs))
+    figures.append(last)
     long = max(len(run.rows) for run in runs)
     note = (
         f"<p class='soft'>Thin lines: single steps. Thick lines: running means over {smoothing_width(long)} steps.</p>"
@@ -82,7 +86,8 @@ def draw(panel: Panel, runs: Sequence[Series]) -> str:
     drawn = [d for d in found if d.line.steps]
     if not drawn:
         return ""
-    across = _step_axis([step for d in drawn for step in d.line.steps])
+    steps = [step for d in drawn for step in d.line.steps]
+    across = doubling_axis(steps, _LEFT + 4, _RIGHT - 4) if panel.doubling else _step_axis(steps)
     if panel.stacked:
         up, marks, shown = _stacked(drawn, across)
     elif panel.log:

@@ -12,7 +12,7 @@ from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.report import panels
-from isobit.report.charts import draw_all
+from isobit.report.charts import draw, draw_all
 from isobit.report.differences import differing, flattened
 from isobit.report.document import embedded, escaped, html_page
 from isobit.report.heatmap import heat_maps, heat_section
@@ -108,7 +108,8 @@ def _with_band(row: dict[str, Any], intervals: Mapping[int, float]) -> dict[str,
 
 
 def _mismatch(series: Sequence[Series]) -> str:
-    charts = draw_all((panels.MISMATCH_FIGURE, *panels.MISMATCH), series)
+    by_position = draw(panels.BY_POSITION, [panels.by_position(run) for run in series])
+    charts = draw_all((panels.MISMATCH_FIGURE, *panels.MISMATCH), series, last=by_position)
     if not any(points(run.rows, "mismatch/compared_tokens")[0] for run in series):
         return charts
     return (

@@ -1,6 +1,7 @@
 """Which charts a report has, by section. A chart whose metrics a run does not have is left out."""
 
 from isobit.report.charts import Panel
+from isobit.report.series import Series, points
 
 OUTCOME = (
     Panel("Reward", ("reward/mean",), note="band: 95 % interval of the mean, over prompts"),
@@ -51,6 +52,15 @@ MISMATCH = (
     ),
     Panel("Experts that differ", ("router/differing_choices",), log=True, note="(token, layer) pairs"),
     Panel("Mismatch of stale samples", ("staleness/kl_k3",), log=True, note="samples of older weights only"),
+)
+
+BY_POSITION = Panel(
+    "Mismatch by position in the completion",
+    ("mismatch/kl_k3",),
+    log=True,
+    note="k3 of tokens n to 2n − 1, mean over the steps at which tokens differ",
+    axis="token",
+    doubling=True,
 )
 
 QUANTIZATION = (
@@ -105,6 +115,7 @@ COST = (
 ALL = (*OUTCOME, *LEARNING, MISMATCH_FIGURE, *MISMATCH, *QUANTIZATION, *COST)
 DERIVED = ("mismatch/token_mult_prob_error-1", "mismatch/differing_fraction")
 """Metrics that a report makes of a row's (`with_derived`)."""
+POSITIONS = "mismatch/kl_k3_from_"
 
 
 def with_derived(row: dict[str, float | None]) -> dict[str, float | None]:
@@ -117,3 +128,11 @@ def with_derived(row: dict[str, float | None]) -> dict[str, float | None]:
     if differing is not None and compared:
         found[DERIVED[1]] = differing / compared
     return found
+
+
+def by_position(run: Series) -> Series:
+    """The run's BY_POSITION: a row for each power of two, its place in the completion, in place of a step."""
+    names = {name for row in run.rows for name in row if name.startswith(POSITIONS)}
+    values = {int(name.removeprefix(POSITIONS)): points(run.rows, name)[1] for name in names}
+    rows = [{"step": float(n), "mismatch/kl_k3": sum(v) / len(v)} for n, v in sorted(values.items()) if v]
+    return Series(run.name, rows)

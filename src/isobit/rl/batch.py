@@ -11,7 +11,7 @@ from isobit.rl.agreement import require_agreement
 from isobit.rl.correction import correct, correction_metrics, step_metrics
 from isobit.rl.idle import idle_samples
 from isobit.rl.loss import LossInputs, token_weights
-from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
+from isobit.rl.mismatch import mismatch_metrics, position_metrics, sequence_metrics
 from isobit.rl.objective import Objective
 from isobit.rl.samples import Sample
 
@@ -93,7 +93,12 @@ class TrainingBatch:
 
     def mismatch(self, found: Mapping[int, Tensor]) -> dict[str, float]:
         """Metrics of the learner's log-probabilities of fresh samples, by index, against the rollout's."""
-        return _mismatch([(row, self.rollout[i]) for i, row in found.items() if self.fresh[i]])
+        fresh = [i for i in found if self.fresh[i] and len(found[i])]
+        if not fresh:
+            return {}
+        positions = torch.tensor([position for i in fresh for position in self.samples[i].trained])
+        by_position = position_metrics(_joined(found, fresh), _joined(self.rollout, fresh), positions)
+        return _mismatch([(found[i], self.rollout[i]) for i in fresh]) | by_position
 
     def staleness(self) -> dict[str, float]:
         """How far samples of older weights are from the policy of now."""
@@ -155,7 +160,7 @@ def _per_token(sample: Sample, advantage: Advantage) -> Tensor:
     return torch.tensor(list(advantage), dtype=torch.float32)
 
 
-def _joined(rows: Sequence[Tensor], chosen: Sequence[int]) -> Tensor:
+def _joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]) -> Tensor:
     return torch.cat([rows[i] for i in chosen])
 
 

@@ -21,8 +21,8 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
     ratio = (learner - rollout).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     return {
         "mismatch/token_mult_prob_error": float(torch.exp(ratio.abs()).mean()),
-        "mismatch/kl_k3": float((torch.exp(ratio) - ratio - 1).mean()),
-        "mismatch/kl_k3_reverse": float((torch.exp(-ratio) + ratio - 1).mean()),
+        "mismatch/kl_k3": float(_k3(ratio).mean()),
+        "mismatch/kl_k3_reverse": float(_k3(-ratio).mean()),
         "mismatch/kl_k1": float(-ratio.mean()),
         "mismatch/importance_ratio": float(torch.exp(ratio).mean()),
         "mismatch/chi2": float(torch.exp(2 * ratio).mean() - 1),
@@ -50,6 +50,25 @@ def sequence_metrics(policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequen
         "mismatch/ppl_ratio": float(torch.exp(difference).mean()),
         "mismatch/chi2_sequence": float(torch.exp(2 * total).mean() - 1),
     }
+
+
+def position_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor, positions: Tensor) -> dict[str, float]:
+    """The k3 of tokens by their positions [tokens] in the completion, from 0 on: the mean over the tokens n to 2n - 1,
+    counted from 1, for each power of two n that there are any of. Nothing where all tokens have the same bits."""
+    if not differing(policy_logprobs, rollout_logprobs):
+        return {}
+    ratio = (policy_logprobs.double() - rollout_logprobs.double()).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    power = torch.frexp((positions + 1).double()).exponent.long() - 1
+    sums, counts = torch.zeros(2, int(power.max()) + 1, dtype=torch.float64)
+    sums.index_add_(0, power, _k3(ratio))
+    counts.index_add_(0, power, torch.ones_like(ratio))
+    means = zip((sums / counts).tolist(), counts.tolist())
+    return {f"mismatch/kl_k3_from_{2**n}": mean for n, (mean, count) in enumerate(means) if count}
+
+
+def _k3(ratio: Tensor) -> Tensor:
+    """Schulman's estimate of a KL divergence, one token each."""
+    return torch.exp(ratio) - ratio - 1
 
 
 def differing(left: Tensor, right: Tensor) -> int:

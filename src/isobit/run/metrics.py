@@ -46,6 +46,8 @@ METRICS: dict[str, str] = {
     "mismatch/ppl_ratio": "mean over sequences of exp of that difference (veRL)",
     "mismatch/chi2_sequence": "mean over sequences of exp(2 Σ lr), minus 1 (veRL's chi2_seq)",
     "mismatch/max_abs_logprob_diff": "largest |lr|",
+    "mismatch/kl_k3_from_*": "mismatch/kl_k3 of the tokens n to 2n - 1 of their completions, counted from 1, for each "
+    "power of two n; only where tokens differ",
     "mismatch/differing_tokens": "tokens whose two log-probabilities differ in any bit",
     "mismatch/corrected": "1 where tokens differed that must not, and were weighed; only under on_mismatch: correct",
     "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step (the weights move on); of "

@@ -78,7 +78,8 @@
       const bounds = svg.getBoundingClientRect();
       const x = ((event.clientX - bounds.left) / bounds.width) * svg.viewBox.baseVal.width;
       const share = (x - data.x.start) / (data.x.end - data.x.start);
-      show(nearest(steps, data.x.low + share * (data.x.high - data.x.low)));
+      const { low, high, log } = data.x;
+      show(nearest(steps, log ? low * (high / low) ** share : low + share * (high - low)));
     };
 
     svg.addEventListener("pointermove", follow);
