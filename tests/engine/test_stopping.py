@@ -133,7 +133,7 @@ def test_stop_strings_are_found_at_the_token_that_completes_them(data: st.DataOb
     written = "".join(pieces)
     if name == "characters":
         written = "".join(symbol for symbol in written.lower() if symbol in ALPHABET)
-    ids = tokenizer.encode(written, add_special=False)[:60]
+    ids = tokenizer.encode(written, add_special=False)[:90]
     noise = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=6))
     ids = ids[: len(ids) // 2] + noise + ids[len(ids) // 2 :]
     prompt = tokenizer.encode("hi", add_special=False)
@@ -143,6 +143,25 @@ def test_stop_strings_are_found_at_the_token_that_completes_them(data: st.DataOb
     begin = data.draw(st.integers(0, len(text) - 1))
     stop = (text[begin : begin + data.draw(st.integers(1, 6))], "zzzz")
     assert first_found(tokenizer, prompt, ids, stop) == first_by_definition(tokenizer, prompt, ids, stop)
+
+
+def test_a_stop_string_is_searched_for_in_time_that_grows_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens decoded for each of a long text, whose every token could end the stop string; the control searches in
+    all that is there."""
+    decoded = []
+    decode = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    tokenizer, stop = TOKENIZERS["bytes"], ("xx ",)
+    ids = tokenizer.encode("no more " * 250, add_special=False)
+
+    def cost(count: int) -> float:
+        decoded.clear()
+        assert first_found(tokenizer, [], ids[:count], stop) is None
+        return sum(decoded) / count
+
+    assert cost(2000) < 1.1 * cost(500)
+    monkeypatch.setattr(StopStrings, "_reaches", lambda *_: False)
+    assert cost(2000) > 3 * cost(500)
 
 
 def test_stories_tokenizer_is_among_them(stories: Path) -> None:

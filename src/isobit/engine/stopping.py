@@ -1,8 +1,9 @@
 """When a sequence ends: end-of-sequence tokens, stop strings, length.
 
 A stop string ends a sequence at the first token after which the decoded text contains it. Decoding all of a sequence at
-every token would cost quadratic time, so that is done only after a token whose own text could be the end of a stop
-string; tests/engine/test_stopping.py compares with the quadratic definition.
+every token would cost quadratic time, so only a token whose own text could be the end of a stop string is looked at,
+and of what comes before it only as much as a stop string could reach; the whole text is decoded where that says yes.
+tests/engine/test_stopping.py compares with the quadratic definition.
 """
 
 from collections.abc import Iterable
@@ -12,6 +13,9 @@ import numpy as np
 from isobit.model.tokenizer import Tokenizer
 
 _UNKNOWN, _NO, _MAYBE = -1, 0, 1
+_UNSETTLED = 8
+"""Tokens at the end of a text that a new one may change (bytes of a character), and characters at the beginning of a
+part that may differ from those of the whole (the rest of a character, a space)."""
 
 
 class StopStrings:
@@ -20,6 +24,7 @@ class StopStrings:
     def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> None:
         self.stop = stop
         self._tokenizer = tokenizer
+        self._longest = max(map(len, stop))
         self._may_end = np.full(vocab_size, _UNKNOWN, np.int8)
         self._last = {text[-1] for text in stop}
         # decoders drop spaces at the start of a text, so a lone token's text does not show whether it brings one
@@ -38,7 +43,16 @@ class StopStrings:
         return _MAYBE if self._always or incomplete or not self._last.isdisjoint(text) else _NO
 
     def found(self, prompt: list[int], completion: list[int]) -> bool:
-        text = self._tokenizer.decode_completion(prompt, completion)
+        last = completion[-4 * (self._longest + _UNSETTLED) :]  # four tokens may be one character
+        if len(last) < len(completion) and self._reaches(last) and not self._holds(self._tokenizer.decode(last)):
+            return False
+        return self._holds(self._tokenizer.decode_completion(prompt, completion))
+
+    def _reaches(self, last: list[int]) -> bool:
+        """Whether these tokens have all of a stop string that the very last of them completes."""
+        return len(self._tokenizer.decode(last[:-_UNSETTLED])) >= self._longest + _UNSETTLED
+
+    def _holds(self, text: str) -> bool:
         return any(stop in text for stop in self.stop)
 
 
