@@ -1,6 +1,7 @@
 """The scheduler alone, driven by a model that only remembers which token stands in which slot."""
 
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from isobit.engine.types import Sampling, Ticket
 
 @dataclass
 class Case:
-    """Prompt lengths, samples per prompt, how many tokens each sequence samples, and the engine's sizes."""
+    """Prompt lengths, samples per prompt, how many tokens each sequence samples, and the engine's sizes. `alike`: all
+    prompts begin alike."""
 
     prompts: list[int]
     n: int
@@ -26,6 +28,7 @@ class Case:
     max_batch_tokens: int
     max_sequences: int
     prefix_cache: bool = True
+    alike: bool = False
 
 
 class Shadow:
@@ -48,7 +51,7 @@ class Shadow:
         return [max(self.case.new_tokens[g * n : g * n + n]) for g in range(len(self.case.prompts))]
 
     def _prompt(self, group: int) -> list[int]:
-        return [1000 * (group + 1) + i for i in range(self.case.prompts[group])]
+        return [1000 * (1 if self.case.alike else group + 1) + i for i in range(self.case.prompts[group])]
 
     def run(self) -> Stats:
         scheduler = self.scheduler
@@ -157,6 +160,43 @@ def test_the_youngest_gives_way_and_the_oldest_is_never_preempted() -> None:
     assert stats.prefill_tokens > 18  # what was given back is computed again
 
 
+def test_who_waits_is_looked_up_once_for_each_change_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of a long sequence that was preempted are not searched for at every step of another; in the control
+    they are."""
+    searched: list[int] = []
+    find = PagePool.find
+    monkeypatch.setattr(PagePool, "find", lambda *given: searched.append(given[2].size) or find(*given))
+
+    def searches() -> int:
+        searched.clear()
+        shadow = Shadow(case(prompts=[6, 6], n=1, new_tokens=[400, 400], num_pages=120, page_size=4))
+        assert shadow.run().preemptions == 1
+        return sum(size > 100 for size in searched)
+
+    always = count()
+    assert searches() == 2  # refused when it was preempted, and admitted
+    monkeypatch.setattr(PagePool, "changes", property(lambda _: next(always), lambda *_: None), raising=False)
+    assert searches() > 100
+
+
+def test_who_waits_goes_on_once_what_it_shares_is_computed() -> None:
+    """Its prompt's pages are remembered while their owner still runs; other prompts wait until it has ended."""
+    together = {}
+    for alike in (True, False):
+        sizes = {"prompts": [24, 24], "n": 1, "new_tokens": [9, 9], "num_pages": 11, "max_batch_tokens": 10}
+        shadow = Shadow(case(**sizes, alike=alike))
+        running, enter = list[int](), shadow.scheduler._enter
+
+        def watch(sequence: Sequence, enter=enter, running=running, shadow=shadow) -> None:  # type: ignore[no-untyped-def]
+            enter(sequence)
+            running.append(len(shadow.scheduler.running))
+
+        shadow.scheduler._enter = watch  # type: ignore[method-assign]
+        shadow.run()
+        together[alike] = max(running)
+    assert together == {True: 2, False: 1}
+
+
 def test_one_sequence_that_just_fits_runs_alone() -> None:
     # 6 + 15 - 1 tokens are 5 pages of 4
     stats = Shadow(case(prompts=[6, 6], n=2, new_tokens=[15] * 4, num_pages=5)).run()
@@ -238,11 +278,21 @@ def cases(draw: st.DrawFn) -> Case:
         max_batch_tokens=draw(st.sampled_from([1, 2, 3, 7, 16, 1000])),
         max_sequences=draw(st.integers(1, 20)),
         prefix_cache=draw(st.booleans()),
+        alike=draw(st.booleans()),
     )
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_token_sees_its_own_sequence_whatever_the_sizes(any_case: Case) -> None:
-    stats = Shadow(any_case).run()
-    assert stats.peak_pages <= any_case.num_pages
+    """And who was refused is refused again until the pages change, whenever one asks."""
+    shadow = Shadow(any_case)
+    admissible = shadow.scheduler._admissible
+
+    def asked_anew() -> list[int] | None:
+        found, shadow.scheduler._refused = admissible(), None
+        assert found == admissible()
+        return found
+
+    shadow.scheduler._admissible = asked_anew  # type: ignore[method-assign]
+    assert shadow.run().peak_pages <= any_case.num_pages

@@ -32,6 +32,8 @@ class PagePool:
         self._entry_of: dict[int, tuple[tuple[Hashable, bytes], int]] = {}  # page to its key, and the entry's number
         self._numbers = itertools.count()
         self.peak_used = 0
+        self.changes = 0
+        """Grows when pages are given back or remembered: nothing else makes more of them free, or found."""
 
     @property
     def num_free(self) -> int:
@@ -73,6 +75,7 @@ class PagePool:
         """These pages hold these tokens, which are computed; the last, if it is not full, is left out. Where another
         page is remembered for the same tokens, that one stays."""
         before = root
+        self.changes += 1
         for part, page in zip(_parts(tokens, self.page_size), pages):
             key = (before, part)
             if key not in self._page_of:
@@ -97,6 +100,7 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop a reference to each page, the last first; those that nobody holds any more become free."""
+        self.changes += 1
         for page in reversed(list(pages)):
             assert self.references[page] > 0, f"page {page} is released more often than it was taken"
             self.references[page] -= 1

@@ -53,6 +53,7 @@ class Scheduler:
         self.copies: list[tuple[int, int]] = []  # pages (from, to) to copy before the next step
         self.stats = Stats()
         self._next_number = 0
+        self._refused: tuple[int, int] | None = None  # the number of who had to wait, and `pages.changes` then
 
     @property
     def finished(self) -> bool:
@@ -239,15 +240,22 @@ class Scheduler:
             yield Chunk(sequence, sequence.computed, stop, self._samples(sequence) if stop == length else ())
 
     def _admissible(self) -> list[int] | None:
-        """The pages that the oldest waiting sequence would share, or None where there is none or it has to wait."""
+        """The pages that the oldest waiting sequence would share, or None where there is none or it has to wait. Once
+        refused, it waits for a page to be given back or remembered: until then it finds no more, and running sequences
+        only take pages. So a step costs nothing for its length."""
         if not self.waiting or not self._room(0):
             return None
         sequence = self.waiting[0][1]
+        if self._refused == (sequence.number, self.pages.changes):
+            return None
         length = self.length(sequence)
         # at least one token is computed, for there is one to draw after it
         found = self.pages.find(self._root(sequence), self.tokens(sequence, 0, length - 1))
         needed = -(-length // self.page_size) - len(found)
-        return found if self._room(needed + self.pages.num_idle(found)) else None
+        if self._room(needed + self.pages.num_idle(found)):
+            return found
+        self._refused = sequence.number, self.pages.changes
+        return None
 
     def _samples(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Who draws a token when this sequence is prefilled: the whole group, where the prompt is new."""
