@@ -27,7 +27,7 @@ NAMES = (
     "idle_groups",
     "compare_presets",
 )
-LARGE = ("large_model",)
+LARGE = ("large_model", "long_completions", "long_memory")
 """Only by name: they take many minutes and GiB."""
 
 

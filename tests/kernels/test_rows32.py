@@ -188,6 +188,24 @@ def test_attention_is_the_definition_bit_for_bit(
             assert same(ours, theirs), heads
 
 
+def test_the_definition_of_the_backward_takes_a_few_rows_at_a_time(
+    reference: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it never holds the scores of a whole sequence. In chains of 32 rows the bits are those of all at once; the
+    control's chains are of 16."""
+    p = problem(plain, "fp32", (4, 2, 40), [5, 1, 100])
+    arguments = (p.dout, p.q, *reference.attention(p.q, p.store, p.layout, p.scale), p.store, p.layout, p.scale)
+    whole = reference.attention_backward(*arguments)
+    rows, chain = list[int](), attention32._chain
+    monkeypatch.setattr(attention32, "_chain", lambda a, b: rows.append(len(a)) or chain(a, b))
+    monkeypatch.setattr(attention32, "_ELEMENTS", 1)
+    assert all(map(same, reference.attention_backward(*arguments), whole))
+    assert max(rows) == attention32.CHAIN
+    monkeypatch.setattr(attention32, "CHAIN", 16)
+    dq, dk, dv = map(same, reference.attention_backward(*arguments), whole)
+    assert (dq, dk, dv) == (True, False, False)
+
+
 @pytest.mark.parametrize("cache", CACHES)
 def test_decoding_over_a_long_context_is_the_definition(native: Ops, reference: Ops, cache: str) -> None:
     """One row of 1,000 keys, by the loop that reads stored keys."""

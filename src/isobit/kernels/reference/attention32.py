@@ -80,12 +80,15 @@ def attention_backward(
     dq, dk = torch.empty_like(q), q.new_empty(q.shape[0], kv_heads, q.shape[2])
     dv, group, factor = torch.empty_like(dk), q.shape[1] // kv_heads, torch.tensor(scale, device=q.device)
     for sequence, (start, stop) in enumerate(_bounds(layout)):
-        rows, slots = slice(start, stop), _slots(layout, sequence, stop - start)
-        visible = _visible(len(slots), layout.positions[start:stop], window)
+        slots = _slots(layout, sequence, stop - start)
+        step = CHAIN * max(1, _ELEMENTS // (CHAIN * len(slots) * HEAD_LANES))  # whole chains, so sums keep their order
         for head in range(kv_heads):
             keys, values = (x[:, head] for x in store.gather(slots))
             sums = [torch.zeros_like(keys) for _ in range(2)]
-            for h in range(head * group, (head + 1) * group):
+            places = [(h, at) for h in range(head * group, (head + 1) * group) for at in range(start, stop, step)]
+            for h, at in places:
+                rows = slice(at, min(at + step, stop))
+                visible = _visible(len(slots), layout.positions[rows], window)
                 query, gradient = q[rows, h].float(), dout[rows, h].float()
                 inner = dot(gradient, out[rows, h].float(), HEAD_LANES).unsqueeze(-1)
                 weights = exp(_chain(query, keys) * factor - lse[rows, h].unsqueeze(-1))
@@ -95,7 +98,7 @@ def attention_backward(
                 for place, (left, right) in enumerate(((dscores, query), (weights, gradient))):
                     for x, y in zip(left.split(CHAIN), right.split(CHAIN)):
                         sums[place] = sums[place] + blocked_sum(x.unsqueeze(-1), y.unsqueeze(1))
-            dk[rows, head], dv[rows, head] = (x.to(q.dtype) for x in sums)
+            dk[start:stop, head], dv[start:stop, head] = (x.to(q.dtype) for x in sums)
     return dq, dk, dv
 
 
