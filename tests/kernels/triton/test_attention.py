@@ -148,8 +148,8 @@ COMPANIES = {
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "e4m3 fp32", "e4m3 calibrated"])
 def test_a_rows_bits_do_not_depend_on_its_company(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded, in a chunk, packed; pages of several sizes in random places, unused slots NaN; splits joined by programs
-    of their own or in registers: the bits of a whole forward, in which a sequence is three tiles. (`tests/interpreter.py`
-    has the product in the interpreter.)
+    of their own or in registers: the bits of a whole forward, in which a sequence is three tiles.
+    (`tests/interpreter.py` has the product in the interpreter.)
     """
     lengths, starts = [1, 70, 34], [0, 1, 71]
     q, k, v = _rows(kind, sum(lengths), 2, 1, 16)
