@@ -53,8 +53,8 @@ def rows_of_32(rounds: int) -> list[Row]:
         "rms_norm 32x512 + residual, quantized": lambda ops: ops.rms_norm_quantized(
             x, weight, 1e-5, x, ACTIVATION, "x"
         ),
-        "silu_mul 32x1536": lambda ops: ops.silu_mul(gate_up),
-        "silu_mul 32x1536, quantized": lambda ops: ops.silu_mul_quantized(gate_up, ACTIVATION, ""),
+        "gate_mul 32x1536": lambda ops: ops.gate_mul("silu", gate_up),
+        "gate_mul 32x1536, quantized": lambda ops: ops.gate_mul_quantized("silu", gate_up, ACTIVATION, ""),
         "sample 32x4096": lambda ops: ops.sample(logits, keys, 1.0),
         "token_logprobs 32x4096": lambda ops: ops.token_logprobs(logits, tokens, 1.0),
     }

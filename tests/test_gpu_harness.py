@@ -149,7 +149,7 @@ def _broken(*_: object) -> None:
 def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One contestant that does not compile, and one case that does not start."""
     ops = kernels.get_ops("triton")
-    monkeypatch.setattr(type(ops), "silu_mul_quantized", _broken)
+    monkeypatch.setattr(type(ops), "gate_mul_quantized", _broken)
     monkeypatch.setattr(kernels, "_attend", _broken)
     monkeypatch.setattr(kernels, "_products", lambda case, *_: case.row("x", 1.0))
     bench = _bench(tmp_path)
@@ -157,9 +157,9 @@ def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.M
     assert bench.failed
     cases = {line["case"]: line for line in _lines(tmp_path) if line.get("status") in ("done", "failed")}
     failed = {name for name, line in cases.items() if line["status"] == "failed"}
-    assert failed == {name for name in cases if name.startswith(("attention", "silu_mul_quantized"))}
+    assert failed == {name for name in cases if name.startswith(("attention", "gate_mul_quantized"))}
     assert len(cases) == 12
-    (failure,) = cases["silu_mul_quantized, 4 rows"]["failures"]
+    (failure,) = cases["gate_mul_quantized, 4 rows"]["failures"]
     assert (failure["error"], failure["message"]) == ("CompilationError", "PassManager::run failed")
     assert "test_gpu_harness.py" in failure["where"]
     assert cases["rms_norm_quantized, 4 rows"]["rows"]

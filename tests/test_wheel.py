@@ -46,7 +46,7 @@ print(json.dumps({
     "bf16": digest(ops.product(x.bfloat16(), w.bfloat16(), None, torch.float32)),
     "fp32": digest(ops.product(x, w, None, torch.float32)),
     "attention": digest(*ops.attention(q, store, layout, 0.1)),
-    "silu": digest(ops.silu_mul(x)), "norm": digest(ops.rms_norm(x, x[0], 1e-5)[0]),
+    "silu": digest(ops.gate_mul("silu", x)), "norm": digest(ops.rms_norm(x, x[0], 1e-5)[0]),
     "logprobs": digest(*ops.token_logprobs(x, torch.arange(33), 1.0)),
     "tokens": digest(ops.sample(x, torch.arange(132).view(33, 4), 1.0)),
 }))

@@ -235,9 +235,9 @@ def _between(case: Case, bench: Bench) -> None:
         return ops.rms_norm_quantized(x[part], weight, 1e-6, residual[part], _ROW, "x")[0]
 
     def gate(part: slice) -> QTensor:
-        return ops.silu_mul_quantized(gate_up[part], _ROW, "h")
+        return ops.gate_mul_quantized("silu", gate_up[part], _ROW, "h")
 
-    for name, call in (("rms_norm_quantized", norm), ("silu_mul_quantized", gate)):
+    for name, call in (("rms_norm_quantized", norm), ("gate_mul_quantized", gate)):
         whole = call(slice(0, rows))
         for size in (1, 4) if bench.rehearsal else (1, 16, 129):
             part = slice(rows - size, rows)

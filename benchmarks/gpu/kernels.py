@@ -96,8 +96,8 @@ def _between(bench: Bench) -> None:
             lambda: (normal(rows, hidden).bfloat16(), normal(rows, hidden).bfloat16()),
             rows * hidden * (6 + one),
         ),
-        "silu_mul_quantized": (
-            lambda x: ops.silu_mul_quantized(x, _ROW, "h"),
+        "gate_mul_quantized": (
+            lambda x: ops.gate_mul_quantized("silu", x, _ROW, "h"),
             lambda: normal(rows, 2 * inner).bfloat16(),
             rows * inner * (4 + one),
         ),
@@ -116,8 +116,8 @@ def _between(bench: Bench) -> None:
             lambda: ops.quantize(normal(rows, hidden).bfloat16(), _ROW),
             rows * hidden * 2 * one,
         ),
-        "silu_mul_backward": (
-            lambda s: ops.silu_mul_backward(*s),
+        "gate_mul_backward": (
+            lambda s: ops.gate_mul_backward("silu", *s),
             lambda: (normal(rows, inner).bfloat16(), normal(rows, 2 * inner).bfloat16()),
             rows * inner * 10,
         ),

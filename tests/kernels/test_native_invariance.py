@@ -62,8 +62,8 @@ def row_operators(ops: Ops, random: torch.Generator) -> dict[str, Callable[[Tens
         "rms_norm": lambda x, _: ops.rms_norm(x, vector, 1e-5, x.flip(1))[0],
         "rms_norm_backward": lambda x, _: ops.rms_norm_backward(x, x.flip(1), vector, x[:, 0].float().abs())[0],
         "rotary": lambda x, row: ops.rotary(x.unsqueeze(1), table, table.flip(0), row).squeeze(1),
-        "silu_mul": lambda x, _: ops.silu_mul(x),
-        "silu_mul_backward": lambda x, _: ops.silu_mul_backward(x[:, : INNER // 2], x.flip(1)),
+        "gate_mul": lambda x, _: ops.gate_mul("silu", x),
+        "gate_mul_backward": lambda x, _: ops.gate_mul_backward("silu", x[:, : INNER // 2], x.flip(1)),
         "logprob": lambda x, row: ops.token_logprobs(x.float(), row % INNER, 0.7)[0],
         "entropy": lambda x, row: ops.token_logprobs(x.float(), row % INNER, 0.7)[1],
         "sample": lambda x, row: ops.sample(x.float(), torch.stack([row, zeros.expand_as(row), row, row], 1), 1.0),
@@ -257,7 +257,7 @@ def test_processes_may_build_at_once_and_portable_code_agrees(tmp_path: Path, ra
         "a, w = ops.quantize(x, QuantSpec()), ops.quantize(torch.randn(64, 512), QuantSpec(E4M3, '128x128'));"
         "layout = Layout.packed([20, 13]); store = KVStore.allocate(48, 2, 64, QuantSpec(E4M3, 'row'), BF16);"
         "q = x.view(33, 8, 64).bfloat16(); ops.kv_write(store, q[:, :2], q[:, 2:4], layout);"
-        "out = [ops.product(a, w), ops.product(x, x), ops.attention(q, store, layout, 0.1)[0], ops.silu_mul(x),"
+        "out = [ops.product(a, w), ops.product(x, x), ops.attention(q, store, layout, 0.1)[0], ops.gate_mul('silu', x),"
         " ops.rms_norm(x, x[0], 1e-5)[0], ops.token_logprobs(x, torch.arange(33), 1.0)[0],"
         " ops.sample(x, torch.arange(132).view(33, 4), 1.0), a.data.view(torch.uint8)];"
         "torch.save(out, sys.argv[1])"

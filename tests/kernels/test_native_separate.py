@@ -187,7 +187,7 @@ def test_the_norm_has_the_bits_of_pytorchs(separate: Ops, columns: int) -> None:
 def test_the_gate_has_the_bits_of_pytorchs(separate: Ops, inner: int) -> None:
     """Up to the last bits of exp, which decide where silu is within 2^-20 of a tie; the control is one rounding."""
     gate_up = (3 * normal(300, 2 * inner)).bfloat16()
-    found, expected = separate.silu_mul(gate_up), DEFINITION.silu_mul(gate_up)
+    found, expected = separate.gate_mul("silu", gate_up), DEFINITION.gate_mul("silu", gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     silu = gate.double() * torch.sigmoid(gate.double())
     decided = ~near_a_tie(silu, 2.0**-20)
@@ -195,7 +195,7 @@ def test_the_gate_has_the_bits_of_pytorchs(separate: Ops, inner: int) -> None:
     assert torch.equal(found[decided], expected[decided])
     once = (silu * up.double()).float().bfloat16()
     assert float((found != once)[decided].double().mean()) > 0.1
-    assert same(separate.silu_mul(gate_up.float()), DEFINITION.silu_mul(gate_up.float()))
+    assert same(separate.gate_mul("silu", gate_up.float()), DEFINITION.gate_mul("silu", gate_up.float()))
 
 
 def test_probabilities_are_rounded_to_bf16_before_they_meet_values(separate: Ops) -> None:
@@ -271,7 +271,7 @@ def test_composed_operators_have_the_roundings_of_their_parts(separate: Ops) -> 
     store = KVStore.allocate(layout.num_slots, 2, 16, None, BF16)
     given = {
         "rms_norm_quantized": (x, weight, 1e-6, x, spec, "x"),
-        "silu_mul_quantized": (x, spec, "x"),
+        "gate_mul_quantized": ("silu", x, spec, "x"),
         "attention_inputs": (x.view(40, 8, 16), heads, store, layout),
         "head_logprobs": (x, draw(5, 300, 128), torch.arange(40), 0.7),
     }
@@ -296,7 +296,7 @@ def operators(ops: Ops) -> dict[str, Callable[[], Tensor]]:
         "fp8 product": lambda: ops.product(a, b),
         "bf16 product": lambda: ops.product(x, ops.prepare(w)),
         "rms_norm": lambda: ops.rms_norm(x, w[0], 1e-6, x)[0],
-        "silu_mul": lambda: ops.silu_mul(x),
+        "gate_mul": lambda: ops.gate_mul("silu", x),
         "attention": lambda: ops.attention(q, store, layout, 0.2)[0],
     }
 

@@ -51,7 +51,7 @@ def test_known_answers() -> None:
     assert float(rstd) == float(torch.tensor(1 / math.sqrt(12.5)))
     torch.testing.assert_close(y, torch.tensor([[3.0, -8.0]]) / math.sqrt(12.5))
     assert OPS.rms_norm(torch.zeros(1, 4), torch.ones(4), 1e-6)[0].tolist() == [[0.0] * 4]
-    hidden = OPS.silu_mul(torch.tensor([[0.0, math.log(3.0), -200.0, 90.0, 5.0, 4.0, 7.0, 0.5]]))
+    hidden = OPS.gate_mul("silu", torch.tensor([[0.0, math.log(3.0), -200.0, 90.0, 5.0, 4.0, 7.0, 0.5]]))
     torch.testing.assert_close(hidden, torch.tensor([[0.0, math.log(3.0) * 0.75 * 4, 0.0, 45.0]]))
     quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
     assert OPS.rotary(torch.tensor([[[1.0, 2.0]]]), *quarter, torch.tensor([0])).tolist() == [[[-2.0, 1.0]]]
@@ -80,17 +80,17 @@ def test_silu_mul_and_its_gradient(dtype: torch.dtype) -> None:
     leaf = gate_up.double().requires_grad_()
     gate, up = leaf.chunk(2, -1)
     exact = torch.nn.functional.silu(gate) * up
-    ours = OPS.silu_mul(gate_up)
+    ours = OPS.gate_mul("silu", gate_up)
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.double(), exact.detach(), rtol=2e-6 if dtype == torch.float32 else 2.0**-8, atol=0)
     (expected,) = torch.autograd.grad(exact, leaf, dh.double())
-    assert_gradient(OPS.silu_mul_backward(dh, gate_up), expected)
+    assert_gradient(OPS.gate_mul_backward("silu", dh, gate_up), expected)
 
 
 def test_silu_far_out_is_finite() -> None:
     gate_up = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
-    assert OPS.silu_mul(gate_up).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]
-    gradient = OPS.silu_mul_backward(torch.ones(1, 4), gate_up)
+    assert OPS.gate_mul("silu", gate_up).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]
+    gradient = OPS.gate_mul_backward("silu", torch.ones(1, 4), gate_up)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 100.0, 1e4]]))
 
 
@@ -154,8 +154,8 @@ def row_operators(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Te
         "rms_norm of strided rows": lambda x, _: OPS.rms_norm(x.t().contiguous().t(), weight, 1e-5)[0],
         "rms_norm_backward": lambda x, _: OPS.rms_norm_backward(x, x.flip(1), weight, x[:, 0].float().abs())[0],
         "rotary": lambda x, row: OPS.rotary(x.unsqueeze(1), cos, sin, row).squeeze(1),
-        "silu_mul": lambda x, _: OPS.silu_mul(x),
-        "silu_mul_backward": lambda x, _: OPS.silu_mul_backward(x[:, : CHANNELS // 2], x.flip(1)),
+        "gate_mul": lambda x, _: OPS.gate_mul("silu", x),
+        "gate_mul_backward": lambda x, _: OPS.gate_mul_backward("silu", x[:, : CHANNELS // 2], x.flip(1)),
     }
 
 

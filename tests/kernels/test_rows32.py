@@ -167,8 +167,8 @@ def test_norms_and_gates_are_the_definition_bit_for_bit(
             native.rms_norm_backward(dy, summed, weight, rstd), reference.rms_norm_backward(dy, summed, weight, rstd)
         ):
             assert same(ours, theirs)
-        assert same(native.silu_mul(gate_up), reference.silu_mul(gate_up))
-        assert same(native.silu_mul_backward(dy, gate_up), reference.silu_mul_backward(dy, gate_up))
+        assert same(native.gate_mul("silu", gate_up), reference.gate_mul("silu", gate_up))
+        assert same(native.gate_mul_backward("silu", dy, gate_up), reference.gate_mul_backward("silu", dy, gate_up))
 
 
 # INT8 differs by how codes are read, not by how they are added
@@ -354,7 +354,7 @@ def test_the_error_of_norms_and_gates_is_bounded(native: Ops, data: Callable[...
         assert bool(((dx.double() - wanted).abs() <= limit * 1.01 + halved(wanted.abs() + limit, dtype)).all())
         limit = gamma(32 + 2 + 1) * (d * n).abs().sum(0) + 2.0**-140
         assert bool(((dweight.double() - (d * n).sum(0)).abs() <= limit).all())
-        found = native.silu_mul(torch.cat((x * 16, up), 1)).double()
+        found = native.gate_mul("silu", torch.cat((x * 16, up), 1)).double()
         gate, wide_up = (x * 16).double(), up.double()
         wanted = gate * torch.sigmoid(gate) * wide_up
         limit = wanted.abs() * 2.0**-21 + (gate * wide_up).abs() * 2.0**-125
@@ -461,8 +461,8 @@ def test_quantized_norms_and_gates_are_the_two_operators_in_turn(
                 assert same(ours[0].scale, theirs[0].scale)
                 assert same(ours[1], theirs[1])
                 assert same(ours[2], theirs[2])
-            gated = ops.silu_mul_quantized(gate_up, spec, "x")
-            composed = Composed.silu_mul_quantized(ops, gate_up, spec, "x")
+            gated = ops.gate_mul_quantized("silu", gate_up, spec, "x")
+            composed = Composed.gate_mul_quantized(ops, "silu", gate_up, spec, "x")
             assert same(gated.data, composed.data)
             assert same(gated.scale, composed.scale)
 
@@ -485,7 +485,7 @@ def test_quantized_norms_and_gates_name_what_is_not_finite(native: Ops) -> None:
         x[4, 200] = torch.inf if bad else 1.0
         for call in (
             lambda: native.rms_norm_quantized(x, weight, 1e-6, None, spec, "layers.3.qkv"),
-            lambda: native.silu_mul_quantized(x, spec, "layers.3.qkv"),
+            lambda: native.gate_mul_quantized("silu", x, spec, "layers.3.qkv"),
         ):
             if bad:
                 with pytest.raises(NonFiniteError, match=r"layers\.3\.qkv"):
@@ -551,8 +551,8 @@ def test_other_builds_have_the_same_bits(
             results = []
             for ops in (native, other):
                 normed = ops.rms_norm(x, weight, 1e-6, dy)
-                results.append([*normed, *ops.rms_norm_backward(dy, normed[1], weight, normed[2]), ops.silu_mul(x),
-                                ops.silu_mul_backward(dy[:, :150], x)])  # fmt: skip
+                gated = ops.gate_mul("silu", x), ops.gate_mul_backward("silu", dy[:, :150], x)
+                results.append([*normed, *ops.rms_norm_backward(dy, normed[1], weight, normed[2]), *gated])
             assert all(same(ours, theirs) for ours, theirs in zip(*results, strict=True))
         for cache in CACHES:
             for heads in HEADS:

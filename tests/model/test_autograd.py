@@ -222,13 +222,13 @@ def test_what_is_fused_is_its_parts_in_turn(ops: Ops, fp8: bool) -> None:
         vector.master.grad = weight.master.grad = weight.bias_master.grad = None
         if fused:
             y, summed = autograd.norm_linear(x, residual, vector, 1e-5, weight, ops)
-            z = autograd.gated_linear(gate_up, weight, ops)
+            z = autograd.gated_linear(gate_up, "silu", weight, ops)
         else:
             normed, summed = autograd.rms_norm(x, residual, vector, 1e-5, ops)
-            gated = ops.silu_mul(gate_up.detach()).requires_grad_()
+            gated = ops.gate_mul("silu", gate_up.detach()).requires_grad_()
             y, z = autograd.linear(normed, weight, ops), autograd.linear(gated, weight, ops)
         torch.autograd.backward((y, summed, z), (dy, x.detach(), dy))
-        gate_gradient = gate_up.grad if fused else ops.silu_mul_backward(gated.grad, gate_up.detach())
+        gate_gradient = gate_up.grad if fused else ops.gate_mul_backward("silu", gated.grad, gate_up.detach())
         masters = (vector.master.grad, weight.master.grad, weight.bias_master.grad)
         results.append((y, z, summed, x.grad, residual.grad, gate_gradient, *masters))
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -239,7 +239,7 @@ def test_silu_mul_and_embedding(ops: Ops) -> None:
     exact = gate_up.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     (torch.nn.functional.silu(gate) * up).backward(dh.double())
-    torch.testing.assert_close(ops.silu_mul_backward(dh, gate_up).double(), exact.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ops.gate_mul_backward("silu", dh, gate_up).double(), exact.grad, rtol=1e-5, atol=1e-6)
 
     master = torch.nn.Parameter(_random(11, 5, dtype=torch.float32))
     table, tokens = Vector("embed", master, master.detach().bfloat16()), torch.tensor([3, 0, 3, 10, 3])

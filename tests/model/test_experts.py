@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Stacked, get_ops
+from isobit.kernels import Activation, Operand, Stacked, get_ops
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.triton import grouped
 from isobit.kernels.triton.launch import record_launches
@@ -133,7 +133,7 @@ class _Nothing(ReferenceOps):
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
         return QTensor(torch.empty_like(x, dtype=spec.format.dtype), x.new_empty(x.shape[0], 2), spec)
 
-    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
         return self.quantize(gate_up[:, : gate_up.shape[1] // 2], spec, name)
 
     def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[int, Callable[..., Tensor], Callable[[Tensor], Tensor]]] 
     "linear": (IN, lambda x, w, ops: autograd.linear(x, w, ops), lambda x: x),
     "gated": (
         2 * IN,
-        lambda x, w, ops: autograd.gated_linear(x, w, ops),
+        lambda x, w, ops: autograd.gated_linear(x, "silu", w, ops),
         lambda x: torch.nn.functional.silu(x[:, :IN]) * x[:, IN:],
     ),
     "normed": (

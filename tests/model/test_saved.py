@@ -6,13 +6,13 @@ noted there, and handed out in the backward.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout
+from isobit.kernels import Activation, KVStore, Layout
 from isobit.model import Model
 from isobit.model.adapter import NewAdapter
 from isobit.model.kv_scales import KVScales
@@ -20,7 +20,7 @@ from isobit.model.moe import RouteTape
 from isobit.precision import QTensor
 from tests.models import tiny_model
 
-MADE_AGAIN = ("rms_norm", "rms_norm_quantized", "silu_mul", "silu_mul_quantized", "quantize", "attention_inputs")
+MADE_AGAIN = ("rms_norm", "rms_norm_quantized", "gate_mul", "gate_mul_quantized", "quantize", "attention_inputs")
 FLOWS = [
     *((flow, "qwen3") for flow in ("float32", "bf16", "fp8-unified", "fp8", "mxfp8", "nvfp4", "fp8-e2e")),
     *((flow, "qwen3_moe") for flow in ("bf16", "fp8", "fp8-e2e")),
@@ -63,8 +63,8 @@ class Notes:
         self.noted[_key(name, given)] = (found, given[2]) if name == "attention_inputs" else found
         if name == "rms_norm_quantized":  # an own copy for WGrad is made of what was not quantized
             self.noted["rms_norm", given[1].data_ptr()] = ops.rms_norm(*given[:4])
-        if name == "silu_mul_quantized":
-            self.noted["silu_mul", given[0].data_ptr()] = ops.silu_mul(given[0])
+        if name == "gate_mul_quantized":
+            self.noted["gate_mul", given[1].data_ptr()] = ops.gate_mul(*given[:2])
 
     def _hand_out(self, key: tuple[object, ...], given: Any) -> Any:
         found = self.noted[key]
@@ -81,8 +81,8 @@ class Notes:
 
 def _key(name: str, given: Any) -> tuple[object, ...]:
     """The operator and the matrix, the norm, or the input."""
-    named = [one for one in given if isinstance(one, str)]
-    return name, *(named or [given[1 if name.startswith("rms_norm") else 0].data_ptr()])
+    named = [one for one in given if isinstance(one, str) and one not in get_args(Activation)]
+    return name, *(named or [given[1 if name.startswith(("rms_norm", "gate_mul")) else 0].data_ptr()])
 
 
 def _copy(store: KVStore, into: KVStore) -> None:

@@ -40,8 +40,8 @@ def wgrad(preset: str, ops: Ops, through: str = "linear") -> tuple[Tensor, Tenso
         activation = x
         autograd.linear(x, weight, ops).backward(dy)
     elif through == "gate":
-        activation = ops.silu_mul(x)
-        autograd.gated_linear(x, weight, ops).backward(dy)
+        activation = ops.gate_mul("silu", x)
+        autograd.gated_linear(x, "silu", weight, ops).backward(dy)
     else:
         norm = Vector("norm", torch.nn.Parameter(torch.ones(_IN)), torch.ones(_IN, dtype=torch.bfloat16))
         activation = ops.rms_norm(x, norm.working, 1e-6, None)[0]

@@ -63,7 +63,7 @@ class _Measuring(Watching):
     """Measures what a layer quantizes and stores. Fused operators run as their parts, so that their inputs are seen."""
 
     rms_norm_quantized = Composed.rms_norm_quantized
-    silu_mul_quantized = Composed.silu_mul_quantized
+    gate_mul_quantized = Composed.gate_mul_quantized
     attention_inputs = Composed.attention_inputs
 
     def __init__(self, ops: Ops, sums: dict[tuple[int, str], _Sums], layer: int) -> None:

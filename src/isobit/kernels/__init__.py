@@ -5,11 +5,12 @@ from isobit.kernels.composed import Composed
 from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
-from isobit.kernels.types import Heads, KVStore, Layout, Ops
+from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops
 from isobit.kernels.watching import Watching, unwatched
 
 __all__ = [
     "BACKENDS",
+    "Activation",
     "Composed",
     "Heads",
     "KVStore",

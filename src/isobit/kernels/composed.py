@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.matrices import Operand, Prepared, Stacked, plain, values
-from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
+from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import ErrorSums, Precision, QTensor, QuantSpec, along_rows, error_sums
 
 _ROWS = 128  # that are in float64 at a time
@@ -85,8 +85,8 @@ class Composed(Ops):
         y, summed, rstd = self.rms_norm(x, weight, eps, residual)
         return self.quantize(y, spec, name), summed, rstd
 
-    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
-        return self.quantize(self.silu_mul(gate_up), spec, name)
+    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+        return self.quantize(self.gate_mul(activation, gate_up), spec, name)
 
     def attention_inputs(
         self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout

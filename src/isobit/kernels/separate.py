@@ -18,7 +18,7 @@ from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
 from isobit.kernels.reference.sampling import scaled
-from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
+from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import QTensor, QuantSpec, expand_scale
 
 
@@ -80,7 +80,7 @@ class SeparateOps(ReferenceOps):
         out, lse = attend(q, store, layout, scale, torch.float32, q.dtype, window)
         return out.to(q.dtype), lse
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         wide = gate.float()
         return (wide / (1.0 + torch.exp(-wide))).to(gate_up.dtype) * up

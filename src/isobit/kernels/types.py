@@ -9,7 +9,7 @@ arithmetic (`reference`, `native`, `triton`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
 
 Temperature = float | Tensor
 """One for all rows, or float32 for each [T]."""
+Activation = Literal["silu"]
+"""That of a gated MLP, by its name in transformers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,13 +289,13 @@ class Ops(Protocol):
         """(dq [T, H, D], dk, dv [T, KV, D]) for packed layouts; straight through the quantization of keys and
         values."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) · up, rounded once: [T, 2I] to [T, I]."""
+    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
+        """activation(gate) · up, rounded once: [T, 2I] to [T, I]."""
 
-    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
-        """`silu_mul`, quantized: the bits of the two operators in turn."""
+    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+        """`gate_mul`, quantized: the bits of the two operators in turn."""
 
-    def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
+    def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
         """Gradient of gate_up [T, 2I]."""
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Heads, KVStore, Layout, Operand, Ops, plain, unwatched
+from isobit.kernels import Activation, Heads, KVStore, Layout, Operand, Ops, plain, unwatched
 from isobit.model import low_rank
 from isobit.model.weights import Vector, Weight, copy_spec, has_own_copy
 from isobit.precision import QTensor, QuantSpec, quantize_with_scale
@@ -58,13 +58,15 @@ def norm_linear(
     return low_rank.product(operand, weight, ops, x.dtype)[0], summed
 
 
-def gated_linear(gate_up: Tensor, weight: Weight, ops: Ops, again: "Again | None" = None) -> Tensor:
-    """linear(silu_mul(gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`: gives gate_up, and something,
-    once more, so that it is not kept for the backward."""
+def gated_linear(
+    gate_up: Tensor, activation: Activation, weight: Weight, ops: Ops, again: "Again | None" = None
+) -> Tensor:
+    """linear(gate_mul(activation, gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`: gives gate_up, and
+    something, once more, so that it is not kept for the backward."""
     if torch.is_grad_enabled():
         masters = weight.master, weight.bias_master
-        return _GatedLinear.apply(gate_up, *masters, weight, ops, again, *weight.adapter_masters)
-    return low_rank.product(_gated(gate_up, weight, ops), weight, ops, gate_up.dtype)[0]
+        return _GatedLinear.apply(gate_up, *masters, activation, weight, ops, again, *weight.adapter_masters)
+    return low_rank.product(_gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype)[0]
 
 
 def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended", ops: Ops) -> Tensor:
@@ -283,13 +285,14 @@ class _GatedLinear(Function):
         gate_up: Tensor,
         master: Tensor,
         bias_master: Tensor | None,
+        activation: Activation,
         weight: Weight,
         ops: Ops,
         again: Again | None,
         *adapter_masters: Tensor,
     ) -> Tensor:
-        y, us = low_rank.product(_gated(gate_up, weight, ops), weight, ops, gate_up.dtype)
-        ctx.weight, ctx.ops, ctx.again = weight, ops, again
+        y, us = low_rank.product(_gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype)
+        ctx.activation, ctx.weight, ctx.ops, ctx.again = activation, weight, ops, again
         ctx.save_for_backward(*us, *(() if again else (gate_up,)))
         return y
 
@@ -299,23 +302,24 @@ class _GatedLinear(Function):
         weight, saved = ctx.weight, ctx.saved_tensors
         us, gate_up = saved[: len(weight.adapters)], ctx.again()[0] if ctx.again else saved[-1]
         ctx.again = None  # it holds the residual stream
-        operand = _gated_again(gate_up, weight, ctx.ops) if weight.keeps_inputs else None
+        operand = _gated_again(gate_up, ctx.activation, weight, ctx.ops) if weight.keeps_inputs else None
         dh, dw, db, *adapters = _linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
         del operand
-        return None if dh is None else ctx.ops.silu_mul_backward(dh, gate_up), dw, db, None, None, None, *adapters
+        dgate_up = None if dh is None else ctx.ops.gate_mul_backward(ctx.activation, dh, gate_up)
+        return dgate_up, dw, db, None, None, None, None, *adapters
 
 
-def _gated(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:
+def _gated(gate_up: Tensor, activation: Activation, weight: Weight, ops: Ops) -> Operand:
     if weight.activation is None:
-        return ops.silu_mul(gate_up)
-    return ops.silu_mul_quantized(gate_up, weight.activation, weight.name)
+        return ops.gate_mul(activation, gate_up)
+    return ops.gate_mul_quantized(activation, gate_up, weight.activation, weight.name)
 
 
-def _gated_again(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:
+def _gated_again(gate_up: Tensor, activation: Activation, weight: Weight, ops: Ops) -> Operand:
     """`_multiplied` of the gated rows."""
     if has_own_copy(weight):
-        return _multiplied(ops.silu_mul(gate_up), None, weight, ops)
-    return _gated(gate_up, weight, unwatched(ops))
+        return _multiplied(ops.gate_mul(activation, gate_up), None, weight, ops)
+    return _gated(gate_up, activation, weight, unwatched(ops))
 
 
 class _Attend(Function):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.errors import IsobitError, listed
+from isobit.kernels import Activation
 from isobit.model.families import (
     FAMILIES,
     MOST_LAYERS,
@@ -103,6 +104,11 @@ class ModelConfig:
     def norms_all_heads(self) -> bool:
         """Whether all heads of a token share one norm of queries, and one of keys."""
         return FAMILIES[self.family].norms_all_heads
+
+    @property
+    def activation(self) -> Activation:
+        """Of the gates."""
+        return FAMILIES[self.family].activation
 
     def window(self, layer: int) -> int | None:
         """How many tokens a row of the layer sees, itself included; None if it sees all before it."""

@@ -49,7 +49,7 @@ def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
     """The gated MLP of one expert: x [T, H] to [T, H]."""
-    return autograd.gated_linear(autograd.linear(x, layer.gate_up, ops), layer.down, ops)
+    return autograd.gated_linear(autograd.linear(x, layer.gate_up, ops), layer.activation, layer.down, ops)
 
 
 class _Experts(Function):
@@ -68,17 +68,19 @@ class _Experts(Function):
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         layer, ops, count = ctx.layer, ctx.ops, len(ctx.layer.experts)
         gates, rows, place, offsets, *kept = ctx.saved_tensors
-        up, down = layer.experts[0].gate_up, layer.experts[0].down
+        first = layer.experts[0]
+        up, down, activation = first.gate_up, first.down, first.activation
         needed = ctx.needs_input_grad[6:]
         gate_up, results = _results(kept[0], rows, offsets, layer, unwatched(ops)) if ctx.again else kept[-2:]
         dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results, place, gates)
         ddown: list[Tensor | None] = [None] * count
         dup: list[Tensor | None] = [None] * count
         if any(needed[count:]):
-            hidden = ops.silu_mul(gate_up) if has_own_copy(down) else _gated(gate_up, down, unwatched(ops))
+            own = has_own_copy(down)
+            hidden = ops.gate_mul(activation, gate_up) if own else _gated(gate_up, layer, unwatched(ops))
             ddown = _weight_gradients(dy, hidden, down, offsets, needed[count:], ops)
             del hidden
-        dgate_up = ops.silu_mul_backward(_input_gradient(dy, layer.down, down, offsets, ops), gate_up)
+        dgate_up = ops.gate_mul_backward(activation, _input_gradient(dy, layer.down, down, offsets, ops), gate_up)
         if any(needed[:count]):
             inputs = kept[0] if has_own_copy(up) else _inputs(kept[0], up, unwatched(ops))
             dup = _weight_gradients(dgate_up, _pick(inputs, rows), up, offsets, needed[:count], ops)
@@ -109,16 +111,19 @@ def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops)
     first = layer.experts[0]
     inputs = _pick(_inputs(x, first.gate_up, ops), rows)
     gate_up = ops.grouped_product(inputs, layer.gate_up, offsets, x.dtype)
-    return gate_up, ops.grouped_product(_gated(gate_up, first.down, ops), layer.down, offsets, x.dtype)
+    return gate_up, ops.grouped_product(_gated(gate_up, layer, ops), layer.down, offsets, x.dtype)
 
 
 def _inputs(x: Tensor, weight: Weight, ops: Ops) -> Operand:
     return x if weight.activation is None else ops.quantize(x, weight.activation, _name(weight))
 
 
-def _gated(gate_up: Tensor, weight: Weight, ops: Ops) -> Operand:
-    spec = weight.activation
-    return ops.silu_mul(gate_up) if spec is None else ops.silu_mul_quantized(gate_up, spec, _name(weight))
+def _gated(gate_up: Tensor, layer: Mixture, ops: Ops) -> Operand:
+    first = layer.experts[0]
+    spec = first.down.activation
+    if spec is None:
+        return ops.gate_mul(first.activation, gate_up)
+    return ops.gate_mul_quantized(first.activation, gate_up, spec, _name(first.down))
 
 
 def _inverse(order: Tensor) -> Tensor:

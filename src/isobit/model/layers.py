@@ -88,7 +88,9 @@ def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pa
         into = layer.post_norm, layer.mlp.gate_up, eps
         gate_up, residual = _into(x, residual, *into, ops)
         again = partial(_into, residual.detach(), None, *into, unwatched(ops))
-        x = autograd.gated_linear(gate_up, layer.mlp.down, ops, again if one.recompute == "mlp" else None)
+        x = autograd.gated_linear(
+            gate_up, layer.mlp.activation, layer.mlp.down, ops, again if one.recompute == "mlp" else None
+        )
     return _out_of(x, layer.mlp_out_norm, eps, ops), residual
 
 

@@ -109,13 +109,15 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
         operand = made_of(name, master) if working is None else working
         adapters = sources.low_rank(prefix + name, flow)
         kept = None if bias is None else leaf(bias)
-        made = Weight(prefix + name, leaf(master), operand, kept, rounded, adapters=adapters)
+        found = Weight(prefix + name, leaf(master), operand, kept, rounded, adapters=adapters)
         activation = precision.linear_flow(flow, name.rpartition(".")[2]).activation
         if activation is None:
-            return made
-        own_copy = precision.wgrad_activation == "own-copy" and sources.adapter is None
-        gradient = precision.gradient
-        return replace(made, activation=activation, gradient=gradient, dgrad=dgrad, wgrad=wgrad, own_copy=own_copy)
+            return found
+        own, gradient = precision.wgrad_activation == "own-copy" and sources.adapter is None, precision.gradient
+        return replace(found, activation=activation, gradient=gradient, dgrad=dgrad, wgrad=wgrad, own_copy=own)
+
+    def made(name: str) -> Weight:
+        return weight(name, masters[prefix + name])
 
     def mixture() -> Mixture:
         assert config.experts is not None
@@ -135,7 +137,7 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
             return stack, [weight(*each) for each in zip(names, leaves, stack.experts)]
 
         (gate_up, ups), (down, downs) = stacked("gate_up"), stacked("down")
-        experts = tuple(Mlp(first, second) for first, second in zip(ups, downs))
+        experts = tuple(Mlp(first, second, config.activation) for first, second in zip(ups, downs))
         return Mixture(kept, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
 
     vectors = (*config.norms, *(("q_norm", "k_norm") if config.qk_norm else ()))
@@ -143,14 +145,12 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
     return Layer(
         flow=flow,
         input_norm=norms.get("input_norm"),
-        qkv=weight("qkv", masters[prefix + "qkv"]),
+        qkv=made("qkv"),
         head_norms=(norms["q_norm"], norms["k_norm"]) if config.qk_norm else None,
-        o=weight("o", masters[prefix + "o"]),
+        o=made("o"),
         attention_out_norm=norms.get("attention_out_norm"),
         post_norm=norms.get("post_norm"),
-        mlp=mixture()
-        if config.is_mixture(index)
-        else Mlp(weight("gate_up", masters[prefix + "gate_up"]), weight("down", masters[prefix + "down"])),
+        mlp=mixture() if config.is_mixture(index) else Mlp(made("gate_up"), made("down"), config.activation),
         mlp_out_norm=norms.get("mlp_out_norm"),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from isobit.distributed.weights import Stored, share_rows
-from isobit.kernels import Operand, Ops, Packed, Stacked
+from isobit.kernels import Activation, Operand, Ops, Packed, Stacked
 from isobit.model.masters import Masters
 from isobit.model.weights import LowRank, Vector, Weight
 from isobit.precision import Flow, QTensor
@@ -35,6 +35,7 @@ class Mlp:
 
     gate_up: Weight
     down: Weight
+    activation: Activation
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class Mixture:
         gate_up = Stacked.of((expert.gate_up.working for expert in experts), len(experts))
         down = Stacked.of((expert.down.working for expert in experts), len(experts))
         moved = tuple(
-            Mlp(replace(expert.gate_up, prepared=first), replace(expert.down, prepared=second))
+            replace(expert, gate_up=replace(expert.gate_up, prepared=first), down=replace(expert.down, prepared=second))
             for expert, first, second in zip(experts, gate_up.experts, down.experts)
         )
         return replace(self, experts=moved, gate_up=gate_up, down=down)

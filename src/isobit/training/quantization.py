@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops, Watching
+from isobit.kernels import Activation, Operand, Ops, Watching
 from isobit.model import Model
 from isobit.model.names import layer_and_role
 from isobit.precision import QTensor, QuantSpec, QuantTotals
@@ -97,7 +97,7 @@ class _Quantizing(Watching):
         self._totals.see(name, self._ops.rms_norm(x, weight, eps, residual)[0], found[0])
         return found
 
-    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
-        quantized = self._ops.silu_mul_quantized(gate_up, spec, name)
-        self._totals.see(name, self._ops.silu_mul(gate_up), quantized)
+    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+        quantized = self._ops.gate_mul_quantized(activation, gate_up, spec, name)
+        self._totals.see(name, self._ops.gate_mul(activation, gate_up), quantized)
         return quantized

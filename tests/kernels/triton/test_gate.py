@@ -37,7 +37,7 @@ def test_silu_mul_is_float64s_to_a_bound(rows: int, inner: int, dtype: torch.dty
     """The exponential's relative error, of which the share exp / (1 + exp) reaches the sum; then sum, quotient, product
     and the last rounding."""
     x = drawn(rows, inner, dtype)
-    found = gate.silu_mul(x.to(DEVICE)).cpu()
+    found = gate.gate_mul("silu", x.to(DEVICE)).cpu()
     assert found.dtype == dtype
     left, up = x.double().chunk(2, -1)
     exact = left / (1 + torch.exp(-left)) * up
@@ -52,10 +52,10 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch
     for rows, inner in ((1, 48), (19, 200)):
         x = drawn(rows, inner, dtype)
         x[rows // 2, inner:] = 0.0
-        h = gate.silu_mul(x.to(DEVICE))
+        h = gate.gate_mul("silu", x.to(DEVICE))
         for granularity in ("1x128", "row"):
             spec, raised = QuantSpec(E4M3, granularity, scale), flag()
-            found = gate.silu_mul_quantized(x.to(DEVICE), spec, raised)
+            found = gate.gate_mul_quantized("silu", x.to(DEVICE), spec, raised)
             assert equal(found, host(quantize(h, spec, flag())))
             assert raised.item() == 0
     unrounded = x.float().chunk(2, -1)[0].sigmoid() * x.float().chunk(2, -1)[0] * x.float().chunk(2, -1)[1]
@@ -66,9 +66,9 @@ def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch
 @pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
 def test_scales_of_many_rows_stand_side_by_side(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, spec = drawn(19, 300, torch.bfloat16).to(DEVICE), QuantSpec(E4M3, "1x128", scale)
-    few = gate.silu_mul_quantized(x, spec, flag())
+    few = gate.gate_mul_quantized("silu", x, spec, flag())
     monkeypatch.setattr("isobit.kernels.triton.quantize.FEW_ROWS", 18)
-    many = gate.silu_mul_quantized(x, spec, flag())
+    many = gate.gate_mul_quantized("silu", x, spec, flag())
     assert (few.scale.stride(), many.scale.stride()) == ((3, 1), (1, 19))
     assert equal(many, host(few))
     assert not equal(many, host(QTensor(few.data, few.scale.flip(0), spec))), "the control"
@@ -76,28 +76,31 @@ def test_scales_of_many_rows_stand_side_by_side(scale: str, monkeypatch: pytest.
 
 def test_far_out_is_finite_and_infinity_sets_the_flag() -> None:
     x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
-    assert gate.silu_mul(x.to(DEVICE)).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]
-    gradient = gate.silu_mul_backward(torch.ones(1, 4, device=DEVICE), x.to(DEVICE)).cpu()
+    assert gate.gate_mul("silu", x.to(DEVICE)).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]
+    gradient = gate.gate_mul_backward("silu", torch.ones(1, 4, device=DEVICE), x.to(DEVICE)).cpu()
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 100.0, 1e4]]))
     raised = flag()
-    found = gate.silu_mul_quantized(torch.full((2, 8), 3e38, device=DEVICE), QuantSpec(E4M3), raised)
+    found = gate.gate_mul_quantized("silu", torch.full((2, 8), 3e38, device=DEVICE), QuantSpec(E4M3), raised)
     assert raised.item() == 1
     assert found.scale.isnan().all()
 
 
 def test_rows_alone_have_the_bits_of_the_batch() -> None:
     x, dh = drawn(19, 200, torch.bfloat16), draw(1, 19, 200)
-    whole, gradient = gate.silu_mul(x.to(DEVICE)).cpu(), gate.silu_mul_backward(dh.to(DEVICE), x.to(DEVICE)).cpu()
-    codes = host(gate.silu_mul_quantized(x.to(DEVICE), QuantSpec(E4M3), flag()))
+    whole, gradient = (
+        gate.gate_mul("silu", x.to(DEVICE)).cpu(),
+        gate.gate_mul_backward("silu", dh.to(DEVICE), x.to(DEVICE)).cpu(),
+    )
+    codes = host(gate.gate_mul_quantized("silu", x.to(DEVICE), QuantSpec(E4M3), flag()))
     for row in (slice(0, 1), slice(11, 12), slice(7, 18)):
         some = x[row].to(DEVICE)
-        assert same(gate.silu_mul(some).cpu(), whole[row])
-        assert same(gate.silu_mul_backward(dh[row].to(DEVICE), some).cpu(), gradient[row])
-        alone = host(gate.silu_mul_quantized(some, QuantSpec(E4M3), flag()))
+        assert same(gate.gate_mul("silu", some).cpu(), whole[row])
+        assert same(gate.gate_mul_backward("silu", dh[row].to(DEVICE), some).cpu(), gradient[row])
+        alone = host(gate.gate_mul_quantized("silu", some, QuantSpec(E4M3), flag()))
         assert same(alone.data, codes.data[row])
         assert same(alone.scale, codes.scale[row])
     shared = QuantSpec(E4M3, "128x128")
-    control = [host(gate.silu_mul_quantized(rows.to(DEVICE), shared, flag())).data for rows in (x, x[11:12])]
+    control = [host(gate.gate_mul_quantized("silu", rows.to(DEVICE), shared, flag())).data for rows in (x, x[11:12])]
     assert not same(control[0][11:12], control[1]), "the control: rows that share a scale"
 
 
@@ -105,7 +108,7 @@ def test_rows_alone_have_the_bits_of_the_batch() -> None:
 def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
     """σ has the exponential's error and two operations more; 1 + gate·(1 - σ) is a sum whose parts have theirs."""
     x, dh = drawn(9, 200, dtype), draw(2, 9, 200, dtype=dtype)
-    found = gate.silu_mul_backward(dh.to(DEVICE), x.to(DEVICE)).cpu()
+    found = gate.gate_mul_backward("silu", dh.to(DEVICE), x.to(DEVICE)).cpu()
     left, up = x.double().chunk(2, -1)
     sigma, wide = torch.sigmoid(left), dh.double()
     exact = torch.cat((wide * up * sigma * (1 + left * (1 - sigma)), wide * left * sigma), -1)

@@ -15,6 +15,7 @@ from isobit.kernels.native.build import differing, library
 from isobit.kernels.native.heads import HeadInputs
 from isobit.kernels.native.interface import PLAIN, pointer
 from isobit.kernels.native.quantization import has_scales
+from isobit.kernels.types import Activation
 from isobit.precision import QTensor, QuantSpec, nonfinite_message
 
 
@@ -81,18 +82,18 @@ class RowOperators(HeadInputs):
         )  # fmt: skip
         return dx, dweight
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in PLAIN:
-            return self._reference.silu_mul(gate_up)
+            return self._reference.gate_mul(activation, gate_up)
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
         self._gate(gate_up, out, None)
         return out
 
-    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
         rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         block = _block_of_row(spec, rows, inner) if gate_up.dtype in PLAIN else None
         if block is None:
-            return super().silu_mul_quantized(gate_up, spec, name)
+            return super().gate_mul_quantized(activation, gate_up, spec, name)
         quantized = _empty(rows, inner, block, spec)
         if self._gate(gate_up, None, quantized, block):
             raise NonFiniteError(nonfinite_message(name, spec))
@@ -107,9 +108,9 @@ class RowOperators(HeadInputs):
         )  # fmt: skip
         return failed
 
-    def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
+    def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in PLAIN or dh.dtype != gate_up.dtype:
-            return self._reference.silu_mul_backward(dh, gate_up)
+            return self._reference.gate_mul_backward(activation, dh, gate_up)
         dh, gate_up = dh.contiguous(), gate_up.contiguous()
         out = torch.empty_like(gate_up)
         self._lib.isobit_silu_mul_backward(

@@ -17,7 +17,7 @@ from isobit.kernels.native.ops import NativeOps
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.reference.tdp32 import computes
 from isobit.kernels.separate import SeparateOps
-from isobit.kernels.types import Temperature
+from isobit.kernels.types import Activation, Temperature
 from isobit.precision import BLOCK, QTensor
 
 _BF16 = torch.bfloat16
@@ -29,7 +29,7 @@ class NativeSeparateOps(NativeOps):
     backend = "separate"
     rounds_probabilities, norms_heads = True, False
     rms_norm_quantized = Composed.rms_norm_quantized
-    silu_mul_quantized = Composed.silu_mul_quantized
+    gate_mul_quantized = Composed.gate_mul_quantized
 
     def __init__(self, learner: NativeOps) -> None:
         definition = SeparateOps(learner)
@@ -71,9 +71,9 @@ class NativeSeparateOps(NativeOps):
         )  # fmt: skip
         return y, summed, rstd
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         if gate_up.dtype != _BF16:
-            return self._definition.silu_mul(gate_up)
+            return self._definition.gate_mul(activation, gate_up)
         gate_up = gate_up.contiguous()
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=_BF16)
         self._lib.isobit_separate_silu_mul(gate_up.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads())

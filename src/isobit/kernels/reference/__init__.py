@@ -16,7 +16,7 @@ from isobit.kernels.reference import (
     stochastic,
     tdp32,
 )
-from isobit.kernels.types import KVStore, Layout, Temperature
+from isobit.kernels.types import Activation, KVStore, Layout, Temperature
 from isobit.precision import QTensor, QuantSpec, quantize
 
 ORDERS = {"exact": "exact", "bitwise": f"{tdp32.ORDER}+{rows32.ORDER}", "fast": "libraries"}
@@ -90,11 +90,11 @@ class ReferenceOps(Composed):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._attention.attention_backward(dout, q, out, lse, store, layout, scale, window)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._rows.silu_mul(gate_up)
+    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
+        return self._rows.gate_mul(activation, gate_up)
 
-    def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
-        return self._rows.silu_mul_backward(dh, gate_up)
+    def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
+        return self._rows.gate_mul_backward(activation, dh, gate_up)
 
     def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
         return stochastic.round_stochastically(x, seed, step, first)

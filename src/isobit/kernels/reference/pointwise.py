@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.reference.rounding import round_once
+from isobit.kernels.types import Activation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,13 +44,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
     """gate / (1 + exp(-gate)) · up, in float32, rounded once (SwiGLU: Shazeer 2020)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
-def silu_mul_backward(dh: Tensor, gate_up: Tensor) -> Tensor:
+def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
     """With σ = 1 / (1 + exp(-gate)): d gate = dh·up·σ·(1 + gate·(1 - σ)), d up = dh·gate·σ."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     sigma = 1.0 / (1.0 + torch.exp(-gate))

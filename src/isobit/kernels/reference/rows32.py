@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from isobit.kernels.types import Activation
+
 ORDER = "rows32-v1"
 CHANNEL_LANES, HEAD_LANES = 64, 16
 CHAIN = 32
@@ -47,14 +49,14 @@ def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) 
     return ds.to(summed.dtype), blocked_sum(dy.float(), normed)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """As `pointwise.silu_mul`."""
+def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
+    """As `pointwise.gate_mul`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + exp(-gate)) * up).to(gate_up.dtype)
 
 
-def silu_mul_backward(dh: Tensor, gate_up: Tensor) -> Tensor:
-    """As `pointwise.silu_mul_backward`."""
+def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
+    """As `pointwise.gate_mul_backward`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     sigma, wide = 1.0 / (1.0 + exp(-gate)), dh.float()
     dgate = wide * up * (sigma * (1.0 + gate * (1.0 - sigma)))

@@ -16,6 +16,7 @@ from torch import Tensor
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast
 from isobit.kernels.triton.quantize import codes, empty, largest, lies_beside, quantize, scale_or_flag, supported
+from isobit.kernels.types import Activation
 from isobit.precision import BLOCK, QTensor, QuantSpec
 
 _HIGH = 8
@@ -76,7 +77,7 @@ def _backward(
     tl.store(gradient_ptr + COLUMNS + at, cast(dh * (gate * sigma), gradient_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
     """silu(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I], rounded once."""
     gate_up = gate_up.contiguous()
     h = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
@@ -84,13 +85,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return h
 
 
-def silu_mul_quantized(gate_up: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
-    """`silu_mul` quantized, the bits of the two in turn; for `1x128` the result itself is never written.
+def gate_mul_quantized(activation: Activation, gate_up: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
+    """`gate_mul` quantized, the bits of the two in turn; for `1x128` the result itself is never written.
 
     `flag` [1] int32 becomes 1 where the result holds NaN or an infinity.
     """
     if spec.granularity != "1x128":
-        return quantize(silu_mul(gate_up), spec, flag)
+        return quantize(gate_mul(activation, gate_up), spec, flag)
     assert supported(spec), f"no kernel quantizes to {spec}"
     gate_up = gate_up.contiguous()
     made = empty(gate_up.shape[0], gate_up.shape[1] // 2, spec, gate_up.device)
@@ -99,7 +100,7 @@ def silu_mul_quantized(gate_up: Tensor, spec: QuantSpec, flag: Tensor) -> QTenso
     return made
 
 
-def silu_mul_backward(dh: Tensor, gate_up: Tensor) -> Tensor:
+def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up [T, 2I], in its type, of that of the result dh [T, I].
 
     With σ = 1 / (1 + exp(-gate)): d gate = dh·up·σ·(1 + gate·(1 - σ)), d up = dh·gate·σ.

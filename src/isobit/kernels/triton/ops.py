@@ -34,7 +34,7 @@ from isobit.kernels.triton import (
 from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults, target
-from isobit.kernels.types import Heads, KVStore, Layout, Ops, Temperature
+from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import E4M3, INT8, ErrorSums, Precision, QTensor, QuantSpec, error_sums
 
 _CACHED = (E4M3, INT8)
@@ -176,14 +176,14 @@ class TritonOps(Ops):
     ) -> tuple[Tensor, Tensor, Tensor]:
         return attention_backward.attention_backward(dout, q, out, lse, store, layout, scale, window)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return gate.silu_mul(gate_up)
+    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
+        return gate.gate_mul(activation, gate_up)
 
-    def silu_mul_quantized(self, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
-        return gate.silu_mul_quantized(gate_up, spec, self._faults.of(name))
+    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+        return gate.gate_mul_quantized(activation, gate_up, spec, self._faults.of(name))
 
-    def silu_mul_backward(self, dh: Tensor, gate_up: Tensor) -> Tensor:
-        return gate.silu_mul_backward(dh, gate_up)
+    def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
+        return gate.gate_mul_backward(activation, dh, gate_up)
 
     def square_sums(self, x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square_()

@@ -144,7 +144,7 @@ def _quantized(ops: Ops) -> Iterator[Found]:
         return _codes(ops.rms_norm_quantized(x[lo:hi], weight, 1e-6, None, _ROW, "x")[0])
 
     def gate(lo: int, hi: int) -> Tensor:
-        return _codes(ops.silu_mul_quantized(gate_up[lo:hi], _ROW, "h"))
+        return _codes(ops.gate_mul_quantized("silu", gate_up[lo:hi], _ROW, "h"))
 
     yield from _alone("norm", norm, norm(0, _ROWS))
     yield from _alone("gate", gate, gate(0, _ROWS))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from isobit.kernels import Activation
 from isobit.model.families.windows import Windows
 from isobit.model.rope import Rope
 
@@ -67,6 +68,7 @@ class Family:
     mlp_bias: bool = False
     qk_norm: bool = False
     norms_all_heads: bool = False
+    activation: Activation = "silu"
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     windows: Windows | None = None
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
