@@ -101,14 +101,16 @@ void rows() {
     std::vector<uint16_t> y(M * K), summed(M * K), half(M * K / 2);
     std::vector<uint8_t> codes(M * K);
     std::vector<float> rstd(M), scales(M * 3);
-    isobit_rms_norm(BF16, 1, x.data(), more.data(), weight.data(), M, K, 1e-6, y.data(), summed.data(), rstd.data(),
+    isobit_rms_norm(BF16, BF16, 1, x.data(), more.data(), weight.data(), M, K, 1e-6, y.data(), summed.data(), rstd.data(),
                     nullptr, nullptr, 0, 0, 2);
     print("norm", y), print("rstd", rstd);
-    isobit_rms_norm(BF16, 1, x.data(), more.data(), weight.data(), M, K, 1e-6, nullptr, summed.data(), rstd.data(),
+    isobit_rms_norm(BF16, BF16, 1, x.data(), more.data(), weight.data(), M, K, 1e-6, nullptr, summed.data(), rstd.data(),
                     codes.data(), scales.data(), 128, 0, 2);
     print("norm's codes", codes), print("norm's scales", scales);
-    isobit_silu_mul(BF16, 1, x.data(), M, K / 2, half.data(), nullptr, nullptr, 0, 0, 2);
+    isobit_gate_mul(SILU, BF16, 1, x.data(), M, K / 2, half.data(), nullptr, nullptr, 0, 0, 2);
     print("gate", half);
+    isobit_gate_mul(GELU_TANH, BF16, 1, x.data(), M, K / 2, half.data(), nullptr, nullptr, 0, 0, 2);
+    print("gate with GELU", half);
     isobit_quantize(BF16, x.data(), M, K, 1, 128, 1, codes.data(), scales.data(), 2);
     print("codes", codes), print("scales", scales);
     std::vector<double> sums(M);

@@ -1,16 +1,24 @@
 """What the tests of the operators share: comparison of bits, random matrices, threads, an independent rounding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from isobit.kernels import Activation
 from isobit.precision import E4M3, QuantSpec
 
 ROW = QuantSpec(E4M3, "1x128", "ue8m0")
 WEIGHT = QuantSpec(E4M3, "128x128", "ue8m0")
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+"""Of gates, as PyTorch has them."""
 
 
 def bits(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from isobit.kernels import KVStore, Layout, Ops, get_ops
 from isobit.kernels.native import available
 from isobit.precision import BF16, E4M3, E5M2, FP32, INT8, QuantSpec, quantize
 
-from .helpers import draw, ordinals, same
+from .helpers import ACTIVATIONS, draw, ordinals, same
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
 
@@ -203,9 +203,10 @@ def test_pointwise(exact: tuple[Ops, Ops], random: torch.Generator, shape: tuple
     gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
     # two exponentials, each within half an ulp and a bit, then two or four more roundings in float32
     ulps, differing = (1, 1e-3) if dtype == torch.bfloat16 else (8, 0.05)
-    assert_close(native.gate_mul("silu", gate_up), reference.gate_mul("silu", gate_up), ulps, differing)
-    ours, theirs = native.gate_mul_backward("silu", dh, gate_up), reference.gate_mul_backward("silu", dh, gate_up)
-    assert (ours.double() - theirs.double()).norm() <= 1e-6 * theirs.double().norm()
+    for activation in ACTIVATIONS:
+        assert_close(native.gate_mul(activation, gate_up), reference.gate_mul(activation, gate_up), ulps, differing)
+        ours, theirs = (ops.gate_mul_backward(activation, dh, gate_up) for ops in exact)
+        assert (ours.double() - theirs.double()).norm() <= 1e-6 * theirs.double().norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,7 +20,7 @@ from isobit.kernels.native import available, build, recipe, rows
 from isobit.kernels.reference import attention32, rows32
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
-from .helpers import bits, draw, rounded, same, threads
+from .helpers import ACTIVATIONS, bits, draw, rounded, same, threads
 from .libraries import ROWS, changed_copy, library_of
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {available()[1]}")
@@ -167,8 +167,15 @@ def test_norms_and_gates_are_the_definition_bit_for_bit(
             native.rms_norm_backward(dy, summed, weight, rstd), reference.rms_norm_backward(dy, summed, weight, rstd)
         ):
             assert same(ours, theirs)
-        assert same(native.gate_mul("silu", gate_up), reference.gate_mul("silu", gate_up))
-        assert same(native.gate_mul_backward("silu", dy, gate_up), reference.gate_mul_backward("silu", dy, gate_up))
+        results = {}
+        for activation in ACTIVATIONS:
+            results[activation] = (
+                native.gate_mul(activation, gate_up),
+                native.gate_mul_backward(activation, dy, gate_up),
+            )
+            assert same(results[activation][0], reference.gate_mul(activation, gate_up))
+            assert same(results[activation][1], reference.gate_mul_backward(activation, dy, gate_up))
+        assert data is not plain or columns == 1 or not any(map(same, *results.values()))
 
 
 # INT8 differs by how codes are read, not by how they are added
@@ -354,11 +361,14 @@ def test_the_error_of_norms_and_gates_is_bounded(native: Ops, data: Callable[...
         assert bool(((dx.double() - wanted).abs() <= limit * 1.01 + halved(wanted.abs() + limit, dtype)).all())
         limit = gamma(32 + 2 + 1) * (d * n).abs().sum(0) + 2.0**-140
         assert bool(((dweight.double() - (d * n).sum(0)).abs() <= limit).all())
-        found = native.gate_mul("silu", torch.cat((x * 16, up), 1)).double()
         gate, wide_up = (x * 16).double(), up.double()
-        wanted = gate * torch.sigmoid(gate) * wide_up
-        limit = wanted.abs() * 2.0**-21 + (gate * wide_up).abs() * 2.0**-125
-        assert bool(((found - wanted).abs() <= limit + halved(wanted.abs() + limit, dtype)).all())
+        cubic = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        for activation, k, slack in (("silu", gate, 0.0), ("gelu_pytorch_tanh", cubic, 2.0**-22)):
+            found = native.gate_mul(activation, torch.cat((x * 16, up), 1)).double()
+            wanted = gate * torch.sigmoid(k) * wide_up
+            limit = wanted.abs() * (2.0**-21 + k.abs() * slack) + (gate * wide_up).abs() * 2.0**-125
+            assert bool(((found - wanted).abs() <= limit + halved(wanted.abs() + limit, dtype)).all())
+            assert not bool(((1.01 * found - wanted).abs() <= limit + halved(wanted.abs() + limit, dtype)).all())
 
 
 def attention_in_float64(p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -461,10 +471,11 @@ def test_quantized_norms_and_gates_are_the_two_operators_in_turn(
                 assert same(ours[0].scale, theirs[0].scale)
                 assert same(ours[1], theirs[1])
                 assert same(ours[2], theirs[2])
-            gated = ops.gate_mul_quantized("silu", gate_up, spec, "x")
-            composed = Composed.gate_mul_quantized(ops, "silu", gate_up, spec, "x")
-            assert same(gated.data, composed.data)
-            assert same(gated.scale, composed.scale)
+            for activation in ACTIVATIONS:
+                gated = ops.gate_mul_quantized(activation, gate_up, spec, "x")
+                composed = Composed.gate_mul_quantized(ops, activation, gate_up, spec, "x")
+                assert same(gated.data, composed.data)
+                assert same(gated.scale, composed.scale)
 
 
 def test_a_row_whose_squares_overflow_is_nan_and_no_other(native: Ops) -> None:

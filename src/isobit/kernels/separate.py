@@ -1,9 +1,10 @@
 """The operators of a second engine: they round where common inference engines round, and trainers do not.
 
-The precision flow is the same; rounding and the order of sums differ. Sums are float32 in the order of the BLAS,
-which depends on the batch; between them stand the roundings to BF16 that inference kernels have (vLLM's, as they were
-in 2025): the normalized row before the norm's weight, silu(gate) before it meets up, the probabilities before P·V, and
-the logits. FP8 products add their scaled blocks of 128 in float32. docs/numerics.md, section 5, lists all of it.
+The precision flow is the same; rounding and the order of sums differ. Sums are float32 in the order of the BLAS, which
+depends on the batch; between them stand the roundings to BF16 that inference kernels have (vLLM's, as they were in
+2025): the normalized row before a BF16 norm's weight, activation(gate) before it meets up, the probabilities before
+P·V, and the logits. FP8 products add their scaled blocks of 128 in float32. All of it is in docs/numerics.md, in
+section 5.
 
 Quantization, rotary embedding, cache writes and sampling are the same in both engines: the learner's operators compute
 them. Only the rollout uses these operators, so there is no backward; under float32 nothing is rounded to BF16.
@@ -17,6 +18,7 @@ from isobit.kernels.codes import decode
 from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
+from isobit.kernels.reference.pointwise import inner
 from isobit.kernels.reference.sampling import scaled
 from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import QTensor, QuantSpec, expand_scale
@@ -72,7 +74,7 @@ class SeparateOps(ReferenceOps):
         summed = x if residual is None else x + residual
         wide = summed.float()
         rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-        return (wide * rstd.unsqueeze(-1)).to(x.dtype) * weight, summed, rstd
+        return ((wide * rstd.unsqueeze(-1)).to(weight.dtype) * weight).to(x.dtype), summed, rstd
 
     def attention(
         self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
@@ -83,7 +85,7 @@ class SeparateOps(ReferenceOps):
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         wide = gate.float()
-        return (wide / (1.0 + torch.exp(-wide))).to(gate_up.dtype) * up
+        return (wide / (1.0 + inner(activation, wide)[0])).to(gate_up.dtype) * up
 
     def head_sample(
         self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None

@@ -20,8 +20,8 @@ from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
 
 Temperature = float | Tensor
 """One for all rows, or float32 for each [T]."""
-Activation = Literal["silu"]
-"""That of a gated MLP, by its name in transformers."""
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""That of a gated MLP, by its name in transformers: x / (1 + exp(-k)), k = x or 2·√(2/π)·(x + 0.044715·x³)."""
 
 
 @dataclass(frozen=True, eq=False)

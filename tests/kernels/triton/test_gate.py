@@ -1,14 +1,17 @@
-"""The SiLU gate's kernels: float64 to a bound, fused and unfused, rows alone and in a batch, gradients."""
+"""The gates' kernels: float64 to a bound, fused and unfused, rows alone and in a batch, gradients."""
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from isobit.kernels import Activation
 from isobit.kernels.triton import gate
 from isobit.kernels.triton.quantize import quantize
 from isobit.precision import E4M3, QTensor, QuantSpec
 
-from ..helpers import draw, same
+from ..helpers import ACTIVATIONS, draw, same
 from .helpers import DEVICE
 from .test_quantize import equal, flag, host
 
@@ -25,37 +28,44 @@ def drawn(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def exponential_error(value: Tensor) -> Tensor:
-    """Of float32 exp(-gate), relative: two units in the last place, and the rounding of its argument in base 2, which
-    is the product with log2(e): |gate| · log2(e) · ln(2) for the argument and as much for the constant."""
-    return (4 + 2.01 * value.abs()) * UNIT
+def terms(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a float64 gate (k, gate · k', relative error of float32 exp(-k)): two units in the last place, and the
+    rounding of its argument in base 2, which is the product with log2(e): |k| · log2(e) · ln(2) for the argument and as
+    much for the constant; the cubic k of GELU has three roundings, and its constants'."""
+    if activation == "silu":
+        return gate, gate, (4 + 2.01 * gate.abs()) * UNIT
+    first = 2 * math.sqrt(2 / math.pi)
+    k, slope = (first * (gate + factor * 0.044715 * gate**3) for factor in (1, 3))
+    return k, slope, (4 + 7.01 * k.abs()) * UNIT
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 48), (19, 200)])
-def test_silu_mul_is_float64s_to_a_bound(rows: int, inner: int, dtype: torch.dtype) -> None:
+def test_gate_mul_is_float64s_to_a_bound(rows: int, inner: int, dtype: torch.dtype, activation: Activation) -> None:
     """The exponential's relative error, of which the share exp / (1 + exp) reaches the sum; then sum, quotient, product
     and the last rounding."""
     x = drawn(rows, inner, dtype)
-    found = gate.gate_mul("silu", x.to(DEVICE)).cpu()
+    found = gate.gate_mul(activation, x.to(DEVICE)).cpu()
     assert found.dtype == dtype
     left, up = x.double().chunk(2, -1)
-    exact = left / (1 + torch.exp(-left)) * up
-    bound = (exponential_error(left) + 3.01 * UNIT + LAST[dtype]) * exact.abs() * 1.01 + TINY * (1 + up.abs())
+    k, _, error = terms(activation, left)
+    exact = left / (1 + torch.exp(-k)) * up
+    bound = (error + 3.01 * UNIT + LAST[dtype]) * exact.abs() * 1.01 + TINY * (1 + up.abs())
     assert bool(((found.double() - exact).abs() <= bound).all())
     assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), "the control: one percent off"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", ["ue8m0", "fp32"])
-def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("activation", "scale"), [("silu", "ue8m0"), ("silu", "fp32"), ("gelu_pytorch_tanh", "ue8m0")])
+def test_quantized_at_once_has_the_bits_of_both_in_turn(scale: str, dtype: torch.dtype, activation: Activation) -> None:
     for rows, inner in ((1, 48), (19, 200)):
         x = drawn(rows, inner, dtype)
         x[rows // 2, inner:] = 0.0
-        h = gate.gate_mul("silu", x.to(DEVICE))
+        h = gate.gate_mul(activation, x.to(DEVICE))
         for granularity in ("1x128", "row"):
             spec, raised = QuantSpec(E4M3, granularity, scale), flag()
-            found = gate.gate_mul_quantized("silu", x.to(DEVICE), spec, raised)
+            found = gate.gate_mul_quantized(activation, x.to(DEVICE), spec, raised)
             assert equal(found, host(quantize(h, spec, flag())))
             assert raised.item() == 0
     unrounded = x.float().chunk(2, -1)[0].sigmoid() * x.float().chunk(2, -1)[0] * x.float().chunk(2, -1)[1]
@@ -74,13 +84,14 @@ def test_scales_of_many_rows_stand_side_by_side(scale: str, monkeypatch: pytest.
     assert not equal(many, host(QTensor(few.data, few.scale.flip(0), spec))), "the control"
 
 
-def test_far_out_is_finite_and_infinity_sets_the_flag() -> None:
-    x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
-    assert gate.gate_mul("silu", x.to(DEVICE)).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]
-    gradient = gate.gate_mul_backward("silu", torch.ones(1, 4, device=DEVICE), x.to(DEVICE)).cpu()
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_far_out_is_finite_and_infinity_sets_the_flag(activation: Activation) -> None:
+    x = torch.tensor([[-1e20, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
+    assert gate.gate_mul(activation, x.to(DEVICE)).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]
+    gradient = gate.gate_mul_backward(activation, torch.ones(1, 4, device=DEVICE), x.to(DEVICE)).cpu()
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 100.0, 1e4]]))
     raised = flag()
-    found = gate.gate_mul_quantized("silu", torch.full((2, 8), 3e38, device=DEVICE), QuantSpec(E4M3), raised)
+    found = gate.gate_mul_quantized(activation, torch.full((2, 8), 3e38, device=DEVICE), QuantSpec(E4M3), raised)
     assert raised.item() == 1
     assert found.scale.isnan().all()
 
@@ -104,21 +115,23 @@ def test_rows_alone_have_the_bits_of_the_batch() -> None:
     assert not same(control[0][11:12], control[1]), "the control: rows that share a scale"
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
+def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype, activation: Activation) -> None:
     """σ has the exponential's error and two operations more; 1 + gate·(1 - σ) is a sum whose parts have theirs."""
     x, dh = drawn(9, 200, dtype), draw(2, 9, 200, dtype=dtype)
-    found = gate.gate_mul_backward("silu", dh.to(DEVICE), x.to(DEVICE)).cpu()
+    found = gate.gate_mul_backward(activation, dh.to(DEVICE), x.to(DEVICE)).cpu()
     left, up = x.double().chunk(2, -1)
-    sigma, wide = torch.sigmoid(left), dh.double()
-    exact = torch.cat((wide * up * sigma * (1 + left * (1 - sigma)), wide * left * sigma), -1)
+    k, slope, error = terms(activation, left)
+    sigma, wide = torch.sigmoid(k), dh.double()
+    exact = torch.cat((wide * up * sigma * (1 + slope * (1 - sigma)), wide * left * sigma), -1)
     leaf = x.double().requires_grad_()
     halves = leaf.chunk(2, -1)
-    (autograd,) = torch.autograd.grad(torch.nn.functional.silu(halves[0]) * halves[1], leaf, wide)
+    (autograd,) = torch.autograd.grad(ACTIVATIONS[activation](halves[0]) * halves[1], leaf, wide)
     torch.testing.assert_close(exact, autograd)
-    error = exponential_error(left) + 2.01 * UNIT
-    parts = (wide * up).abs() * sigma * (1 + left.abs() * ((1 - sigma) + sigma * error + UNIT))
-    size = torch.cat(((error + 7 * UNIT) * parts + (wide * up * left).abs() * sigma * (sigma * error + UNIT),
+    error = error + 2.01 * UNIT
+    parts = (wide * up).abs() * sigma * (1 + slope.abs() * ((1 - sigma) + sigma * error + UNIT))
+    size = torch.cat(((error + 11 * UNIT) * parts + (wide * up * slope).abs() * sigma * (sigma * error + UNIT),
                       (error + 2 * UNIT) * exact[:, 200:].abs()), -1)  # fmt: skip
     bound = 1.01 * (size + LAST[dtype] * exact.abs()) + TINY * (1 + torch.cat((wide * up, wide), -1).abs())
     assert found.dtype == dtype

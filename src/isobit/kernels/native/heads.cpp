@@ -125,7 +125,7 @@ static bool make_inputs(const HeadInputs& g) {
         static thread_local Scratch scratch;
         R *q_norm = (R*)scratch.get(4 * width), *k_norm = q_norm + width, *wide = k_norm + width;
         T* normed = (T*)(wide + width);
-        if (g.q_norm) decode_padded((const T*)g.q_norm, g.dim, q_norm), decode_padded((const T*)g.k_norm, g.dim, k_norm);
+        if (g.q_norm) decode_weight(g.norm_kind, g.q_norm, g.dim, q_norm), decode_weight(g.norm_kind, g.k_norm, g.dim, k_norm);
         else q_norm = k_norm = nullptr;
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < g.tokens; t++) {

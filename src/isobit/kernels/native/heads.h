@@ -8,6 +8,7 @@ struct HeadInputs {
     const void *q, *k, *v;                 // [tokens, heads or kv_heads, dim]
     int64_t q_stride, k_stride, v_stride;  // between tokens
     const void *q_norm, *k_norm;           // [dim], or null
+    int64_t norm_kind;                     // of these two
     double eps;
     int64_t single;  // whether norms are float32 inside
     const float *cosine, *sine;

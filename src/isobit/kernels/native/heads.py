@@ -57,7 +57,7 @@ class HeadInputs(Quantization):
         if kind is None or any(table.dtype != torch.float32 for table in heads.tables):
             return super().attention_inputs(qkv, heads, store, layout)
         norms = None if heads.norms is None else [w.contiguous() for w in heads.norms]
-        if norms is not None and not (self.norms_heads and all(w.dtype == q.dtype for w in norms)):
+        if norms is not None and not (self.norms_heads and all(w.dtype in PLAIN for w in norms)):
             pairs = zip((q, k), norms)
             q, k = (self.rms_norm(x.reshape(-1, dim), w, heads.eps)[0].view(x.shape) for x, w in pairs)
             norms = None
@@ -66,9 +66,10 @@ class HeadInputs(Quantization):
         rotated_q, rotated_k = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
         arguments = HeadInputArguments(
             kind, *q.shape[:2], kv_heads, dim, q.data_ptr(), k.data_ptr(), values.data_ptr(), q_stride, k_stride,
-            v_stride, *((None, None) if norms is None else (w.data_ptr() for w in norms)), heads.eps, self._single,
-            cos.data_ptr(), sin.data_ptr(), layout.positions.data_ptr(), layout.slots.data_ptr(),
-            store.k.data_ptr(), store.v.data_ptr(), pointer(store.k_scale), pointer(store.v_scale),
+            v_stride, *((None, None, 0) if norms is None else (*(w.data_ptr() for w in norms), PLAIN[norms[0].dtype])),
+            heads.eps, self._single, cos.data_ptr(), sin.data_ptr(), layout.positions.data_ptr(),
+            layout.slots.data_ptr(), store.k.data_ptr(), store.v.data_ptr(), pointer(store.k_scale),
+            pointer(store.v_scale),
             *_coding(store), rotated_q.data_ptr(), rotated_k.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         _raise_if(self._lib.isobit_head_inputs(ctypes.byref(arguments)), store)

@@ -32,8 +32,8 @@ const Field attention[] = {
 #define STRUCT HeadInputs
 const Field head_inputs[] = {
     FIELD(kind), FIELD(tokens), FIELD(heads), FIELD(kv_heads), FIELD(dim), FIELD(q), FIELD(k), FIELD(v),
-    FIELD(q_stride), FIELD(k_stride), FIELD(v_stride), FIELD(q_norm), FIELD(k_norm), FIELD(eps),
-    FIELD(single), FIELD(cosine), FIELD(sine), FIELD(positions), FIELD(slots),
+    FIELD(q_stride), FIELD(k_stride), FIELD(v_stride), FIELD(q_norm), FIELD(k_norm),
+    FIELD(norm_kind), FIELD(eps), FIELD(single), FIELD(cosine), FIELD(sine), FIELD(positions), FIELD(slots),
     FIELD(store_k), FIELD(store_v), FIELD(scale_k), FIELD(scale_v), FIELD(form), FIELD(power_of_two),
     FIELD(rotated_q), FIELD(rotated_k), FIELD(threads), {nullptr, 0, sizeof(STRUCT)},
 };

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.types import Activation
 from isobit.precision import QTensor
 
 KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3, torch.int8: 4}
 """`enum Kind` of native.h."""
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
+"""`enum Activation` of rows.h."""
 ALL_KEYS = 2**62
 """The window of a row that sees all earlier keys."""
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -72,7 +75,8 @@ class HeadInputArguments(ctypes.Structure):
 
     _fields_ = [
         ("kind", _I), ("tokens", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("q", _P), ("k", _P), ("v", _P),
-        ("q_stride", _I), ("k_stride", _I), ("v_stride", _I), ("q_norm", _P), ("k_norm", _P), ("eps", _D),
+        ("q_stride", _I), ("k_stride", _I), ("v_stride", _I), ("q_norm", _P), ("k_norm", _P),
+        ("norm_kind", _I), ("eps", _D),
         ("single", _I), ("cosine", _P), ("sine", _P), ("positions", _P),
         ("slots", _P), ("store_k", _P), ("store_v", _P), ("scale_k", _P), ("scale_v", _P), ("form", _I),
         ("power_of_two", _I), ("rotated_q", _P), ("rotated_k", _P), ("threads", _I),
@@ -104,14 +108,14 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_error_sums": (None, [_I, _P, _P, _I, _I, _P, _P, _I, _I, _I, _I, _P, _P, _I]),
     "isobit_dequantize": (None, [_P, _I, _I, _P, _I, _I, _P, _I]),
     "isobit_kv_write": (_I, [_I, _P, _P, _I, _I, _P, _I, _I, _I, _I, _I, _P, _P, _P, _P]),
-    "isobit_rms_norm": (_I, [_I, _I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _P, _P, _I, _I, _I]),
-    "isobit_rms_norm_backward": (None, [_I, _I, _P, _P, _P, _P, _I, _I, _P, _P, _I]),
+    "isobit_rms_norm": (_I, [_I, _I, _I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _P, _P, _I, _I, _I]),
+    "isobit_rms_norm_backward": (None, [_I, _I, _I, _P, _P, _P, _P, _I, _I, _P, _P, _I]),
     "isobit_rotary": (None, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_head_inputs": (_I, [_P]),
-    "isobit_silu_mul": (_I, [_I, _I, _P, _I, _I, _P, _P, _P, _I, _I, _I]),
-    "isobit_silu_mul_backward": (None, [_I, _I, _P, _P, _I, _I, _P, _I]),
-    "isobit_separate_rms_norm": (None, [_P, _P, _P, _I, _I, _D, _P, _P, _P, _I]),
-    "isobit_separate_silu_mul": (None, [_P, _I, _I, _P, _I]),
+    "isobit_gate_mul": (_I, [_I, _I, _I, _P, _I, _I, _P, _P, _P, _I, _I, _I]),
+    "isobit_gate_mul_backward": (None, [_I, _I, _I, _P, _P, _I, _I, _P, _I]),
+    "isobit_separate_rms_norm": (None, [_I, _P, _P, _P, _I, _I, _D, _P, _P, _P, _I]),
+    "isobit_separate_gate_mul": (None, [_I, _P, _I, _I, _P, _I]),
     "isobit_square_sums": (None, [_P, _I, _I, _P, _I]),
     "isobit_round_stochastically": (None, [_P, _P, _I, _I, _I, _I, _I]),
     "isobit_token_logprobs": (None, [_P, _P, _I, _I, _P, _I, _P, _P, _I]),

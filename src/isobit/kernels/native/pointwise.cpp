@@ -1,4 +1,4 @@
-// Operators within a row: RMSNorm and SiLU gate, forward and backward.
+// Operators within a row: RMSNorm and gates, forward and backward.
 //
 // Elementwise expressions are those of the reference backend, rounding by rounding; sums are float64 in a fixed order, or
 // where `single` is set float32 in the order `rows32-v1` (reference/rows32.py). Arrays are contiguous.
@@ -9,8 +9,8 @@
 #include "tile.h"
 
 template <class R, class T>
-static bool rms_norm(const T* x, const T* residual, const T* weight, int64_t rows, int64_t columns, double eps, T* y,
-                     T* summed, float* rstd, const Quantized& to, int64_t threads) {
+static bool rms_norm(const T* x, const T* residual, int64_t weight_kind, const void* weight, int64_t rows,
+                     int64_t columns, double eps, T* y, T* summed, float* rstd, const Quantized& to, int64_t threads) {
     const int64_t width = norm_width<R>(columns);
     std::atomic<bool> good{true};
 #pragma omp parallel num_threads(useful_threads(threads, rows * columns / 2))
@@ -18,7 +18,7 @@ static bool rms_norm(const T* x, const T* residual, const T* weight, int64_t row
         static thread_local Scratch scratch;
         R *wide = (R*)scratch.get(3 * width), *scale = wide + width;
         T* own = (T*)(scale + width);
-        decode_padded(weight, columns, scale);
+        decode_weight(weight_kind, weight, columns, scale);
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
             const int64_t at = r * columns;
@@ -32,13 +32,13 @@ static bool rms_norm(const T* x, const T* residual, const T* weight, int64_t row
 }
 
 // y, or with `codes` its quantization. Returns 1 where that meets NaN or infinity.
-EXPORT int64_t isobit_rms_norm(int64_t kind, int64_t single, const void* x, const void* residual, const void* weight,
-                               int64_t rows, int64_t columns, double eps, void* y, void* summed, float* rstd, void* codes,
+EXPORT int64_t isobit_rms_norm(int64_t kind, int64_t weight_kind, int64_t single, const void* x, const void* residual,
+                               const void* weight, int64_t rows, int64_t columns, double eps, void* y, void* summed, float* rstd, void* codes,
                                void* scales, int64_t block, int64_t power_of_two, int64_t threads) {
     const Quantized to{(uint8_t*)codes, (float*)scales, block, power_of_two};
     bool good = true;
-#define CALL(R)                                                                                                     \
-    good = rms_norm<R>((const T*)x, (const T*)residual, (const T*)weight, rows, columns, eps, (T*)y, (T*)summed, rstd, \
+#define CALL(R)                                                                                                       \
+    good = rms_norm<R>((const T*)x, (const T*)residual, weight_kind, weight, rows, columns, eps, (T*)y, (T*)summed, rstd, \
                        to, threads)
     FOR_KIND(kind, if (single) CALL(float); else CALL(double))
 #undef CALL
@@ -47,7 +47,7 @@ EXPORT int64_t isobit_rms_norm(int64_t kind, int64_t single, const void* x, cons
 
 // The mean of dy · w · n over a row, with n = s · rstd; products are float32.
 template <class T>
-static float mean_product(const T* g, const T* s, const T* weight, float rstd, int64_t columns, double) {
+static float mean_product(const T* g, const T* s, const float* weight, float rstd, int64_t columns, double) {
     f64x8 total = splat(0.0);
     double rest = 0.0;
     int64_t i = 0;
@@ -55,23 +55,23 @@ static float mean_product(const T* g, const T* s, const T* weight, float rstd, i
         f32x16 product = (decode(g + i) * decode(weight + i)) * (decode(s + i) * splat(rstd));
         total = total + (widen(low_half(product)) + widen(high_half(product)));
     }
-    for (; i < columns; i++) rest += double((decode_scalar(g[i]) * decode_scalar(weight[i])) * (decode_scalar(s[i]) * rstd));
+    for (; i < columns; i++) rest += double((decode_scalar(g[i]) * weight[i]) * (decode_scalar(s[i]) * rstd));
     return float((lane_sum(total) + rest) / double(columns));
 }
 template <class T>
-static float mean_product(const T* g, const T* s, const T* weight, float rstd, int64_t columns, float) {
+static float mean_product(const T* g, const T* s, const float* weight, float rstd, int64_t columns, float) {
     f32x16 total[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-    T last[3][LANES];
+    T last[2][LANES];
     for (int64_t i = 0; i < columns; i += LANES) {
-        const T* part[3] = {g + i, s + i, weight + i};
-        for (int k = 0; k < 3 && columns - i < LANES; k++) {
+        const T* part[2] = {g + i, s + i};
+        for (int k = 0; k < 2 && columns - i < LANES; k++) {
             std::memset(last[k], 0, sizeof last[k]);
             std::memcpy(last[k], part[k], (columns - i) * sizeof(T));
             part[k] = last[k];
         }
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) {
-            f32x16 scaled = decode(part[0] + 16 * k) * decode(part[2] + 16 * k);
+            f32x16 scaled = decode(part[0] + 16 * k) * decode(weight + i + 16 * k);
             total[k] = multiply_add(scaled, decode(part[1] + 16 * k) * splat(rstd), total[k]);
         }
     }
@@ -111,7 +111,7 @@ static void column_sums(const T* dy, const T* summed, const float* rstd, int64_t
 }
 
 template <class R, class T>
-static void rms_norm_backward(const T* dy, const T* summed, const T* weight, const float* rstd, int64_t rows,
+static void rms_norm_backward(const T* dy, const T* summed, const float* weight, const float* rstd, int64_t rows,
                               int64_t columns, T* dx, float* dweight, int64_t threads) {
     int useful = useful_threads(threads, rows * columns);
 #pragma omp parallel for num_threads(useful) schedule(static)
@@ -124,7 +124,7 @@ static void rms_norm_backward(const T* dy, const T* summed, const T* weight, con
             round_once(splat(rstd[r]) * (scaled - normed * splat(mean)), dx + r * columns + i);
         }
         for (; i < columns; i++) {
-            float scaled = decode_scalar(g[i]) * decode_scalar(weight[i]), normed = decode_scalar(s[i]) * rstd[r];
+            float scaled = decode_scalar(g[i]) * weight[i], normed = decode_scalar(s[i]) * rstd[r];
             round_to(rstd[r] * (scaled - normed * mean), dx + r * columns + i);
         }
     }
@@ -136,69 +136,81 @@ static void rms_norm_backward(const T* dy, const T* summed, const T* weight, con
     }
 }
 
-EXPORT void isobit_rms_norm_backward(int64_t kind, int64_t single, const void* dy, const void* summed,
-                                     const void* weight, const float* rstd, int64_t rows, int64_t columns, void* dx,
-                                     float* dweight, int64_t threads) {
-#define CALL(R)                                                                                                     \
-    rms_norm_backward<R>((const T*)dy, (const T*)summed, (const T*)weight, rstd, rows, columns, (T*)dx, dweight, threads)
+EXPORT void isobit_rms_norm_backward(int64_t kind, int64_t weight_kind, int64_t single, const void* dy,
+                                     const void* summed, const void* weight, const float* rstd, int64_t rows,
+                                     int64_t columns, void* dx, float* dweight, int64_t threads) {
+    static thread_local Scratch scratch;
+    float* wide = (float*)scratch.get(norm_width<float>(columns));
+    decode_weight(weight_kind, weight, columns, wide);
+#define CALL(R) \
+    rms_norm_backward<R>((const T*)dy, (const T*)summed, wide, rstd, rows, columns, (T*)dx, dweight, threads)
     FOR_KIND(kind, if (single) CALL(float); else CALL(double))
 #undef CALL
 }
 
-template <bool Single, class T>
-static bool silu_mul(const T* gate_up, int64_t rows, int64_t inner, T* out, const Quantized& to, int64_t threads) {
+template <Activation A, bool Single, class T>
+static bool gate_mul(const T* gate_up, int64_t rows, int64_t inner, T* out, const Quantized& to, int64_t threads) {
     std::atomic<bool> good{true};
 #pragma omp parallel for num_threads(useful_threads(threads, rows * inner * 2)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         static thread_local Scratch scratch;
         const T* gate = gate_up + r * 2 * inner;
         T* target = to.codes ? (T*)scratch.get(inner) : out + r * inner;
-        silu_mul_row<Single>(gate, gate + inner, inner, target);
+        gate_mul_row<A, Single>(gate, gate + inner, inner, target);
         if (to.codes && !quantize_row(to, target, r, inner)) good = false;
     }
     return good;
 }
 
-// silu(gate) · up, or with `codes` its quantization. Returns 1 where that meets NaN or infinity.
-EXPORT int64_t isobit_silu_mul(int64_t kind, int64_t single, const void* gate_up, int64_t rows, int64_t inner, void* out,
-                               void* codes, void* scales, int64_t block, int64_t power_of_two, int64_t threads) {
+// activation(gate) · up, or with `codes` its quantization. Returns 1 where that meets NaN or infinity.
+#define FOR_ACTIVATION(CALL)                \
+    if (activation == SILU) {               \
+        if (single) CALL(SILU, true);       \
+        else CALL(SILU, false);             \
+    } else {                                \
+        if (single) CALL(GELU_TANH, true);  \
+        else CALL(GELU_TANH, false);        \
+    }
+
+EXPORT int64_t isobit_gate_mul(int64_t activation, int64_t kind, int64_t single, const void* gate_up, int64_t rows,
+                               int64_t inner, void* out, void* codes, void* scales, int64_t block, int64_t power_of_two, int64_t threads) {
     const Quantized to{(uint8_t*)codes, (float*)scales, block, power_of_two};
     bool good = true;
-#define CALL(SINGLE) good = silu_mul<SINGLE>((const T*)gate_up, rows, inner, (T*)out, to, threads)
-    FOR_KIND(kind, if (single) CALL(true); else CALL(false))
+#define CALL(A, SINGLE) good = gate_mul<A, SINGLE>((const T*)gate_up, rows, inner, (T*)out, to, threads)
+    FOR_KIND(kind, FOR_ACTIVATION(CALL))
 #undef CALL
     return !good;
 }
 
-template <bool Single, class T>
-static INLINE void silu_mul_backward_lanes(const T* dh, const T* gate, const T* up, T* dgate, T* dup) {
+template <Activation A, bool Single, class T>
+static INLINE void gate_mul_backward_lanes(const T* dh, const T* gate, const T* up, T* dgate, T* dup) {
     const f32x16 one = splat(1.0f);
-    f32x16 g = decode(gate), wide = decode(dh), sigma = one / (one + gate_exponential<Single>(-g));
-    round_once(wide * decode(up) * (sigma * (one + g * (one - sigma))), dgate);
+    f32x16 g = decode(gate), wide = decode(dh), sigma = one / (one + gate_exponential<A, Single>(g));
+    round_once(wide * decode(up) * (sigma * (one + gate_slope<A, Single>(g) * (one - sigma))), dgate);
     round_once(wide * (g * sigma), dup);
 }
 
-template <bool Single, class T>
-static void silu_mul_backward(const T* dh, const T* gate_up, int64_t rows, int64_t inner, T* out, int64_t threads) {
+template <Activation A, bool Single, class T>
+static void gate_mul_backward(const T* dh, const T* gate_up, int64_t rows, int64_t inner, T* out, int64_t threads) {
 #pragma omp parallel for num_threads(useful_threads(threads, rows * inner * 2)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const T *d = dh + r * inner, *gate = gate_up + r * 2 * inner, *up = gate + inner;
         T *dgate = out + r * 2 * inner, *dup = dgate + inner;
         int64_t i = 0;
-        for (; i + 16 <= inner; i += 16) silu_mul_backward_lanes<Single>(d + i, gate + i, up + i, dgate + i, dup + i);
+        for (; i + 16 <= inner; i += 16) gate_mul_backward_lanes<A, Single>(d + i, gate + i, up + i, dgate + i, dup + i);
         if (i < inner) {
             T in[3][16] = {{0}}, result[2][16];
             size_t bytes = (inner - i) * sizeof(T);
             std::memcpy(in[0], d + i, bytes), std::memcpy(in[1], gate + i, bytes), std::memcpy(in[2], up + i, bytes);
-            silu_mul_backward_lanes<Single>(in[0], in[1], in[2], result[0], result[1]);
+            gate_mul_backward_lanes<A, Single>(in[0], in[1], in[2], result[0], result[1]);
             std::memcpy(dgate + i, result[0], bytes), std::memcpy(dup + i, result[1], bytes);
         }
     }
 }
 
-EXPORT void isobit_silu_mul_backward(int64_t kind, int64_t single, const void* dh, const void* gate_up, int64_t rows,
-                                     int64_t inner, void* out, int64_t threads) {
-#define CALL(SINGLE) silu_mul_backward<SINGLE>((const T*)dh, (const T*)gate_up, rows, inner, (T*)out, threads)
-    FOR_KIND(kind, if (single) CALL(true); else CALL(false))
+EXPORT void isobit_gate_mul_backward(int64_t activation, int64_t kind, int64_t single, const void* dh,
+                                     const void* gate_up, int64_t rows, int64_t inner, void* out, int64_t threads) {
+#define CALL(A, SINGLE) gate_mul_backward<A, SINGLE>((const T*)dh, (const T*)gate_up, rows, inner, (T*)out, threads)
+    FOR_KIND(kind, FOR_ACTIVATION(CALL))
 #undef CALL
 }

@@ -1,4 +1,4 @@
-// RMSNorm and the SiLU gate of a row, in float64 inside (`exact`, `fast`) or in float32 (`bitwise`, the order `rows32-v1`
+// RMSNorm and the gate of a row, in float64 inside (`exact`, `fast`) or in float32 (`bitwise`, the order `rows32-v1`
 // of reference/rows32.py); and a row's quantization.
 #pragma once
 
@@ -15,11 +15,11 @@ struct Quantized {
 };
 
 // The operators, which the self-test calls too (pointwise.cpp).
-EXPORT int64_t isobit_rms_norm(int64_t kind, int64_t single, const void* x, const void* residual, const void* weight,
-                               int64_t rows, int64_t columns, double eps, void* y, void* summed, float* rstd, void* codes,
+EXPORT int64_t isobit_rms_norm(int64_t kind, int64_t weight_kind, int64_t single, const void* x, const void* residual,
+                               const void* weight, int64_t rows, int64_t columns, double eps, void* y, void* summed, float* rstd, void* codes,
                                void* scales, int64_t block, int64_t power_of_two, int64_t threads);
-EXPORT int64_t isobit_silu_mul(int64_t kind, int64_t single, const void* gate_up, int64_t rows, int64_t inner, void* out,
-                               void* codes, void* scales, int64_t block, int64_t power_of_two, int64_t threads);
+EXPORT int64_t isobit_gate_mul(int64_t activation, int64_t kind, int64_t single, const void* gate_up, int64_t rows,
+                               int64_t inner, void* out, void* codes, void* scales, int64_t block, int64_t power_of_two, int64_t threads);
 
 // Columns as the norm of a row computes them, with zeros after the last.
 template <class R> constexpr int64_t norm_width(int64_t columns) {
@@ -29,6 +29,12 @@ template <class R, class T>
 static INLINE void decode_padded(const T* x, int64_t columns, R* out) {
     decode_row(x, columns, out);
     for (int64_t i = columns; i < norm_width<R>(columns); i++) out[i] = R(0);
+}
+
+// The weight of a norm, of its own kind.
+template <class R>
+static INLINE void decode_weight(int64_t kind, const void* weight, int64_t columns, R* out) {
+    FOR_KIND(kind, decode_padded((const T*)weight, columns, out))
 }
 
 // 1 / sqrt(mean of squares + eps) of a row that is padded.
@@ -87,27 +93,54 @@ static float rms_norm_row(const T* x, const T* residual, T* summed, const R* wei
     return rstd;
 }
 
-// exp of float64, rounded to float32: nearly always the float32 nearest to the true value; or of float32.
-template <bool Single>
-static INLINE f32x16 gate_exponential(f32x16 x) {
-    if (Single) return exponential(x);
-    return join(narrow(exponential(widen(low_half(x)))), narrow(exponential(widen(high_half(x)))));
+// Activations of gates: x / (1 + exp(-k)) with k = x, or 2 sqrt(2 / pi) (x + 0.044715 x^3).
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+constexpr double GELU[3] = {1.5957691216057308, 0.07135481627260025, 0.21406444881780076};
+constexpr float FAR = 16.0f;  // beyond it GELU's k says no more
+
+static INLINE f32x16 no_farther(f32x16 x) {
+    const i32x16 high = x > FAR, low = x < -FAR;
+    x = (f32x16)(((i32x16)splat(FAR) & high) | ((i32x16)x & ~high));
+    return (f32x16)(((i32x16)splat(-FAR) & low) | ((i32x16)x & ~low));
 }
-template <bool Single>
-static INLINE f32x16 silu_mul_lanes(f32x16 gate, f32x16 up) {
-    return gate / (splat(1.0f) + gate_exponential<Single>(-gate)) * up;
+// k, or x k' with the third number of GELU in place of the second: in float32 with one rounding of the sum.
+static INLINE f32x16 gelu_terms(f32x16 x, double second) {
+    return x * multiply_add(x * x, splat(float(second)), splat(float(GELU[0])));
+}
+static INLINE f64x8 gelu_terms(f64x8 x, double second) { return x * (splat(GELU[0]) + splat(second) * (x * x)); }
+
+// exp(-k), of float64 rounded to float32: nearly always the float32 nearest to the true value; or of float32.
+template <Activation A, bool Single>
+static INLINE f32x16 gate_exponential(f32x16 x) {
+    if (A == GELU_TANH) x = no_farther(x);
+    if (Single) return exponential(A == SILU ? -x : -gelu_terms(x, GELU[1]));
+    f64x8 low = widen(low_half(x)), high = widen(high_half(x));
+    if (A == GELU_TANH) low = gelu_terms(low, GELU[1]), high = gelu_terms(high, GELU[1]);
+    return join(narrow(exponential(-low)), narrow(exponential(-high)));
+}
+// x k'.
+template <Activation A, bool Single>
+static INLINE f32x16 gate_slope(f32x16 x) {
+    if (A == SILU) return x;
+    x = no_farther(x);
+    if (Single) return gelu_terms(x, GELU[2]);
+    return join(narrow(gelu_terms(widen(low_half(x)), GELU[2])), narrow(gelu_terms(widen(high_half(x)), GELU[2])));
+}
+template <Activation A, bool Single>
+static INLINE f32x16 gate_mul_lanes(f32x16 gate, f32x16 up) {
+    return gate / (splat(1.0f) + gate_exponential<A, Single>(gate)) * up;
 }
 
 // A row in strips of 16; the last one padded, so that all elements take the same path.
-template <bool Single, class T>
-static void silu_mul_row(const T* gate, const T* up, int64_t inner, T* out) {
+template <Activation A, bool Single, class T>
+static void gate_mul_row(const T* gate, const T* up, int64_t inner, T* out) {
     int64_t i = 0;
-    for (; i + 16 <= inner; i += 16) round_once(silu_mul_lanes<Single>(decode(gate + i), decode(up + i)), out + i);
+    for (; i + 16 <= inner; i += 16) round_once(gate_mul_lanes<A, Single>(decode(gate + i), decode(up + i)), out + i);
     if (i < inner) {
         T a[16] = {0}, b[16] = {0}, c[16];
         std::memcpy(a, gate + i, (inner - i) * sizeof(T));
         std::memcpy(b, up + i, (inner - i) * sizeof(T));
-        round_once(silu_mul_lanes<Single>(decode(a), decode(b)), c);
+        round_once(gate_mul_lanes<A, Single>(decode(a), decode(b)), c);
         std::memcpy(out + i, c, (inner - i) * sizeof(T));
     }
 }

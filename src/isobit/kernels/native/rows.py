@@ -1,4 +1,4 @@
-"""RMSNorm and the SiLU gate in C++, alone and with the quantization of their result; and the test of the row operators.
+"""RMSNorm and gates in C++, alone and with the quantization of their result; and the test of the row operators.
 
 Under `bitwise` these, and attention, are float32 in the order `rows32-v1` (`reference/rows32.py`), which the first use
 of a library compares with scalar arithmetic (`rows32.cpp`); a mark in the cache keeps that from being done again. Under
@@ -13,7 +13,7 @@ from torch import Tensor
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels.native.build import differing, library
 from isobit.kernels.native.heads import HeadInputs
-from isobit.kernels.native.interface import PLAIN, pointer
+from isobit.kernels.native.interface import ACTIVATIONS, PLAIN, pointer
 from isobit.kernels.native.quantization import has_scales
 from isobit.kernels.types import Activation
 from isobit.precision import QTensor, QuantSpec, nonfinite_message
@@ -65,7 +65,7 @@ class RowOperators(HeadInputs):
         if residual is not None:
             residual, summed = residual.contiguous(), torch.empty_like(x)
         failed = self._lib.isobit_rms_norm(
-            PLAIN[x.dtype], self._single, x.data_ptr(), pointer(residual),
+            PLAIN[x.dtype], PLAIN[weight.dtype], self._single, x.data_ptr(), pointer(residual),
             weight.data_ptr(), *x.shape, eps, pointer(y), summed.data_ptr(), rstd.data_ptr(),
             *_target(to, block), torch.get_num_threads(),
         )  # fmt: skip
@@ -77,8 +77,9 @@ class RowOperators(HeadInputs):
         dy, summed, weight, rstd = dy.contiguous(), summed.contiguous(), weight.contiguous(), rstd.contiguous()
         dx, dweight = torch.empty_like(summed), torch.empty(summed.shape[1])
         self._lib.isobit_rms_norm_backward(
-            PLAIN[summed.dtype], self._single, dy.data_ptr(), summed.data_ptr(), weight.data_ptr(), rstd.data_ptr(),
-            *summed.shape, dx.data_ptr(), dweight.data_ptr(), torch.get_num_threads(),
+            PLAIN[summed.dtype], PLAIN[weight.dtype], self._single, dy.data_ptr(), summed.data_ptr(),
+            weight.data_ptr(), rstd.data_ptr(), *summed.shape, dx.data_ptr(), dweight.data_ptr(),
+            torch.get_num_threads(),
         )  # fmt: skip
         return dx, dweight
 
@@ -86,7 +87,7 @@ class RowOperators(HeadInputs):
         if gate_up.dtype not in PLAIN:
             return self._reference.gate_mul(activation, gate_up)
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
-        self._gate(gate_up, out, None)
+        self._gate(activation, gate_up, out, None)
         return out
 
     def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
@@ -95,16 +96,18 @@ class RowOperators(HeadInputs):
         if block is None:
             return super().gate_mul_quantized(activation, gate_up, spec, name)
         quantized = _empty(rows, inner, block, spec)
-        if self._gate(gate_up, None, quantized, block):
+        if self._gate(activation, gate_up, None, quantized, block):
             raise NonFiniteError(nonfinite_message(name, spec))
         return quantized
 
-    def _gate(self, gate_up: Tensor, out: Tensor | None, to: QTensor | None, block: int = 1) -> int:
+    def _gate(
+        self, activation: Activation, gate_up: Tensor, out: Tensor | None, to: QTensor | None, block: int = 1
+    ) -> int:
         """The result in `out` or quantized in `to`; 1 where it cannot be quantized."""
         gate_up = gate_up.contiguous()
-        failed: int = self._lib.isobit_silu_mul(
-            PLAIN[gate_up.dtype], self._single, gate_up.data_ptr(), gate_up.shape[0], gate_up.shape[1] // 2,
-            pointer(out), *_target(to, block), torch.get_num_threads(),
+        failed: int = self._lib.isobit_gate_mul(
+            ACTIVATIONS[activation], PLAIN[gate_up.dtype], self._single, gate_up.data_ptr(), gate_up.shape[0],
+            gate_up.shape[1] // 2, pointer(out), *_target(to, block), torch.get_num_threads(),
         )  # fmt: skip
         return failed
 
@@ -113,15 +116,16 @@ class RowOperators(HeadInputs):
             return self._reference.gate_mul_backward(activation, dh, gate_up)
         dh, gate_up = dh.contiguous(), gate_up.contiguous()
         out = torch.empty_like(gate_up)
-        self._lib.isobit_silu_mul_backward(
-            PLAIN[gate_up.dtype], self._single, dh.data_ptr(), gate_up.data_ptr(), *dh.shape, out.data_ptr(),
-            torch.get_num_threads(),
+        self._lib.isobit_gate_mul_backward(
+            ACTIVATIONS[activation], PLAIN[gate_up.dtype], self._single, dh.data_ptr(), gate_up.data_ptr(), *dh.shape,
+            out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
 
-def _alike(x: Tensor, *others: Tensor | None) -> bool:
-    return x.dtype in PLAIN and all(other is None or other.dtype == x.dtype for other in others)
+def _alike(x: Tensor, weight: Tensor, other: Tensor | None) -> bool:
+    """Whether C++ norms x: a norm's weight may be float32 beside BF16 rows."""
+    return x.dtype in PLAIN and weight.dtype in PLAIN and (other is None or other.dtype == x.dtype)
 
 
 def _block_of_row(spec: QuantSpec, rows: int, columns: int) -> int | None:

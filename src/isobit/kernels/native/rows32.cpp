@@ -53,12 +53,19 @@ int64_t differing_rows(Random& random, int64_t data) {
     float x[2 * N], weight[N], found[N], wanted[N], rstd = 0;
     for (float& one : x) one = hard(random, data);
     for (float& one : weight) one = hard(random, 0);
-    isobit_rms_norm(FP32, 1, x, nullptr, weight, 1, N, 1e-6, found, nullptr, &rstd, nullptr, nullptr, 1, 0, 1);
+    isobit_rms_norm(FP32, FP32, 1, x, nullptr, weight, 1, N, 1e-6, found, nullptr, &rstd, nullptr, nullptr, 1, 0, 1);
     const float wanted_rstd = 1.0f / std::sqrt(dot(x, x, N, 64) / float(N) + 1e-6f);
     for (int64_t i = 0; i < N; i++) wanted[i] = x[i] * wanted_rstd * weight[i];
     int64_t different = differing(&rstd, &wanted_rstd, 1) + differing(found, wanted, N);
-    isobit_silu_mul(FP32, 1, x, 1, N, found, nullptr, nullptr, 1, 0, 1);
+    isobit_gate_mul(SILU, FP32, 1, x, 1, N, found, nullptr, nullptr, 1, 0, 1);
     for (int64_t i = 0; i < N; i++) wanted[i] = x[i] / (1.0f + scalar_exp(-x[i])) * x[N + i];
+    different += differing(found, wanted, N);
+    isobit_gate_mul(GELU_TANH, FP32, 1, x, 1, N, found, nullptr, nullptr, 1, 0, 1);
+    for (int64_t i = 0; i < N; i++) {
+        const float near = x[i] > 16.0f ? 16.0f : x[i] < -16.0f ? -16.0f : x[i];
+        const float k = near * fused(near * near, 0.0713548163f, 1.59576912f);
+        wanted[i] = x[i] / (1.0f + scalar_exp(-k)) * x[N + i];
+    }
     return different + differing(found, wanted, N);
 }
 

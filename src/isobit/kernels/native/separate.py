@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isobit.kernels.composed import Composed
 from isobit.kernels.matrices import Operand, Packed, Prepared, weight_of
+from isobit.kernels.native.interface import ACTIVATIONS, PLAIN
 from isobit.kernels.native.ops import NativeOps
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.reference.tdp32 import computes
@@ -59,15 +60,15 @@ class NativeSeparateOps(NativeOps):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if any(t is not None and t.dtype != _BF16 for t in (x, weight, residual)):
+        if any(t is not None and t.dtype != _BF16 for t in (x, residual)) or weight.dtype not in PLAIN:
             return self._definition.rms_norm(x, weight, eps, residual)
         x, weight = x.contiguous(), weight.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, rstd = torch.empty_like(x), torch.empty(x.shape[0])
         summed = x if residual is None else torch.empty_like(x)
         self._lib.isobit_separate_rms_norm(
-            x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(), *x.shape, eps,
-            y.data_ptr(), summed.data_ptr(), rstd.data_ptr(), torch.get_num_threads(),
+            PLAIN[weight.dtype], x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
+            *x.shape, eps, y.data_ptr(), summed.data_ptr(), rstd.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return y, summed, rstd
 
@@ -76,7 +77,9 @@ class NativeSeparateOps(NativeOps):
             return self._definition.gate_mul(activation, gate_up)
         gate_up = gate_up.contiguous()
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=_BF16)
-        self._lib.isobit_separate_silu_mul(gate_up.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads())
+        self._lib.isobit_separate_gate_mul(
+            ACTIVATIONS[activation], gate_up.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads()
+        )
         return out
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:

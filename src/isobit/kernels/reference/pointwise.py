@@ -1,4 +1,4 @@
-"""Operators within a row: RMSNorm, rotary embedding, SiLU gate, and their backwards.
+"""Operators within a row: RMSNorm, rotary embedding, gates, and their backwards.
 
 Reductions are float64 over a contiguous last dimension, whose order per row PyTorch fixes; elementwise functions are
 only those whose bits do not depend on shape (so silu is `x / (1 + exp(-x))`, not `F.silu`). So the bits of a row are
@@ -12,6 +12,11 @@ from torch import Tensor
 
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.types import Activation
+
+GELU = (1.5957691216057308, 0.07135481627260025, 0.21406444881780076)
+"""2·√(2/π), 0.044715 times that, and three times this."""
+FAR = 16.0
+"""Of a gate with GELU: where it is larger, it is the gate, or 0, to the last bit of float32."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,15 +50,27 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """gate / (1 + exp(-gate)) · up, in float32, rounded once (SwiGLU: Shazeer 2020)."""
+    """gate / (1 + exp(-k)) · up, in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020); k as in `inner`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    return (gate / (1.0 + inner(activation, gate)[0]) * up).to(gate_up.dtype)
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-    """With σ = 1 / (1 + exp(-gate)): d gate = dh·up·σ·(1 + gate·(1 - σ)), d up = dh·gate·σ."""
+    """With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    sigma = 1.0 / (1.0 + torch.exp(-gate))
+    exponential, slope = inner(activation, gate)
+    sigma = 1.0 / (1.0 + exponential)
     wide = dh.float()
-    dgate = wide * up * (sigma * (1.0 + gate * (1.0 - sigma)))
+    dgate = wide * up * (sigma * (1.0 + slope * (1.0 - sigma)))
     return torch.cat((dgate, wide * (gate * sigma)), dim=-1).to(gate_up.dtype)
+
+
+def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """(exp(-k), gate·k') of a gate in float32: k = gate for SiLU; for GELU in its form with tanh, which is
+    gate / (1 + exp(-k)) too, k = 2·√(2/π)·(gate + 0.044715·gate³) in float64 (Hendrycks and Gimpel 2016)."""
+    if activation == "silu":
+        return torch.exp(-gate), gate
+    x = gate.clamp(-FAR, FAR).double()
+    first, second, third = GELU
+    square = x * x
+    return torch.exp(-(x * (first + second * square))).float(), (x * (first + third * square)).float()

@@ -10,15 +10,16 @@ log one of float64: no function of a library is in the path.
 The error of a sum in lanes is at most γ(⌈n / L⌉ + log2 L) · Σ|a·b|, γ(k) = k·2^-24 / (1 - k·2^-24) (Higham 2002,
 section 4.2), that of `exp` relatively 2^-22 above -87, where it becomes 0. So rstd is within γ(⌈n / 64⌉ + 15) / 2 +
 2^-22 of the float64 one, relatively, y within 2^-23 more before its rounding, and silu(gate) · up within 2^-21, and
-|gate · up| · 2^-125 where exp ends (`tests/kernels/test_rows32.py`). Squares must stay below 2^128, as they do for
-channels below 2^60; beyond, a row is NaN. Log-probabilities and sampling stay float64: they are read by the loss, and
-cost little.
+|gate · up| · 2^-125 where exp ends (`tests/kernels/test_rows32.py`); GELU has |k| · 2^-22 more, k as in `inner`.
+Squares must stay below 2^128, as they do for channels below 2^60; beyond, a row is NaN. Log-probabilities and sampling
+stay float64: they are read by the loss, and cost little.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from isobit.kernels.reference.pointwise import FAR, GELU
 from isobit.kernels.types import Activation
 
 ORDER = "rows32-v1"
@@ -52,15 +53,26 @@ def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
     """As `pointwise.gate_mul`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate / (1.0 + exp(-gate)) * up).to(gate_up.dtype)
+    return (gate / (1.0 + exp(-inner(activation, gate)[0])) * up).to(gate_up.dtype)
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
     """As `pointwise.gate_mul_backward`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    sigma, wide = 1.0 / (1.0 + exp(-gate)), dh.float()
-    dgate = wide * up * (sigma * (1.0 + gate * (1.0 - sigma)))
+    k, slope = inner(activation, gate)
+    sigma, wide = 1.0 / (1.0 + exp(-k)), dh.float()
+    dgate = wide * up * (sigma * (1.0 + slope * (1.0 - sigma)))
     return torch.cat((dgate, wide * (gate * sigma)), dim=-1).to(gate_up.dtype)
+
+
+def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """(k, gate·k') of `pointwise.inner`: k = x·(a + b·x²), the sum a fused multiply-add, x at most `FAR` from 0."""
+    if activation == "silu":
+        return gate, gate
+    x = gate.clamp(-FAR, FAR)
+    first, second, third = (gate.new_tensor(value) for value in GELU)
+    square = x * x
+    return x * fma(square, second, first), x * fma(square, third, first)
 
 
 def dot(a: Tensor, b: Tensor, lanes: int) -> Tensor:

@@ -1,18 +1,17 @@
-"""The SiLU gate on a GPU, alone or with its result quantized at once, and its backward.
+"""Gates on a GPU, alone or with its result quantized at once, and its backward.
 
-silu(gate) · up = gate / (1 + exp(-gate)) · up in float32, rounded once (SwiGLU: Shazeer 2020). Elementwise but for the
-scales, so a row's bits depend on the row alone. `exp` is the GPU's (2 units in the last place, and a relative error of
-|gate| · 2⁻²⁴ from its argument), so the bits are not the CPU's. The bound is the memory's speed: an element of the BF16
-result takes 4 bytes read, and 2 written or 1 for its code; in the backward 6 read and 4 written.
-
-Left out: other gates.
-"""
+activation(gate) · up = gate / (1 + exp(-k)) · up in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020), where k is
+the gate for SiLU, and for GELU what `rows32.inner` says. Elementwise but for the scales, so a row's bits depend on the
+row alone. `exp` is the GPU's (2 units in the last place, and a relative error of |k| · 2⁻²⁴ from its argument), so the
+bits are not the CPU's. The bound is the memory's speed: an element of the BF16
+result takes 4 bytes read, and 2 written or 1 for its code; in the backward 6 read and 4 written."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.kernels.reference.pointwise import FAR, GELU
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast
 from isobit.kernels.triton.quantize import codes, empty, largest, lies_beside, quantize, scale_or_flag, supported
@@ -24,11 +23,26 @@ _WARPS = 4
 """Rows of a program's tile, whose columns are a block of the quantizer, and its warps: 8 elements a thread."""
 
 
+_FAR = tl.constexpr(FAR)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(value) for value in GELU)
+
+
+@triton.jit
+def _inner(gate, ACTIVATION: tl.constexpr):
+    """(k, gate · k') of a gate."""
+    if ACTIVATION == "silu":
+        return gate, gate
+    else:
+        x = tl.where(gate > _FAR, _FAR, tl.where(gate < -_FAR, -_FAR, gate))
+        square = x * x
+        return x * tl.fma(square, _SECOND, _FIRST), x * tl.fma(square, _THIRD, _FIRST)
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _silu_mul(
+def _gate_mul(
     gate_up_ptr, h_ptr, scale_ptr, flag_ptr, rows,
     COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, QUANTIZED: tl.constexpr, UE8M0: tl.constexpr,
-    BESIDE: tl.constexpr,
+    BESIDE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A tile [HIGH, WIDE] of the result [rows, COLUMNS]."""
     STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
@@ -42,7 +56,8 @@ def _silu_mul(
     at = first * (2 * COLUMNS) + i[:, None] * (2 * COLUMNS) + column[None, :]
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
-    h = cast(tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up, gate_up_ptr.dtype.element_ty)
+    k, _ = _inner(gate, ACTIVATION)
+    h = cast(tl.div_rn(gate, 1.0 + tl.exp(-k)) * up, gate_up_ptr.dtype.element_ty)
     out = h_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :]
     if QUANTIZED:
         h = h.to(tl.float32)
@@ -57,7 +72,8 @@ def _silu_mul(
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
-    dh_ptr, gate_up_ptr, gradient_ptr, rows, COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr
+    dh_ptr, gate_up_ptr, gradient_ptr, rows,
+    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A tile [HIGH, WIDE] of both halves of the gradient."""
     STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
@@ -71,17 +87,19 @@ def _backward(
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
     dh = tl.load(dh_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], mask=inside, other=0).to(tl.float32)
-    sigma = tl.div_rn(1.0, 1.0 + tl.exp(-gate))
-    dgate = dh * up * (sigma * (1.0 + gate * (1.0 - sigma)))
+    k, slope = _inner(gate, ACTIVATION)
+    sigma = tl.div_rn(1.0, 1.0 + tl.exp(-k))
+    dgate = dh * up * (sigma * (1.0 + slope * (1.0 - sigma)))
     tl.store(gradient_ptr + at, cast(dgate, gradient_ptr.dtype.element_ty), mask=inside)
     tl.store(gradient_ptr + COLUMNS + at, cast(dh * (gate * sigma), gradient_ptr.dtype.element_ty), mask=inside)
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """silu(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I], rounded once."""
+    """activation(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I], rounded once."""
     gate_up = gate_up.contiguous()
     h = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    _launch(_silu_mul, h.shape, gate_up, h, None, None, QUANTIZED=False, UE8M0=False, BESIDE=False)
+    how = {"QUANTIZED": False, "UE8M0": False, "BESIDE": False}
+    _launch(_gate_mul, activation, h.shape, gate_up, h, None, None, **how)
     return h
 
 
@@ -95,24 +113,27 @@ def gate_mul_quantized(activation: Activation, gate_up: Tensor, spec: QuantSpec,
     assert supported(spec), f"no kernel quantizes to {spec}"
     gate_up = gate_up.contiguous()
     made = empty(gate_up.shape[0], gate_up.shape[1] // 2, spec, gate_up.device)
-    data, ue8m0, beside = made.data.view(torch.uint8), spec.scale == "ue8m0", lies_beside(made)
-    _launch(_silu_mul, made.shape, gate_up, data, made.scale, flag, QUANTIZED=True, UE8M0=ue8m0, BESIDE=beside)
+    how = {"QUANTIZED": True, "UE8M0": spec.scale == "ue8m0", "BESIDE": lies_beside(made)}
+    _launch(_gate_mul, activation, made.shape, gate_up, made.data.view(torch.uint8), made.scale, flag, **how)
     return made
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up [T, 2I], in its type, of that of the result dh [T, I].
 
-    With σ = 1 / (1 + exp(-gate)): d gate = dh·up·σ·(1 + gate·(1 - σ)), d up = dh·gate·σ.
+    With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ.
     """
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     gradient = torch.empty_like(gate_up)
-    _launch(_backward, dh.shape, dh, gate_up, gradient)
+    _launch(_backward, activation, dh.shape, dh, gate_up, gradient)
     return gradient
 
 
-def _launch(kernel: object, shape: tuple[int, ...], *tensors: Tensor | None, **constants: bool) -> None:
+def _launch(
+    kernel: object, activation: Activation, shape: tuple[int, ...], *tensors: Tensor | None, **constants: bool
+) -> None:
     """A program for every tile of a result [rows, columns]."""
     rows, columns = shape
     grid = (-(-rows // _HIGH) * -(-columns // BLOCK),)
-    launch(kernel, grid, *tensors, rows, COLUMNS=columns, HIGH=_HIGH, WIDE=BLOCK, num_warps=_WARPS, **constants)
+    sizes = {"COLUMNS": columns, "HIGH": _HIGH, "WIDE": BLOCK}
+    launch(kernel, grid, *tensors, rows, ACTIVATION=activation, num_warps=_WARPS, **sizes, **constants)
