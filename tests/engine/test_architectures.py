@@ -25,6 +25,10 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qk_norm": True, "windows": (5, None, 9), "sliding_rope": Rope(300.0)},
         {"windows": (None, 5, 9)},
     ),
+    "gemma3_text": (
+        {"qk_norm": True, "windows": (5, None, 9), "sliding_rope": Rope(300.0), "query_scalar": 5},
+        {"query_scalar": 6},
+    ),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
 }
 """Family to what differs from `CONFIG`, and what the control changes."""
@@ -39,7 +43,7 @@ def random_model(family: str, preset: str, backend: str) -> Model:
             if parameter.ndim == 2:
                 parameter.mul_(8 if name == "head" else 4)  # a distribution with some shape to it
             else:
-                parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     model.sync()
     return model
 

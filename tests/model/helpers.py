@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isobit.kernels import Layout
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from isobit.model.families import FAMILIES as FAMILY_TABLES
 from tests.models import ALPHABET, level, require
 
 VOCABULARY = 61
@@ -38,6 +39,16 @@ _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_
 _PAD = {"pad_token_id": 0}  # transformers has one outside the vocabulary
 _OLMO = {"num_key_value_heads": 2, **_PAD}
 _OLMO3_YARN = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+_GEMMA = {
+    "head_dim": 20,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_GEMMA |= {"query_pre_attn_scalar": 13, "rms_norm_eps": 1e-6, **_PAD}
+_GEMMA_LINEAR = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 3.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 _EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -62,6 +73,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biases": ("Olmo2", {**_OLMO, "head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
     "olmo3": ("Olmo3", {**_OLMO, "num_hidden_layers": 4, "sliding_window": 11}),
     "olmo3-yarn": ("Olmo3", {**_OLMO, "sliding_window": 200, "rope_parameters": _OLMO3_YARN, "layer_types": _MIXED}),
+    "gemma3": ("Gemma3", _GEMMA),
+    "gemma3-linear": (
+        "Gemma3",
+        {**_GEMMA, "rope_parameters": _GEMMA_LINEAR, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }
@@ -71,7 +87,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def oracle(family: str, **changes: Any) -> Any:
     """The `transformers` model, in float32, with weights and biases large enough to matter."""
     prefix, own = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(**(_SIZES | own | changes))
+    text = "TextConfig" if prefix == "Gemma3" else "Config"
+    config = getattr(transformers, f"{prefix}{text}")(**(_SIZES | own | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
     randomize(model, 11)
@@ -80,11 +97,14 @@ def oracle(family: str, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomize(model: Any, seed: int) -> None:
-    """Give every parameter of a `transformers` model random values of a size that matters; norms around 1."""
+    """Give every parameter of a `transformers` model random values of a size that matters; norms that multiply by
+    numbers around 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.25 * noise)
+        norm = name.endswith("norm.weight")
+        middle = float(norm and not model.config.model_type.startswith("gemma"))
+        parameter.copy_(middle + (0.2 if norm else 0.25) * noise)
 
 
 def directory(path: Path, family: str, **changes: Any) -> tuple[Any, Path]:
@@ -123,7 +143,7 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "num_kv_heads": 2,
         "head_dim": 36,
         "qkv_bias": family == "qwen2",
-        "qk_norm": family.startswith("qwen3"),
+        "qk_norm": FAMILY_TABLES[family].qk_norm,
         "experts": Experts(6, 3, 40) if family == "qwen3_moe" else Experts(5, 2, 208) if family == "mixtral" else None,
         "max_positions": 128,
         "eos_ids": (2,),

@@ -243,12 +243,14 @@ def test_silu_mul_and_embedding(ops: Ops) -> None:
 
     master = torch.nn.Parameter(_random(11, 5, dtype=torch.float32))
     table, tokens = Vector("embed", master, master.detach().bfloat16()), torch.tensor([3, 0, 3, 10, 3])
-    rows = autograd.embedding(tokens, table, ops)
-    assert torch.equal(rows, table.working[tokens])
     gradient = torch.arange(25.0).view(5, 5).bfloat16()
-    rows.backward(gradient)
     wanted = torch.zeros(11, 5).index_add(0, tokens, gradient.float())
-    assert torch.equal(master.grad, wanted)
+    for scale, factor in ((None, 1.0), (1152**0.5, 34.0)):  # 33.94, rounded to BF16
+        master.grad = None
+        rows = autograd.embedding(tokens, table, scale, ops)
+        assert torch.equal(rows, (table.working[tokens].float() * factor).bfloat16())
+        rows.backward(gradient)
+        assert torch.equal(master.grad, wanted * factor)
 
 
 class _Spy:

@@ -103,11 +103,12 @@ def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -
     return quantized.dequantize().to(x.dtype).view(x.shape)
 
 
-def embedding(tokens: Tensor, table: Vector, ops: Ops) -> Tensor:
-    """Rows of the table [V, C] for tokens [T]."""
+def embedding(tokens: Tensor, table: Vector, scale: float | None, ops: Ops) -> Tensor:
+    """Rows of the table [V, C] for tokens [T]; times a scale, which is rounded to their type first."""
+    factor = None if scale is None else float(torch.tensor(scale, dtype=table.working.dtype))
     if torch.is_grad_enabled():
-        return _Embedding.apply(tokens, table.master, table.working, ops)
-    return table.working[tokens]
+        return _Embedding.apply(tokens, table.master, table.working, factor, ops)
+    return _embedded(tokens, table.working, factor)
 
 
 class _Linear(Function):
@@ -359,13 +360,19 @@ def _queries(qkv: Tensor, given: Attended, store: KVStore, ops: Ops) -> Tensor:
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, master: Tensor, working: Tensor, ops: Ops) -> Tensor:
-        ctx.count, ctx.ops = master.shape[0], ops
+    def forward(ctx: Any, tokens: Tensor, master: Tensor, working: Tensor, factor: float | None, ops: Ops) -> Tensor:
+        ctx.count, ctx.factor, ctx.ops = master.shape[0], factor, ops
         ctx.save_for_backward(tokens)
-        return working[tokens]
+        return _embedded(tokens, working, factor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        return None, ctx.ops.embedding_backward(dy, tokens, ctx.count), None, None
+        dy = dy if ctx.factor is None else dy.float() * ctx.factor
+        return None, ctx.ops.embedding_backward(dy, tokens, ctx.count), None, None, None
+
+
+def _embedded(tokens: Tensor, table: Tensor, factor: float | None) -> Tensor:
+    rows = table[tokens]
+    return rows if factor is None else (rows.float() * factor).to(rows.dtype)

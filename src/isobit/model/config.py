@@ -1,9 +1,9 @@
 """The architecture of a model, read from and written to a Hugging Face `config.json`.
 
 Transformers with RMS norms before or after attention and MLP, rotary embedding, grouped-query attention, in which a
-layer may have a sliding window, and a gated SiLU MLP, or several of which a router chooses. How families differ is in
-their tables (`families/`). Left out: shared experts, other activations; each is refused with the reason, and nothing in
-a model directory is ever executed. What is accepted has the log-probabilities of `transformers`
+layer may have a sliding window, and a gated MLP, or several of which a router chooses. How families differ is in their
+tables (`families/`). Left out: shared experts, capped scores and logits; each is refused with the reason, and nothing
+in a model directory is ever executed. What is accepted has the log-probabilities of `transformers`
 (`tests/model/test_config_table.py`).
 """
 
@@ -15,7 +15,9 @@ from isobit.errors import IsobitError, listed
 from isobit.kernels import Activation
 from isobit.model.families import (
     FAMILIES,
+    HINTS,
     MOST_LAYERS,
+    Family,
     Mixtures,
     flag,
     optional_whole,
@@ -43,7 +45,8 @@ class Experts:
 class ModelConfig:
     """One architecture. Sizes are counts; `max_positions` is the context length in tokens. `windows`: of each layer the
     last tokens that a row sees, itself included, None where it sees all; () if it does in every layer. `unrotated`:
-    the layers without rotary embedding. `sliding_rope`: that of layers with a window, None if it is `rope`."""
+    the layers without rotary embedding. `sliding_rope`: that of layers with a window, None if it is `rope`.
+    `query_scalar`: scores are divided by its root; head_dim where None."""
 
     family: str
     vocab_size: int
@@ -68,6 +71,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     unrotated: tuple[int, ...] = ()
     sliding_rope: Rope | None = None
+    query_scalar: int | None = None
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -86,6 +90,7 @@ class ModelConfig:
             raise IsobitError(
                 f"config.json: {self.experts.per_token} experts per token, of {self.experts.count}: expected 1 to all"
             )
+        assert self.query_scalar is None or family.query_scalar is not None
         assert self.sliding_rope is None or family.ropes is not None
         assert not self.unrotated or family.unrotated is not None
         given = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
@@ -109,6 +114,21 @@ class ModelConfig:
     def activation(self) -> Activation:
         """Of the gates."""
         return FAMILIES[self.family].activation
+
+    @property
+    def norm_offset(self) -> float:
+        """What norms add to their weights before they multiply."""
+        return FAMILIES[self.family].norm_offset
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return float((self.query_scalar or self.head_dim) ** -0.5)
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """What embeddings are multiplied by, in their type; None if by nothing."""
+        return float(self.hidden_size**0.5) if FAMILIES[self.family].scaled_embedding else None
 
     def window(self, layer: int) -> int | None:
         """How many tokens a row of the layer sees, itself included; None if it sees all before it."""
@@ -135,9 +155,10 @@ class ModelConfig:
         name = values.get("model_type")
         if not isinstance(name, str) or name not in FAMILIES:
             named = name or architectures(values)
-            raise IsobitError(f"{where}: unsupported architecture {named!r:.80}: supported are {', '.join(FAMILIES)}")
+            supported = HINTS.get(str(name), f"supported are {', '.join(FAMILIES)}")
+            raise IsobitError(f"{where}: unsupported architecture {named!r:.80}: {supported}")
         family = FAMILIES[name]
-        _refuse_unsupported(values, where)
+        _refuse_unsupported(values, where, family)
         num_heads, hidden = (whole(values, key, where) for key in ("num_attention_heads", "hidden_size"))
         if family.whole_heads and hidden % num_heads:
             raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
@@ -179,6 +200,9 @@ class ModelConfig:
             experts=None if family.mixtures is None else _experts_from_hf(values, where, family.mixtures, layers),
             windows=windows_of(values, where, family.windows, layers, max_positions),
             sliding_rope=None if sliding == rope else sliding,
+            query_scalar=None
+            if family.query_scalar is None
+            else whole(values, "query_pre_attn_scalar", where, family.query_scalar),
             unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
         )
 
@@ -195,7 +219,7 @@ class ModelConfig:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            family.activation_key: family.activation,
             "rms_norm_eps": self.rms_eps,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": self.tie_embeddings,
@@ -208,6 +232,8 @@ class ModelConfig:
             values |= self.rope.to_hf()
         else:
             values |= family.ropes.write(self.rope, self.sliding_rope or self.rope)
+        if family.query_scalar is not None:
+            values["query_pre_attn_scalar"] = self.query_scalar or self.head_dim
         if family.attention_bias:
             values["attention_bias"] = self.qkv_bias
         if family.mlp_bias:
@@ -276,10 +302,15 @@ def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
 
 
-def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
-    activation = values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise IsobitError(f"{where}: unsupported hidden_act {activation!r:.80}: supported is silu")
+def _refuse_unsupported(values: Mapping[str, Any], where: str, family: Family) -> None:
+    activation = values.get(family.activation_key, family.activation)
+    if activation != family.activation:
+        raise IsobitError(
+            f"{where}: unsupported {family.activation_key} {activation!r:.80}: supported is {family.activation}"
+        )
+    for key in family.off:
+        if values.get(key) not in (None, False):
+            raise IsobitError(f"{where}: {key} {values[key]!r:.80} is not supported: it must be null or false")
     if not values.get("is_causal", True):
         raise IsobitError(
             f"{where}: is_causal is off: a model that sees later tokens has no log-probabilities to train"

@@ -68,7 +68,7 @@ class Pass:
 def forward(tokens: Tensor, working: Working, one: Pass) -> Tensor:
     """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators' device."""
     ops, outside = one.ops_of(None), working.outside
-    x, residual = autograd.embedding(tokens, outside.embed, ops), None
+    x, residual = autograd.embedding(tokens, outside.embed, one.config.embedding_scale, ops), None
     compute = _recomputed_layer if one.recompute is True else _layer
     for index, layer in enumerate(working.layers):
         x, residual = compute(x, residual, index, layer, one)
@@ -122,8 +122,9 @@ def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tenso
         query = None
     elif layer.flow.calibrated_queries:
         scale = scales_of(one.scales)[index, 2:]
+    factor = one.config.attention_scale
     store, temporary = partial(one.store_of, index, layer), partial(one.temporary_store, index, layer)
-    given = autograd.Attended(heads, store, temporary, one.layout, dim**-0.5, one.config.window(index), query, scale)
+    given = autograd.Attended(heads, store, temporary, one.layout, factor, one.config.window(index), query, scale)
     out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, given, ops)
     return autograd.linear(out.flatten(1), layer.o, ops, kept=True)
 

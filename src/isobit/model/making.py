@@ -13,7 +13,7 @@ from torch import Tensor
 from isobit.kernels import Operand, Ops, Stacked
 from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter
-from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight
+from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight, working_vector
 from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, map_parts
 from isobit.precision import Flow, Precision
 
@@ -89,7 +89,7 @@ def _prepared(part: Layer | Outside, ops: Ops) -> Any:
 def _make_outside(config: ModelConfig, flow: Flow, sources: Sources) -> Outside:
     embed = _vector("embed", flow, sources)
     head = embed if config.tie_embeddings else _vector("head", flow, sources)
-    final_norm = _vector("final_norm", flow, sources)
+    final_norm = _vector("final_norm", flow, sources, config.norm_offset)
     return Outside(embed, final_norm, Weight(head.name, head.master, head.working, None, None))
 
 
@@ -141,7 +141,7 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
         return Mixture(kept, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
 
     vectors = (*config.norms, *(("q_norm", "k_norm") if config.qk_norm else ()))
-    norms = {name: _vector(prefix + name, flow, sources) for name in vectors}
+    norms = {name: _vector(prefix + name, flow, sources, config.norm_offset) for name in vectors}
     return Layer(
         flow=flow,
         input_norm=norms.get("input_norm"),
@@ -155,6 +155,6 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
     )
 
 
-def _vector(name: str, flow: Flow, sources: Sources) -> Vector:
+def _vector(name: str, flow: Flow, sources: Sources, offset: float = 0.0) -> Vector:
     master = sources.masters[name]
-    return Vector(name, sources.leaf(master), master.detach().to(flow.compute.dtype, copy=True))
+    return Vector(name, sources.leaf(master), working_vector(master, flow.compute.dtype, offset), offset)

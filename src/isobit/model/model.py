@@ -117,12 +117,13 @@ class Model:
         masters: str = "fp32",
     ) -> "Model":
         """Random weights: normal with deviation 0.02, projections back into the residual stream smaller by
-        sqrt(2 · layers) (GPT-2), norms 1, biases 0. The same seed gives the same weights. `masters` as in `load`."""
+        sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0. The same seed gives the same weights. `masters` as in
+        `load`."""
         generator = torch.Generator().manual_seed(seed)
         given: dict[str, Tensor] = {}
         for name, shape in parameter_shapes(config).items():
             if len(shape) == 1:
-                given[name] = torch.ones(shape) if name.endswith("norm") else torch.zeros(shape)
+                given[name] = torch.full(shape, 1.0 - config.norm_offset if name.endswith("norm") else 0.0)
                 continue
             deviation = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
             given[name] = torch.randn(shape, generator=generator) * deviation

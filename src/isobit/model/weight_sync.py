@@ -13,6 +13,7 @@ from torch import Tensor
 from isobit.errors import RunFailed
 from isobit.kernels import Operand, Ops
 from isobit.model.masters import Masters
+from isobit.model.weights import working_vector
 from isobit.model.working import Working, nbytes, remake, tensors_of, write
 from isobit.precision import QTensor
 
@@ -36,7 +37,7 @@ class Receiver:
             poison(buffer)
         remake([working], ops, masters, names, self.transfer, multiplying)
         self.bytes = sum(nbytes(buffer) for _, buffer in tensors)
-        distances = [_distance(buffer, name, masters) for name, buffer in tensors]
+        distances = [_distance(buffer, name, masters, working.offsets.get(name, 0.0)) for name, buffer in tensors]
 
         def check() -> None:
             for (name, buffer), (norm, error) in zip(tensors, torch.stack(distances).tolist()):  # one wait for all
@@ -58,11 +59,12 @@ def poison(buffer: Operand) -> None:
             tensor.fill_(torch.nan)
 
 
-def _distance(buffer: Operand, name: str, masters: Masters) -> Tensor:
-    """Norms of what this rank keeps of the master and of the difference [2]; NaN where any of the buffer is."""
+def _distance(buffer: Operand, name: str, masters: Masters, offset: float) -> Tensor:
+    """Norms of what this rank keeps of the master, the `offset` added, and of the difference [2]; NaN where any of the
+    buffer is."""
     values = buffer.dequantize() if isinstance(buffer, QTensor) else buffer.float()
     shards = masters.shards
-    expected = masters.parameters[name].detach() if shards.owned(name) else values[:0]
+    expected = working_vector(masters.parameters[name], torch.float32, offset) if shards.owned(name) else values[:0]
     difference = torch.linalg.vector_norm(values[slice(*shards.own(name))] - expected)
     if shards.ranks.size > 1:
         difference = difference + 0 * values.sum()  # NaN in the rows of the others too

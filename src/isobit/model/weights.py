@@ -65,11 +65,21 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A norm's weight [C] or an embedding [V, C]: its master and its working copy."""
+    """A norm's weight [C] or an embedding [V, C]: its master and its working copy, which is the master and `offset`;
+    with
+    an offset it is float32."""
 
     name: str
     master: Tensor
     working: Tensor
+    offset: float = 0.0
+
+
+def working_vector(master: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
+    """A new working copy."""
+    if not offset:
+        return master.detach().to(dtype, copy=True)
+    return master.detach().float() + offset
 
 
 def has_own_copy(weight: Weight) -> bool:

@@ -5,7 +5,7 @@ place (`remake`), because a captured CUDA graph reads from these addresses. Left
 (`making.py`), when (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from isobit.distributed.weights import Stored, share_rows
 from isobit.kernels import Activation, Operand, Ops, Packed, Stacked
 from isobit.model.masters import Masters
-from isobit.model.weights import LowRank, Vector, Weight
+from isobit.model.weights import LowRank, Vector, Weight, working_vector
 from isobit.precision import Flow, QTensor
 from isobit.precision.quantize import largest_of, quantize_part
 
@@ -108,6 +108,11 @@ class Working:
                     seen.add(id(working))
                     yield name, working, master
 
+    @cached_property
+    def offsets(self) -> Mapping[str, float]:
+        """What is added to masters in their working copies, by name, where anything is."""
+        return {part.name: part.offset for part in self._all if isinstance(part, Vector) and part.offset}
+
     def linear_layers(self) -> Iterator[Weight]:
         """The weights of the products inside the layers."""
         return (part for part in _parts(self.layers) if isinstance(part, Weight))
@@ -136,11 +141,12 @@ def remake(
     targets = {id(t): (name, t) for use in uses for name, t, _ in use.tensors() if name in names}
     shards = masters.shards
     largest = _largest(targets.values(), masters)
+    offsets = {name: offset for use in uses for name, offset in use.offsets.items()}
 
     def make() -> None:
         for name, target in targets.values():
             if shards.owned(name):
-                made = made_like(target, masters.parameters[name], ops, name, largest.get(name))
+                made = made_like(target, masters.parameters[name], ops, name, largest.get(name), offsets.get(name, 0.0))
                 (put or write)(rows_of(target, shards.own(name)), made)
         if shards.ranks.size > 1:
             ops.raise_faults()
@@ -159,12 +165,15 @@ Put = Callable[[Operand, Operand], None]
 """Overwrites an operand by another."""
 
 
-def made_like(target: Operand, master: Tensor, ops: Ops, name: str, largest: float | None = None) -> Operand:
-    """Rows of a master in the format of a working tensor; `largest`: the largest magnitude of the whole master, where
+def made_like(
+    target: Operand, master: Tensor, ops: Ops, name: str, largest: float | None = None, offset: float = 0.0
+) -> Operand:
+    """Rows of a master in the format of a working tensor, an `offset` added; `largest`: the largest magnitude of the
+    whole master, where
     the scales of its rows depend on it."""
     master = master.detach()
     if not isinstance(target, QTensor):
-        return master.to(target.dtype)
+        return working_vector(master, target.dtype, offset)
     if largest is None:
         return ops.quantize(master, target.spec, name)
     return quantize_part(master, target.spec, largest, name)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.kernels import Activation
+from isobit.model.families.ropes import RopeKinds
 from isobit.model.families.windows import Windows
-from isobit.model.rope import Rope
 
 Modules = dict[str, tuple[str, ...]]
 """Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an expert's number."""
@@ -39,26 +39,20 @@ class Mixtures:
 
 
 @dataclass(frozen=True)
-class RopeKinds:
-    """Rotary embeddings of a family in which layers with a window have their own: `read` from config.json, its name
-    and the context, that of the others first, and `write` the keys."""
-
-    read: Callable[[Mapping[str, Any], str, int], tuple[Rope, Rope]]
-    write: Callable[[Rope, Rope], dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Family:
     """One `model_type`: the class of its checkpoints, what its layers have, and what stands for a key that config.json
     leaves out.
 
     `norms`: those of a layer, of input_norm and post_norm before attention and MLP, and attention_out_norm and
     mlp_out_norm after them. `qk_norm`: queries and keys are normed, each head by itself, or with `norms_all_heads` all
-    heads of a token together. `attention_bias` and `mlp_bias`: whether config.json says if there are any; `qkv_bias`:
-    there always are. `windows`: which layers have a sliding window, None if none ever has. `unrotated`: the layers
-    without rotary embedding, from config.json, its name and the number of layers; None if there are none. `kv_heads`
-    None is one for each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which null means the
-    same as None here.
+    heads of a token together. Norms multiply by their weight and `norm_offset`, with one in float32 and rounded once.
+    `activation` is that of the gates, the only one that `activation_key` may name. `query_scalar`: what stands for
+    query_pre_attn_scalar, whose root divides the scores, None if that is head_dim. `scaled_embedding`: embeddings are
+    multiplied by the root of hidden_size. `off` are keys that must be null or false. `attention_bias` and `mlp_bias`:
+    whether config.json says if there are any; `qkv_bias`: there always are. `windows`: which layers have a sliding
+    window, None if none ever has. `unrotated`: the layers without rotary embedding, from config.json, its name and the
+    number of layers; None if there are none. `kv_heads` None is one for each query head; `head_dim` None is hidden_size
+    / heads. `nullable` are keys of which null means the same as None here.
     """
 
     architecture: str
@@ -68,7 +62,12 @@ class Family:
     mlp_bias: bool = False
     qk_norm: bool = False
     norms_all_heads: bool = False
+    norm_offset: float = 0.0
     activation: Activation = "silu"
+    activation_key: str = "hidden_act"
+    query_scalar: int | None = None
+    scaled_embedding: bool = False
+    off: tuple[str, ...] = ()
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     windows: Windows | None = None
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from isobit.errors import IsobitError
-from isobit.model.families.family import LLAMA_MODULES, Family, RopeKinds
+from isobit.model.families.family import LLAMA_MODULES, Family
+from isobit.model.families.ropes import by_layer_type
 from isobit.model.families.windows import Windows
-from isobit.model.rope import Rope
 
 _THETA = 500000.0
-_KINDS = ("full_attention", "sliding_attention")
 
 _MODULES = {name: modules for name, modules in LLAMA_MODULES.items() if name not in ("input_norm", "post_norm")} | {
     "attention_out_norm": ("post_attention_layernorm",),
@@ -23,30 +21,6 @@ _MODULES = {name: modules for name, modules in LLAMA_MODULES.items() if name not
 
 def _three_of_four(values: Mapping[str, Any], where: str, layers: int) -> list[bool]:
     return [(layer + 1) % 4 != 0 for layer in range(layers)]
-
-
-def _ropes(values: Mapping[str, Any], where: str, max_positions: int) -> tuple[Rope, Rope]:
-    """(that of layers without a window, that of layers with one): one section each in rope_parameters, or
-    rope_scaling for the former alone."""
-    sections, rest = values.get("rope_parameters"), {k: v for k, v in values.items() if not k.startswith("rope_")}
-    if not sections:
-        if values.get("rope_theta", _THETA) != _THETA:  # of which transformers 5 tells the first kind of layer alone
-            raise IsobitError(f"{where}: rope_theta other than {_THETA}: give rope_parameters of each layer type")
-        full = Rope.from_hf(values, where, theta=_THETA, max_positions=max_positions)
-        return full, Rope(_THETA)
-    if not isinstance(sections, dict) or not all(isinstance(sections.get(kind), dict) for kind in _KINDS):
-        raise IsobitError(f"{where}: rope_parameters must have the sections {' and '.join(_KINDS)}")
-    if values.get("rope_scaling") or "rope_theta" in values:
-        raise IsobitError(f"{where}: rope_scaling or rope_theta stand beside rope_parameters; keep the latter")
-    given = ({**rest, "rope_parameters": sections[kind]} for kind in _KINDS)
-    full, sliding = (Rope.from_hf(one, where, theta=_THETA, max_positions=max_positions) for one in given)
-    return full, sliding
-
-
-def _ropes_to_hf(full: Rope, sliding: Rope) -> dict[str, Any]:
-    if sliding == Rope(_THETA) and full.theta == _THETA:  # in keys that transformers 4 knows too
-        return full.to_hf()
-    return {"rope_parameters": {kind: rope.section() for kind, rope in zip(_KINDS, (full, sliding))}}
 
 
 _OLMO2 = Family(
@@ -67,6 +41,6 @@ FAMILIES = {
         _OLMO2,
         architecture="Olmo3ForCausalLM",
         windows=Windows(4096, slides=_three_of_four, nullable=False),
-        ropes=RopeKinds(_ropes, _ropes_to_hf),
+        ropes=by_layer_type(_THETA, _THETA),
     ),
 }
