@@ -48,6 +48,17 @@ def test_other_weights_and_a_bf16_learner_differ() -> None:
 
 
 @pytest.mark.slow
+def test_zero_bits_differ_with_heads_of_256_and_gelu() -> None:
+    """A layer of Gemma 3 with heads of its size. Control: a learner whose scores are a little larger."""
+    layer = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 256, "windows": (4,)}
+    model = tiny_model("fp8", "gemma3_text", backend="triton", scale=6, **layer, query_scalar=256)
+    groups = _completions(model)
+    assert differing(model, groups) == (0, 12)
+    model.transformer.config = replace(model.config, query_scalar=200)
+    assert differing(model, groups)[0] > 0
+
+
+@pytest.mark.slow
 def test_zero_bits_differ_under_a_window() -> None:
     """A layer of OLMo 3: a window, norms after attention and MLP, a norm over all heads. Control: a longer window."""
     layer = {"num_layers": 1, "head_dim": 16, "windows": (4,), "sliding_rope": Rope(300.0)}

@@ -118,7 +118,7 @@ def _attempt(function: Any, errors: type[Exception]) -> tuple[Any, str]:
 
 def _build(values: dict[str, Any]) -> Any:
     name = FAMILIES[values["model_type"]].architecture
-    config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**json.loads(json.dumps(values)))
+    config = transformers.CONFIG_MAPPING[values["model_type"]](**json.loads(json.dumps(values)))
     return getattr(transformers, name)(config).float()
 
 

@@ -46,6 +46,12 @@ BASES["olmo3"] = BASES["olmo2"] | {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+BASES["gemma3_text"] = {key: value for key, value in BASES["olmo3"].items() if key != "hidden_act"} | {
+    "rope_theta": 900.0,
+    "rope_local_base_freq": 70.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 5,
+}
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
 """Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the others, and not
 compared again."""
@@ -118,7 +124,8 @@ def variants() -> list[Variant]:
     """The table."""
     rows = []
     for family in BASES:
-        makers = [_sizes, _flags, _windows if family != "olmo3" else _olmo3, _experts, _unrotated]
+        own = {"olmo3": _olmo3, "gemma3_text": _gemma3}.get(family, _windows)
+        makers = [_sizes, _flags, own, _experts, _unrotated]
         for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
             made = (Variant(family, *row) for row in make(family))
             rows += [row for row in made if family not in _LATER or row.name not in _SHARED]
@@ -164,7 +171,7 @@ def _sizes(family: str) -> Iterator[Row]:
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
-    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3")
+    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma3_text")
     yield "attention_bias", {"attention_bias": True}, ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
     yield "attention_bias as text", {"attention_bias": "false"}, "attention_bias" if biased else ""
@@ -177,7 +184,8 @@ def _flags(family: str) -> Iterator[Row]:
     yield "tied, with another head", {"tie_word_embeddings": True}, "tie_word_embeddings false", "other"
     yield "no hidden_act", {"hidden_act": _LEFT_OUT}, ""
     for other in ("gelu", "relu", None):
-        yield f"hidden_act {other}", {"hidden_act": other}, "hidden_act"
+        says = "" if family == "gemma3_text" else "hidden_act"
+        yield f"hidden_act {other}", {"hidden_act": other}, says
     yield "is_causal false", {"is_causal": False}, "is_causal"
     yield "per_layer_config", {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config"
     yield "for training only", {"attention_dropout": 0.0, "initializer_range": 0.5, "use_cache": False}, ""
@@ -303,6 +311,35 @@ def _olmo3(family: str) -> Iterator[Row]:
     half = {"full_attention": thetas["full_attention"]}
     yield "rope_parameters of one kind", {**new, "rope_parameters": half}, "must have the sections"
     yield "rope_parameters of no kind", {**new, "rope_parameters": yarn}, "must have the sections"
+
+
+def _gemma3(family: str) -> Iterator[Row]:
+    """Windows and rotary embeddings by kinds of layers, the scale of scores, the gate, and what is not supported."""
+    for size in (8, CONTEXT, _LEFT_OUT):
+        yield f"sliding_window {size if size is not _LEFT_OUT else 'left out'}", {"sliding_window": size}, ""
+    yield "null sliding_window", {"sliding_window": None}, "sliding_window"
+    for pattern in (1, 2, _LEFT_OUT):
+        change = {"layer_types": _LEFT_OUT, "sliding_window_pattern": pattern}
+        yield f"no layer_types, pattern {pattern if pattern is not _LEFT_OUT else 'left out'}", change, ""
+    yield "pattern 0", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern"
+    both = {"rope_theta": _LEFT_OUT, "rope_local_base_freq": _LEFT_OUT}
+    yield "thetas left out", both, ""
+    for kind in ("linear", "yarn", "llama3"):
+        yield f"rope_scaling {kind}", {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind]}}, ""
+    linear = {"rope_type": "linear", **_SCALINGS["linear"]}
+    sections = {"full_attention": {**linear, "rope_theta": 300.0}, "sliding_attention": {"rope_theta": 90.0}}
+    yield "rope_parameters of both kinds", {**both, "rope_parameters": sections}, ""
+    yield "rope_parameters without thetas", {**both, "rope_parameters": {kind: {} for kind in sections}}, ""
+    yield "rope_parameters and rope_theta", {"rope_parameters": sections}, "keep the latter"
+    yield "rope_parameters of no kind", {**both, "rope_parameters": linear}, "must have the sections"
+    yield "no query_pre_attn_scalar", {"query_pre_attn_scalar": _LEFT_OUT}, ""
+    yield "query_pre_attn_scalar 0", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"
+    yield "no hidden_activation", {"hidden_activation": _LEFT_OUT}, ""
+    yield "hidden_activation silu", {"hidden_activation": "silu"}, "supported is gelu_pytorch_tanh"
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        yield f"null {key}", {key: None}, ""
+        yield f"{key} 30", {key: 30.0}, key
+    yield "both directions", {"use_bidirectional_attention": True}, "use_bidirectional_attention"
 
 
 def _unrotated(family: str) -> Iterator[Row]:

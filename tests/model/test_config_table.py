@@ -51,6 +51,22 @@ def _one_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading.ModelConfig, "rope_of", lambda config, layer: config.rope)
 
 
+def _changed(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+    monkeypatch.setitem(FAMILIES, "gemma3_text", replace(FAMILIES["gemma3_text"], **changes))
+
+
+def _no_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed(monkeypatch, norm_offset=0.0)
+
+
+def _scale_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed(monkeypatch, query_scalar=None)
+
+
+def _unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed(monkeypatch, scaled_embedding=False)
+
+
 def _theta_a_little_off(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Rope.from_hf
     monkeypatch.setattr(Rope, "from_hf", lambda *a, **k: replace(given(*a, **k), theta=505.0))
@@ -86,6 +102,10 @@ def _original_inside(monkeypatch: pytest.MonkeyPatch) -> None:
         (_one_key_less, "mistral", "sliding_window 8", 2 * CLOSE),
         (_one_rope, "smollm3", "base", 2 * CLOSE),
         (_one_rope, "olmo3", "rope_scaling yarn, window 8", 2 * CLOSE),
+        (_one_rope, "gemma3_text", "base", 2 * CLOSE),
+        (_no_offset, "gemma3_text", "base", 0.1),
+        (_scale_of_heads, "gemma3_text", "base", 2 * CLOSE),
+        (_unscaled, "gemma3_text", "base", 0.1),
         (_only_the_first_section, "qwen3", "two sections that differ", 0.02),
         (_original_inside, "llama", "rope_scaling yarn, two originals", 0.005),
         (_original_inside, "llama", "rope_scaling llama3, two originals", 0.005),

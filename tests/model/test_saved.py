@@ -25,6 +25,7 @@ FLOWS = [
     *((flow, "qwen3") for flow in ("float32", "bf16", "fp8-unified", "fp8", "mxfp8", "nvfp4", "fp8-e2e")),
     *((flow, "qwen3_moe") for flow in ("bf16", "fp8", "fp8-e2e")),
     ("fp8", "olmo2"),
+    ("fp8", "gemma3_text"),
     ("fp8[query=e4m3]", "qwen2"),
     ("fp8", "olmo2"),
     ("fp8[kv_cache=e4m3-calibrated,query=e4m3-calibrated]", "qwen3"),

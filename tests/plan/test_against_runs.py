@@ -31,6 +31,7 @@ RUNS = [
     ("bf16", "qwen3", ("optimizer.activation_checkpointing=true",)),
     ("fp8-unified", "qwen3_moe", ()),
     ("fp8-rollout", "qwen3", ()),
+    ("fp8-rollout", "gemma3_text", ()),
     ("fp8", "qwen3", ("optimizer.masters=bf16", "optimizer.state=8bit")),
     ("fp8", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
     ("fp8-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
@@ -75,7 +76,7 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
     [
         *((flow, "qwen3") for flow in ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")),
         *((flow, "qwen3_moe") for flow in ("float32", "bf16", "fp8")),
-        *((flow, "olmo2") for flow in ("bf16", "fp8")),
+        *((flow, family) for family in ("olmo2", "gemma3_text") for flow in ("bf16", "fp8")),
     ],
 )
 @pytest.mark.parametrize(

@@ -154,13 +154,15 @@ def weights(
     config: ModelConfig, precision: Precision, frozen: bool = False, adapter: AdapterConfig | None = None
 ) -> Weights:
     """Working weights of both uses, and an adapter's; of a `frozen` model the learner's only."""
+    vectors = {"final_norm", "q_norm", "k_norm", *config.norms} if config.norm_offset else set()
     found = {"quantized": 0.0, "plain": 0.0, "router": 0.0, "own": 0.0}
     for (layer, role, shape), count in masters(config).items():
         rollout, learner = (precision.flow(use, layer, config.num_layers) for use in ("rollout", "learner"))
-        kind, size = _working(role, shape, learner if frozen else rollout, precision)
+        exact = role in vectors
+        kind, size = _working(role, shape, learner if frozen else rollout, precision, exact)
         found[kind] += count * size
         if not frozen and not (precision.shared and rollout == learner):
-            found["own"] += count * _working(role, shape, learner, precision)[1]
+            found["own"] += count * _working(role, shape, learner, precision, exact)[1]
     if adapter is not None:
         factors = adapter_bytes(config, precision, adapter)
         found["plain"] += factors
@@ -173,8 +175,8 @@ def adapter_bytes(config: ModelConfig, precision: Precision, adapter: AdapterCon
     return float(precision.rollout.compute.itemsize * num_parameters(config, adapter))
 
 
-def _working(role: str, shape: tuple[int, ...], flow: Flow, precision: Precision) -> tuple[str, float]:
-    """(kind, bytes) of one working weight."""
+def _working(role: str, shape: tuple[int, ...], flow: Flow, precision: Precision, exact: bool) -> tuple[str, float]:
+    """(kind, bytes) of one working weight; `exact`: it is float32 in any case."""
     count = math.prod(shape)
     if role == "router":
         return "router", 4.0 * count
@@ -182,7 +184,7 @@ def _working(role: str, shape: tuple[int, ...], flow: Flow, precision: Precision
         spec = precision.linear_flow(flow, role).weight
         if spec is not None:
             return "quantized", quantized_bytes(shape[0], shape[1], spec)
-    return "plain", float(flow.compute.itemsize * count)
+    return "plain", float((4 if exact else flow.compute.itemsize) * count)
 
 
 def quantized_bytes(rows: float, columns: int, spec: QuantSpec) -> float:

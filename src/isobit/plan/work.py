@@ -196,6 +196,7 @@ def _between(config: ModelConfig, quantized: bool) -> float:
         inner = config.experts.per_token * config.experts.intermediate_size
     heads = config.num_heads * config.head_dim
     norms = 2 * (6 * config.hidden_size + 2 * operand * config.hidden_size)  # x, residual, sum; y written and read
+    norms += (len(config.norms) - 2) * 2 * 2 * config.hidden_size  # read, written
     attention = 2 * 2 * config.qkv_size + 2 * heads + (2 + 2 * operand) * heads
     if config.qk_norm and config.norms_all_heads:  # copied out, normed, and put back beside the values
         attention += 2 * 2 * (3 * config.qkv_size - 2 * config.num_kv_heads * config.head_dim)
