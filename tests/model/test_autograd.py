@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Composed, Heads, KVStore, Layout, Ops, get_ops
-from isobit.kernels.truncation import Truncation
+from isobit.kernels.truncation import Context, Truncation
 from isobit.model import autograd
 from isobit.model.autograd import Vector, Weight
 from isobit.model.head import head_logprobs
@@ -283,7 +283,9 @@ def _head(
     targets = torch.arange(hidden.shape[0]) * 5 % 97
     hidden = hidden.clone().requires_grad_(gradient is not None)
     with torch.set_grad_enabled(gradient is not None):
-        logprobs, entropy = head_logprobs(hidden, head, targets, 0.7, chunk, ops, truncation)
+        every = torch.arange(len(targets))
+        context = Context(targets, torch.where(every < 10, 0, 10), every)  # two sequences
+        logprobs, entropy = head_logprobs(hidden, head, targets, 0.7, chunk, ops, truncation, context)
     if gradient is not None:
         logprobs.backward(gradient)
     return logprobs.detach(), entropy, hidden.grad, master.grad, head.working, targets
@@ -313,7 +315,11 @@ def test_head_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
             assert torch.equal(part, wanted)
 
 
-@pytest.mark.parametrize("truncation", [(20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (20, 0.9, 0.01)], ids=str)
+@pytest.mark.parametrize(
+    "truncation",
+    [(20, 1.0, 0.0, 1.0), (0, 0.9, 0.0, 1.0), (0, 1.0, 0.05, 1.0), (20, 0.9, 0.01, 1.3), (0, 1.0, 0.0, 1.8)],
+    ids=str,
+)
 def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, truncation: Truncation) -> None:
     """In float64, over the support written out; some targets are outside it. The control is the whole softmax."""
     hidden = _random(29, 40, dtype=torch.float32)
@@ -322,10 +328,16 @@ def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, tru
     logprobs, entropy, dhidden, dweight, weight, targets = _head(hidden, torch.float32, 8, spy, gradient, truncation)
     assert max(spy.rows) == 8, "of logits at a time"
     exact, exact_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    z = exact @ exact_weight.T / 0.7
+    z = exact @ exact_weight.T
+    for row in range(29):
+        seen = targets[(0 if row < 10 else 10) : row + 1]
+        factor = torch.ones(29, 97, dtype=torch.float64)
+        factor[row, seen] = torch.where(z[row, seen] > 0, 1 / truncation[3], truncation[3]).double()
+        z = z * factor
+    z = z / 0.7
     kept = _kept(z.detach(), truncation)
     outside = ~kept[every, targets]
-    assert 0 < int(outside.sum()) < 29
+    assert (0 < int(outside.sum()) < 29) == (truncation[:3] != (0, 1, 0))
     kept[every, targets] = True
     distribution = z.masked_fill(~kept, -torch.inf).log_softmax(-1)
     distribution[every, targets].backward(gradient.double())
@@ -342,7 +354,7 @@ def test_truncated_logprobs_against_autograd_of_the_masked_softmax(ops: Ops, tru
 
 def _kept(z: Tensor, truncation: Truncation) -> Tensor:
     """Mask of the support of scaled logits without ties, by ranks and probabilities: top-k, top-p, min-p."""
-    top_k, top_p, min_p = truncation
+    top_k, top_p, min_p, _ = truncation
     order = z.argsort(-1, descending=True)
     rank = order.argsort(-1)
     kept = rank < top_k if top_k else torch.ones_like(z, dtype=torch.bool)
@@ -355,7 +367,7 @@ def _kept(z: Tensor, truncation: Truncation) -> Tensor:
 
 
 def test_truncated_logprobs_do_not_depend_on_the_chunk(ops: Ops) -> None:
-    hidden, truncation = _random(29, 40), (20, 0.9, 0.01)
+    hidden, truncation = _random(29, 40), (20, 0.9, 0.01, 1.3)
     whole = _head(hidden, torch.bfloat16, 100, ops, None, truncation)
     for chunk in (1, 7, 29):
         for part, wanted in zip(_head(hidden, torch.bfloat16, chunk, ops, None, truncation)[:2], whole):

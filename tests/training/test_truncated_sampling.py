@@ -27,7 +27,8 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.9},
     "top_k": {"top_k": 20},
     "min_p": {"min_p": 0.05},
-    "all": {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "temperature": 0.8},
+    "penalty": {"repetition_penalty": 1.5},
+    "all": {"repetition_penalty": 1.2, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "temperature": 0.8},
 }
 LETTERS = ALPHABET + "*"
 FLOWS = ["fp8", "fp8-unified", "bf16"]
@@ -92,8 +93,8 @@ def test_a_support_that_is_a_little_wider_differs(precision: str, kind: str) -> 
     rolled = torch.tensor([x for s in samples for x in s.rollout_logprobs]).view(torch.int32)
     assert torch.equal(_bits(model, samples, objective), rolled)
     assert objective.truncation is not None
-    top_k, top_p, min_p = objective.truncation
-    wider = (top_k + 1 if top_k else 0, min(top_p + 0.01, 1.0) if top_p < 1 else 1.0, min_p / 2)
+    top_k, top_p, min_p, penalty = objective.truncation
+    wider = (top_k + 1 if top_k else 0, min(top_p + 0.01, 1.0) if top_p < 1 else 1.0, min_p / 2, 1 + (penalty - 1) / 2)
     differing = int((_bits(model, samples, replace(objective, truncation=wider)) != rolled).sum())
     assert differing > len(rolled) // 20
 

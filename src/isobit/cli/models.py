@@ -22,6 +22,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     min_p: Annotated[float, typer.Option()] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off")] = 1.0,
     stop: Stop = None,
     seed: Annotated[int, typer.Option()] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="render each prompt with the model's chat template")] = False,
@@ -49,7 +50,17 @@ def generate(
     from isobit.run.directory import model_directory
 
     prompts = list(prompt) if prompt else [line.rstrip("\n") for line in sys.stdin]
-    sampling = Sampling(n, max_new_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()))
+    sampling = Sampling(
+        n,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        tuple(stop or ()),
+        repetition_penalty=repetition_penalty,
+    )
     print_completions(
         model_directory(model),
         prompts,

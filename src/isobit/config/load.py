@@ -115,9 +115,9 @@ def _check_truncation(config: Config, unified: bool, where: str) -> None:
         return
     reason = f"consistency: {config.consistency}" if unified else "a precision with two engines"
     raise IsobitError(
-        f"{where}: sampling.top_k, top_p and min_p cannot be used in training with {reason}, whose learner may keep "
-        "other tokens than the rollout drew from; use a unified precision such as fp8 and consistency: bitwise, or set "
-        "top_k: 0, top_p: 1, min_p: 0"
+        f"{where}: sampling.top_k, top_p, min_p and repetition_penalty cannot be used in training with {reason}, "
+        "whose learner may keep other tokens than the rollout drew from; use a unified precision such as fp8 "
+        "and consistency: bitwise, or set top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
     )
 
 

@@ -43,7 +43,8 @@ class Batch:
         )
         take, source = (None if x is None else stage(x, device) for x in (self.take, self.source))
         keys, settings = stage(self.draws.keys, device), stage(self.draws.settings, device)
-        draws = Draws(keys, settings, self.draws.kinds)
+        seen, penalty = (None if x is None else stage(x, device) for x in (self.draws.seen, self.draws.penalty))
+        draws = Draws(keys, settings, self.draws.kinds, seen, penalty)
         return Batch(stage(self.tokens, device), layout, take, source, draws)
 
 
@@ -52,13 +53,14 @@ def stage(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def build(plan: StepPlan, scheduler: Scheduler) -> Batch:
-    """The step's tensors."""
+def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
+    """The step's tensors. `vocabulary`: of the model, for repetition penalties."""
     rows, count = scheduler.rows, plan.decode
     tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots()
     if not plan.chunks:
         layout = _layout(rows.row_start[: count + 1], position, rows.table[:count], rows.page_size, position, slots)
         draws = Draws(torch.from_numpy(rows.key[:count]), torch.from_numpy(rows.settings[:count]), rows.kinds)
+        draws = _penalized(draws, plan, scheduler, vocabulary)
         return Batch(torch.from_numpy(tokens), layout, None, None, draws)
     all_tokens, contexts, positions, all_slots = [tokens], [position], [position], [slots]
     tables, keys, settings = [rows.table[:count]], [rows.key[:count]], [rows.settings[:count]]
@@ -86,6 +88,7 @@ def build(plan: StepPlan, scheduler: Scheduler) -> Batch:
     layout = _layout(row_start, context, table, rows.page_size, np.concatenate(positions), np.concatenate(all_slots))
     all_settings = np.concatenate(settings)
     draws = Draws(torch.from_numpy(np.concatenate(keys)), torch.from_numpy(all_settings), kinds_of(all_settings))
+    draws = _penalized(draws, plan, scheduler, vocabulary)
     source = np.repeat(np.arange(len(take)), repeats) if max(repeats, default=1) > 1 else None
     return Batch(
         torch.from_numpy(np.concatenate(all_tokens)),
@@ -94,6 +97,20 @@ def build(plan: StepPlan, scheduler: Scheduler) -> Batch:
         None if source is None else torch.from_numpy(source),
         draws,
     )
+
+
+def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: int) -> Draws:
+    """With what a repetition penalty needs, where a request has one: of each draw all tokens so far, whoever computed
+    them and when."""
+    if not scheduler.num_penalized:
+        return draws
+    sequences = [scheduler.at[slot] for slot in plan.sampled.tolist()]
+    penalty = torch.tensor([each.group.ticket.sampling.repetition_penalty for each in sequences])
+    seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        if penalty[row] != 1:
+            seen[row, torch.from_numpy(scheduler.tokens(sequence, 0, scheduler.length(sequence)))] = True
+    return replace(draws, seen=seen, penalty=penalty)
 
 
 def _layout(

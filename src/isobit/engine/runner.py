@@ -92,7 +92,7 @@ class Runner:
         """Tokens and log-probabilities of the step's sampled rows."""
         transformer = self.model.transformer
         ops = transformer.ops["rollout"]
-        on_host = build(plan, self.scheduler)
+        on_host = build(plan, self.scheduler, self.model.config.vocab_size)
         batch = on_host.to(ops.device)
         tape = RouteTape() if self.routes is not None else None
         hidden = transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout", tape=tape)
@@ -107,7 +107,7 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> Launch | None:
         """The step as a captured one, where it can be."""
-        if self.graphs is None or plan.chunks or self.routes is not None:
+        if self.graphs is None or plan.chunks or self.routes is not None or self.scheduler.num_penalized:
             return None
         return self.graphs.launch(self.scheduler.rows, np.arange(plan.decode))
 
@@ -115,6 +115,6 @@ class Runner:
         """The step after this one, whose rows stand at `places` of what is under way, unless it takes a decision."""
         record = self.scheduler.record
         going = np.flatnonzero(record.generated[plan.sampled] + 1 < record.limit[plan.sampled])
-        if self.graphs is None or not self.scheduler.look_ahead(going):
+        if self.graphs is None or self.scheduler.num_penalized or not self.scheduler.look_ahead(going):
             return None
         return self.graphs.launch(self.scheduler.rows, going, places[going])

@@ -7,6 +7,7 @@ batch and beside rows with other settings, bit for bit. Left out: which tokens t
 """
 
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -57,11 +58,14 @@ def kinds_of(settings: NDArray[np.float64]) -> Kinds:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How R tokens are drawn: `keys` [R, 4] int64, `settings` [R, 4] float64, and the kinds of these."""
+    """How R tokens are drawn: `keys` [R, 4] int64, `settings` [R, 4] float64, and the kinds of these. Where some have a
+    repetition penalty: `seen` [R, V] bool, the tokens in front of each, and `penalty` [R] float32, 1 for the others."""
 
     keys: Tensor
     settings: Tensor
     kinds: Kinds
+    seen: Tensor | None = None
+    penalty: Tensor | None = None
 
     @property
     def greedy(self) -> Tensor:
@@ -80,8 +84,9 @@ class Draws:
         return torch.where(self.greedy, 1.0, self.settings[:, 0]).float()
 
     def split(self, rows: int) -> "list[Draws]":
-        parts = zip(self.keys.split(rows), self.settings.split(rows))
-        return [Draws(keys, settings, self.kinds) for keys, settings in parts]
+        parts = (self.keys, self.settings, self.seen, self.penalty)
+        each = zip(*(repeat(None) if x is None else x.split(rows) for x in parts))
+        return [Draws(keys, settings, self.kinds, seen, penalty) for keys, settings, seen, penalty in each]
 
 
 def draw(
@@ -90,7 +95,7 @@ def draw(
     """Tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by default row r, of hidden
     [T, C] under the output head's weight [V, C]."""
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    fused = ops.fused_head and not (draws.kinds.greedy or draws.kinds.truncated)
+    fused = ops.fused_head and not (draws.kinds.greedy or draws.kinds.truncated or draws.penalty is not None)
     if draws.keys.shape[0] <= rows or fused:
         return _draw(hidden, weight, draws, ops, source)
     hidden = hidden if source is None else hidden.index_select(0, source)
@@ -100,10 +105,12 @@ def draw(
 
 def _draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tensor | None) -> tuple[Tensor, Tensor]:
     kinds, temperature = draws.kinds, draws.temperature
-    if not (kinds.greedy or kinds.truncated):
+    if not (kinds.greedy or kinds.truncated or draws.penalty is not None):
         return ops.head_sample(hidden, weight, draws.keys, temperature, source)
     logits = ops.product(hidden, weight, None, torch.float32)
     logits = logits if source is None else logits.index_select(0, source)
+    if draws.penalty is not None and draws.seen is not None:
+        logits = truncation.penalize(logits, draws.seen, draws.penalty.unsqueeze(1))
     tokens = logits.argmax(-1)
     if kinds.plain or kinds.truncated:
         kept = truncate(logits, draws) if kinds.truncated else logits
@@ -114,12 +121,16 @@ def _draw(hidden: Tensor, weight: Prepared, draws: Draws, ops: Ops, source: Tens
     # the head's own operators have other bits than logits that are held, the learner's: for all but truncated rows
     rows = hidden if source is None else hidden.index_select(0, source)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
-    if kinds.truncated:
+    penalized = torch.zeros_like(draws.greedy) if draws.penalty is None else draws.penalty != 1
+    if kinds.truncated or draws.penalty is not None:
         logprobs = ops.token_logprobs(logits, tokens, temperature)[0]
     if kinds.greedy:
-        logprobs = torch.where(draws.greedy, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs)
+        logprobs = torch.where(draws.greedy & ~penalized, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs)
     if kinds.plain:
-        other, (own, their) = draws.greedy | draws.truncated, ops.head_sample(rows, weight, draws.keys, temperature)
+        other, (own, their) = (
+            draws.greedy | draws.truncated | penalized,
+            ops.head_sample(rows, weight, draws.keys, temperature),
+        )
         tokens, logprobs = torch.where(other, tokens, own), torch.where(other, logprobs, their)
     return tokens, logprobs
 

@@ -52,6 +52,7 @@ class Scheduler:
         self.waiting: list[tuple[int, Sequence]] = []
         self.copies: list[tuple[int, int]] = []  # pages (from, to) to copy before the next step
         self.stats = Stats()
+        self.num_penalized = 0  # open requests with a repetition penalty
         self._next_number = 0
         self._refused: tuple[int, int] | None = None  # the number of who had to wait, and `pages.changes` then
 
@@ -73,6 +74,7 @@ class Scheduler:
         group = Group(ticket, where, number, limit, most_pages, stop, prompt)
         group.members = [Sequence(number + sample, group) for sample in range(ticket.sampling.n)]
         self._next_number += ticket.sampling.n
+        self.num_penalized += ticket.sampling.repetition_penalty != 1
         self.groups[ticket] = group
         heappush(self.waiting, (number, group.members[0]))
 
@@ -226,6 +228,7 @@ class Scheduler:
         group.members.remove(sequence)
         if not group.members:
             del self.groups[group.ticket]
+            self.num_penalized -= group.ticket.sampling.repetition_penalty != 1
 
     def _chunks(self, budget: int) -> Iterator[Chunk]:
         """Chunks of the prompts under way and, while the budget lasts, of newly admitted ones."""

@@ -16,10 +16,11 @@ LOWEST_TEMPERATURE = 1e-3
 class Sampling:
     """How completions are sampled from a prompt.
 
-    `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy. The truncations act
-    in this order, each on what the previous one kept: `top_k` (0: off), `top_p` (1: off), `min_p` (0: off). `stop`: the
-    text ends before the first of these strings, or before this one. `ignore_eos` samples on through the
-    end-of-sequence token. Raises IsobitError for values that cannot work.
+    `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy. Before all else
+    `repetition_penalty` divides positive logits of tokens that stand in prompt or completion so far, and multiplies the
+    others of these (1: off). The truncations act in this order, each on what the previous one kept: `top_k` (0: off),
+    `top_p` (1: off), `min_p` (0: off). `stop`: the text ends before the first of these strings, or before this one.
+    `ignore_eos` samples on through the end-of-sequence token. Raises IsobitError for values that cannot work.
     """
 
     n: Internal[int] = 1
@@ -31,6 +32,7 @@ class Sampling:
     seed: Internal[int] = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: Annotated[float, above(0), at_most(100), "of tokens in prompt and completion; 1: off"] = 1.0
 
     def __post_init__(self) -> None:
         settle(self, Sampling)
@@ -52,13 +54,15 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """Whether top-k, top-p or min-p leaves out tokens, so that the distribution is renormalized."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether top-k, top-p or min-p leaves out tokens, or a penalty moves them: the distribution is another."""
+        limited = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return limited or self.repetition_penalty != 1
 
     @property
-    def truncation(self) -> tuple[int, float, float] | None:
-        """Top-k, top-p and min-p, where they leave out tokens."""
-        return (self.top_k, self.top_p, self.min_p) if self.truncated else None
+    def truncation(self) -> tuple[int, float, float, float] | None:
+        """Top-k, top-p, min-p and repetition penalty, where the distribution is another by them."""
+        limits = (0, 1.0, 0.0) if self.greedy else (self.top_k, self.top_p, self.min_p)
+        return (*limits, self.repetition_penalty) if self.truncated else None
 
 
 @dataclass(frozen=True)

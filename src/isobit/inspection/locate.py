@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout, Ops, Watching
-from isobit.kernels.truncation import Truncation
+from isobit.kernels.truncation import Context, Truncation
 from isobit.model import Model
 from isobit.precision import QTensor
 
@@ -53,7 +53,8 @@ def locate(
 
     `batch`: all sequences of the learner's packed forward, of which number `index` begins with `tokens`.
     """
-    distribution = temperature, truncation
+    last = torch.tensor([len(tokens) - 1])
+    distribution = temperature, truncation, Context(torch.tensor(tokens), torch.zeros_like(last), last)
     alone, bits = _packed(model, [tokens], 0, len(tokens), target, distribution)
     packed, packed_bits = _packed(model, batch, index, len(tokens), target, distribution)
     found = _first_difference(alone, packed, "in its batch", bits, packed_bits)
@@ -63,7 +64,7 @@ def locate(
     return Located(found, bits)
 
 
-_Distribution = tuple[float, Truncation | None]
+_Distribution = tuple[float, Truncation | None, Context]
 """The temperature, and what top-k, top-p and min-p leave of the tokens."""
 
 _Trace = list[tuple[str, Tensor]]
@@ -145,8 +146,9 @@ def _watched(
 
 def _logprob(model: Model, hidden: Tensor, target: int, distribution: _Distribution, use: str = "learner") -> float:
     wanted = torch.tensor([target], dtype=torch.int64, device=hidden.device)
-    temperature, truncation = distribution
-    return float(model.transformer.head_logprobs(hidden, wanted, temperature, use, truncation=truncation)[0])
+    temperature, truncation, context = distribution
+    head = model.transformer.head_logprobs
+    return float(head(hidden, wanted, temperature, use, truncation=truncation, context=context)[0])
 
 
 def _first_difference(alone: _Trace, other: _Trace, how: str, bits: float, other_bits: float) -> str | None:

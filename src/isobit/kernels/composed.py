@@ -150,12 +150,15 @@ def head_gradients(
     weight: Prepared,
     tokens: Tensor,
     temperature: float,
+    slope: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient."""
+    """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient. `slope` [T, V]: their
+    derivatives by those of the head."""
     # d log p(token) / d logits = (onehot - softmax) / temperature
     dlogits = torch.softmax(logits / temperature, -1).neg_()
     dlogits[torch.arange(dlogits.shape[0], device=tokens.device), tokens] += 1.0
-    dlogits = (dlogits * (dlogprobs / temperature).unsqueeze(-1)).to(hidden.dtype)
+    dlogits *= (dlogprobs / temperature).unsqueeze(-1)
+    dlogits = (dlogits if slope is None else dlogits * slope).to(hidden.dtype)
     dhidden = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
     return dhidden, ops.gradient_product(dlogits.t().contiguous(), hidden.t().contiguous(), torch.float32)
 

@@ -1,7 +1,8 @@
 """The support of a row of logits under top-k, top-p and min-p: the tokens that can be drawn from it.
 
 The rollout's sampler and the learner's head call `truncate` on the same bits, so both have one support, and
-softmax over it is one distribution (tests/training/test_truncated_sampling.py). Order: divide by the temperature, keep
+softmax over it is one distribution (tests/training/test_truncated_sampling.py). Order: penalize
+repeated tokens, divide by the temperature, keep
 the top k, of these the smallest set with probability at least p, of these the tokens with at least min_p times the
 largest probability. A token that is left out has logit -inf from there on: probability 0, and no gradient.
 
@@ -16,8 +17,11 @@ from torch import Tensor
 
 from isobit.kernels.types import Temperature
 
-Truncation = tuple[int, float, float]
+Cut = tuple[int, float, float]
 """Top-k, top-p and min-p of all rows; 0, 1 and 0 leave nothing out."""
+
+Truncation = tuple[int, float, float, float]
+"""Top-k, top-p, min-p and repetition penalty of all rows; 0, 1, 0 and 1 leave the distribution as it is."""
 
 LOGITS_AT_ONCE = 2**22
 """Elements of logits that `truncate_around` sorts at a time."""
@@ -38,6 +42,38 @@ class Limits:
     nucleus: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What comes before each of R rows: the tokens `first[r]` to `last[r]` of `tokens` [T]; `first`, `last` [R]."""
+
+    tokens: Tensor
+    first: Tensor
+    last: Tensor
+
+    def seen(self, rows: slice, vocabulary: int) -> Tensor:
+        """Mask of the tokens that are among those of each of these rows, [rows, vocabulary]."""
+        first, last = self.first[rows], self.last[rows]
+        mask = torch.zeros(len(first), vocabulary, dtype=torch.bool, device=self.tokens.device)
+        for start in first.unique().tolist():
+            own = first == start
+            places = torch.arange(start, int(last[own].max()) + 1, device=self.tokens.device)
+            earliest = places.new_full((vocabulary,), torch.iinfo(torch.int64).max)
+            earliest.scatter_reduce_(0, self.tokens[places], places, "amin")
+            mask[own] = earliest <= last[own].unsqueeze(1)
+        return mask
+
+
+def slopes(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """What `penalize` multiplies logits by, as its gradient."""
+    return torch.where(seen, torch.where(logits > 0, 1 / penalty, penalty), 1.0)
+
+
+def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Logits [R, V] float32 of tokens that were `seen` [R, V], divided by the row's `penalty` [R, 1] float32 where they
+    are positive and multiplied by it elsewhere (Keskar et al. 2019, as transformers and vLLM have it)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
 def truncate(logits: Tensor, temperature: Temperature, limits: Limits) -> Tensor:
     """Logits [R, V] float32, with -inf for the tokens outside the support. Ties at the edge of top-k stay in."""
     scaled = logits / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
@@ -53,14 +89,16 @@ def truncate(logits: Tensor, temperature: Temperature, limits: Limits) -> Tensor
     return logits.masked_fill((scaled == -torch.inf) | (relative < limits.min_p.unsqueeze(1)), -torch.inf)
 
 
-def truncate_around(logits: Tensor, tokens: Tensor, temperature: float, truncation: Truncation) -> Tensor:
+def truncate_around(logits: Tensor, tokens: Tensor, temperature: float, cut: Cut) -> Tensor:
     """`truncate`, in place, of rows that share their settings, but each row's token [R] stays in.
 
     A drawn token is in its row's support by construction; where the weights have moved since, it is added to it, so
     that its log-probability is finite."""
     own = logits.gather(1, tokens.unsqueeze(1))
+    if cut == (0, 1, 0):
+        return logits
     for rows in logits.split(max(1, LOGITS_AT_ONCE // logits.shape[1])):
-        rows.copy_(truncate(rows, of_rows(temperature, rows), _limits(truncation, rows)))
+        rows.copy_(truncate(rows, of_rows(temperature, rows), _limits(cut, rows)))
     return logits.scatter_(1, tokens.unsqueeze(1), own)
 
 
@@ -82,7 +120,7 @@ def nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
     return torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, reached - probability < wanted)
 
 
-def _limits(truncation: Truncation, rows: Tensor) -> Limits:
-    top_k, top_p, min_p = torch.tensor(truncation, dtype=torch.float64, device=rows.device).unsqueeze(1).unbind(0)
+def _limits(cut: Cut, rows: Tensor) -> Limits:
+    top_k, top_p, min_p = torch.tensor(cut, dtype=torch.float64, device=rows.device).unsqueeze(1).unbind(0)
     count = rows.shape[0]
-    return Limits(top_k.expand(count), top_p.expand(count), min_p.expand(count), truncation[0], truncation[1] < 1)
+    return Limits(top_k.expand(count), top_p.expand(count), min_p.expand(count), cut[0], cut[1] < 1)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.composed import head_gradients
-from isobit.kernels.truncation import Truncation, of_rows, truncate_around
+from isobit.kernels.truncation import Context, Truncation, of_rows, penalize, slopes, truncate_around
 from isobit.model.weights import Weight
 
 
@@ -26,14 +26,16 @@ def head_logprobs(
     chunk: int,
     ops: Ops,
     truncation: Truncation | None = None,
+    context: Context | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of `targets`, entropy without gradient), [T] float32 both, `chunk` rows of logits at a time.
 
     hidden [T, C] in the compute format, targets [T] int64. With a `truncation` both are of the renormalized
-    distribution; a target outside its row's support is added to it."""
+    distribution; a target outside its row's support is added to it. A repetition penalty is of the tokens in
+    the rows' `context`."""
     if torch.is_grad_enabled():
-        return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, truncation, chunk, ops)
-    return _chunked_logprobs(hidden, head, targets, temperature, truncation, chunk, ops)
+        return _HeadLogprobs.apply(hidden, head.master, head, targets, temperature, truncation, context, chunk, ops)
+    return _chunked_logprobs(hidden, head, targets, temperature, truncation, context, chunk, ops)
 
 
 class _HeadLogprobs(Function):
@@ -46,11 +48,13 @@ class _HeadLogprobs(Function):
         targets: Tensor,
         temperature: float,
         truncation: Truncation | None,
+        context: Context | None,
         chunk: int,
         ops: Ops,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _chunked_logprobs(hidden, head, targets, temperature, truncation, chunk, ops)
+        logprobs, entropy = _chunked_logprobs(hidden, head, targets, temperature, truncation, context, chunk, ops)
         ctx.head, ctx.temperature, ctx.truncation, ctx.chunk, ctx.ops = head, temperature, truncation, chunk, ops
+        ctx.context = context
         ctx.save_for_backward(hidden, targets)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -67,13 +71,14 @@ class _HeadLogprobs(Function):
             if truncation is None:
                 found = ops.head_backward(dlogprobs[rows], *given)
             else:
-                found = head_gradients(ops, dlogprobs[rows], _kept(*given, truncation, ops), *given)
+                logits, slope = _kept(*given, truncation, _seen(ctx.context, rows, weight, truncation), ops)
+                found = head_gradients(ops, dlogprobs[rows], logits, *given, slope)
             dhidden[rows] = found[0]
             if trained:
                 dweight = found[1] if dweight is None else dweight.add_(found[1])
         if trained and dweight is None:
             dweight = torch.zeros(weight.shape, device=hidden.device)
-        return dhidden, dweight, None, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None, None, None
 
 
 def _chunked_logprobs(
@@ -82,22 +87,42 @@ def _chunked_logprobs(
     targets: Tensor,
     temperature: float,
     truncation: Truncation | None,
+    context: Context | None,
     chunk: int,
     ops: Ops,
 ) -> tuple[Tensor, Tensor]:
     assert isinstance(head.working, Tensor), "the output head stays in the compute format"
     parts = []
-    for rows, tokens in zip(hidden.split(chunk), targets.split(chunk)):
+    for place, (rows, tokens) in enumerate(zip(hidden.split(chunk), targets.split(chunk))):
         if truncation is None:
             parts.append(ops.head_logprobs(rows, head.prepared, tokens, temperature))
         else:
-            logits = _kept(rows, head.prepared, tokens, temperature, truncation, ops)
+            seen = _seen(context, slice(place * chunk, (place + 1) * chunk), head.prepared, truncation)
+            logits, _ = _kept(rows, head.prepared, tokens, temperature, truncation, seen, ops)
             parts.append(ops.token_logprobs(logits, tokens, of_rows(temperature, logits)))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 def _kept(
-    hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float, truncation: Truncation, ops: Ops
-) -> Tensor:
-    """Logits [T, V] float32 of hidden rows, -inf outside each row's support."""
-    return truncate_around(ops.product(hidden, weight, None, torch.float32), tokens, temperature, truncation)
+    hidden: Tensor,
+    weight: Prepared,
+    tokens: Tensor,
+    temperature: float,
+    truncation: Truncation,
+    seen: Tensor | None,
+    ops: Ops,
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [T, V] float32 of hidden rows, -inf outside each row's support, and their slope where tokens that were
+    `seen` are penalized."""
+    logits, slope = ops.product(hidden, weight, None, torch.float32), None
+    if seen is not None:
+        penalty = torch.full((len(logits), 1), truncation[3], device=logits.device)
+        slope, logits = slopes(logits, seen, penalty), penalize(logits, seen, penalty)
+    return truncate_around(logits, tokens, temperature, truncation[:3]), slope
+
+
+def _seen(context: Context | None, rows: slice, weight: Prepared, truncation: Truncation) -> Tensor | None:
+    if truncation[3] == 1:
+        return None
+    assert context is not None, "a repetition penalty is of tokens"
+    return context.seen(rows, weight.shape[0])

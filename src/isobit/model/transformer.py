@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Operand, Ops, Prepared, separate_ops
-from isobit.kernels.truncation import Truncation
+from isobit.kernels.truncation import Context, Truncation
 from isobit.model.checksums import Checksums
 from isobit.model.config import ModelConfig
 from isobit.model.head import head_logprobs
@@ -224,11 +224,12 @@ class Transformer:
         use: str = "learner",
         chunk: int | None = None,
         truncation: Truncation | None = None,
+        context: Context | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: never [T, vocabulary] at once."""
         rows = chunk if chunk is not None else self.head_rows
         head = self._working[use].outside.head
-        return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use], truncation)
+        return head_logprobs(hidden, head, targets, temperature, rows, self.ops[use], truncation, context)
 
     def head_weight(self, use: str = "learner") -> Prepared:
         """The output head [vocabulary, hidden], prepared for products."""

@@ -1,8 +1,9 @@
 """The learner's forward over a packed batch: log-probability and entropy of every trained token."""
 
+import torch
 from torch import Tensor
 
-from isobit.kernels.truncation import Truncation
+from isobit.kernels.truncation import Context, Truncation
 from isobit.model import Model
 from isobit.model.moe import RouteTape
 from isobit.model.recompute import Recompute
@@ -26,7 +27,12 @@ def forward(
     transformer, device = model.transformer, model.ops.device
     hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute)
     rows, targets = packed.rows.to(device), packed.targets.to(device)
-    logprobs, entropy = transformer.head_logprobs(hidden[rows], targets, temperature, truncation=truncation)
+    starts = packed.layout.row_start
+    first = starts[torch.searchsorted(starts, packed.rows, right=True) - 1]
+    context = Context(packed.tokens.to(device), first.to(device), rows)
+    logprobs, entropy = transformer.head_logprobs(
+        hidden[rows], targets, temperature, truncation=truncation, context=context
+    )
     found = logprobs.cpu(), entropy.cpu()
     model.ops.raise_faults()
     return found
