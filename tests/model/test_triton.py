@@ -101,7 +101,7 @@ def test_truncated_rollout_and_learner_have_the_same_bits() -> None:
     rolled = torch.tensor([x for s in samples for x in s.rollout_logprobs])
     with torch.no_grad():
         own, fused, other = (
-            forward(model, pack(samples), 0.7, given)[0] for given in (asked.truncation, None, (9, 0.85, 0.01))
+            forward(model, pack(samples), 0.7, given)[0] for given in (asked.truncation, None, (9, 0.85, 0.01, 1.0))
         )
     assert torch.equal(own.view(torch.int32), rolled.view(torch.int32))
     assert not torch.equal(fused, rolled)

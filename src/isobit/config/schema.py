@@ -93,15 +93,13 @@ class Config:
             )
         if sampling.truncated and algorithm.kl_coefficient:
             raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL penalty: the reference's "
-                "distribution has another support than the policy's; set algorithm.kl_coefficient: 0, or "
-                "top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL penalty: it has its own "
+                "support; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
             )
         if sampling.truncated and algorithm.shadow_every:
             raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with shadow passes: the "
-                "distribution in BF16 has another support than the policy's; set algorithm.shadow_every: 0, or "
-                "top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
+                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with shadow passes: BF16 has "
+                "another support; set algorithm.shadow_every: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
             )
         if sampling.group_size < 2:
             raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
