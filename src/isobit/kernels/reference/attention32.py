@@ -81,7 +81,8 @@ def attention_backward(
     dv, group, factor = torch.empty_like(dk), q.shape[1] // kv_heads, torch.tensor(scale, device=q.device)
     for sequence, (start, stop) in enumerate(_bounds(layout)):
         slots = _slots(layout, sequence, stop - start)
-        step = CHAIN * max(1, _ELEMENTS // (CHAIN * len(slots) * HEAD_LANES))  # whole chains, so sums keep their order
+        chains = _ELEMENTS // (CHAIN * max(1, len(slots)) * HEAD_LANES)  # a sequence may have no rows
+        step = CHAIN * max(1, chains)  # whole chains, so sums keep their order
         for head in range(kv_heads):
             keys, values = (x[:, head] for x in store.gather(slots))
             sums = [torch.zeros_like(keys) for _ in range(2)]
