@@ -1,0 +1,91 @@
+"""The experiment on the gradient under mismatch: its estimates are exact where there is none, its statistics find a
+bias that was put in, and the page has its numbers."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.experiments.gradient_bias import (
+    RULES,
+    Job,
+    Sample,
+    advantages,
+    estimates,
+    on_policy,
+    run,
+    sampled,
+    summary,
+    table,
+)
+from isobit import Model
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results/experiments/gradient_bias.json"
+PROMPTS = ["1+2=", "3+4="]
+
+
+def drawn(factor: float) -> dict[str, float]:
+    """Of 64 batches of a gradient [100] of length 1 and as much noise, in part shared by both sides."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.nn.functional.normalize(torch.randn(100, generator=generator, dtype=torch.float64), dim=0)
+    shared, own = (0.1 * torch.randn(64, 100, generator=generator, dtype=torch.float64) for _ in range(2))
+    return summary(factor * mean + shared + 0.3 * own, mean + shared)
+
+
+def test_a_bias_that_was_put_in_is_found() -> None:
+    """And none where there is none; a shorter gradient keeps its direction."""
+    unbiased, short = drawn(1.0), drawn(0.5)
+    assert abs(unbiased["bias_squared"]) < 3 * unbiased["bias_squared_error"] < 0.1
+    assert short["bias_squared"] == pytest.approx(0.25, abs=3 * short["bias_squared_error"])
+    assert short["bias_squared"] > 5 * short["bias_squared_error"]
+    for found in (unbiased, short):
+        assert found["cosine"] == pytest.approx(1.0, abs=3 * found["cosine_error"])
+
+
+def test_advantages_leave_one_out() -> None:
+    stops = [(True, True), (False, False), (True, False), (True,), (False,)]
+    samples = [Sample((1,), (2,) * len(s), (0.0,) * len(s), s, 0 if i < 3 else 1) for i, s in enumerate(stops)]
+    assert advantages(samples) == [1.5, -1.5, 0.0, 1.0, -1.0]
+    assert advantages([sample.cut(1) for sample in samples]) == [0.5, -1.0, 0.5, 1.0, -1.0]
+
+
+def test_every_estimate_is_the_on_policy_gradient_where_nothing_differs(base_model: Path) -> None:
+    """Bit for bit. The control: completions of FP8 rollouts are refused as the BF16 learner's own."""
+    model = Model.load(base_model, "bf16")
+    own = sampled(model, PROMPTS, 4, 6, 0)
+    marked = [dataclasses.replace(sample, stops=(i % 3 == 0,)) for i, sample in enumerate(own)]
+    wanted, found = on_policy(model, marked), estimates(model, marked)
+    assert float(wanted.abs().max()) > 0
+    assert found.kl == 0
+    assert all(torch.equal(found.estimates[name], wanted) for name in RULES)
+    with pytest.raises(RuntimeError, match="tokens differ from the learner's"):
+        on_policy(model, sampled(Model.load(base_model, "fp8-rollout"), PROMPTS, 4, 6, 0))
+
+
+def test_a_model_is_measured(stories: Path) -> None:
+    job = Job(stories, ["Once upon a time", "One day"], 4, 4, [64, 32], 0)
+    (found,) = run(job, ["fp8-rollout"], lambda line: None)
+    assert [(line["length"], line["estimator"]) for line in found["lines"]] == [(n, r) for n in (64, 32) for r in RULES]
+    assert all(line["kl_k3"] > 0 for line in found["lines"])
+    assert table([found]).count("\n") == 1 + 2 * len(RULES)
+
+
+def test_the_page_has_the_numbers_that_were_measured() -> None:
+    runs = json.loads(RESULTS.read_text())
+    page = (ROOT / "docs/experiments/gradient-bias.md").read_text()
+    (shown,) = re.findall(r"<!-- table: gradient bias -->\n\n(.*?)\n\n<!-- end -->", page, re.S)
+    assert shown == table(runs)
+    assert [run["batches"] for run in runs] == [24, 12]
+    lines = [line for run in runs for line in run["lines"]]
+    for line in lines:
+        room = line["bias_squared"] + 2 * line["bias_squared_error"]
+        if line["estimator"] in {"none", "token TIS, cap 2"}:
+            assert room < (0.05 if line["flow"] == "fp8-rollout" else 0.02), line
+            assert line["bias_squared"] < 2 * line["bias_squared_error"]
+    shrunk = [line for line in lines if line["estimator"] == "sequence TIS, cap 2" and line["deviation"] > 1]
+    assert [round(line["bias_squared"], 3) for line in shrunk] == [0.134, 0.413]
+    assert all(line["bias_squared"] > 3 * line["bias_squared_error"] for line in shrunk)
