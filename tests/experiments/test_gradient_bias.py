@@ -89,3 +89,21 @@ def test_the_page_has_the_numbers_that_were_measured() -> None:
     shrunk = [line for line in lines if line["estimator"] == "sequence TIS, cap 2" and line["deviation"] > 1]
     assert [round(line["bias_squared"], 3) for line in shrunk] == [0.134, 0.413]
     assert all(line["bias_squared"] > 3 * line["bias_squared_error"] for line in shrunk)
+
+
+def test_the_prose_of_the_page_has_the_numbers_of_its_table() -> None:
+    page = " ".join((ROOT / "docs/experiments/gradient-bias.md").read_text().split())
+    pair, fp8 = (run["lines"] for run in json.loads(RESULTS.read_text()))
+    low, high, low8, high8 = (f"{end([x['kl_k3'] for x in of]):.1e}" for of in (pair, fp8) for end in (min, max))
+    ends = f"{low} to {high} for the BF16 pair and {low8} to {high8} for FP8 rollouts".replace("e-0", "e-")
+    assert ends in page
+    found = {(line["length"], line["estimator"]): line for line in fp8}
+    bias = [f"{found[length, 'sequence TIS, cap 2']['bias_squared']:.3f}" for length in (64, 200)]
+    assert f"its squared bias is {bias[0]} at 64 tokens and {bias[1]} at 200" in page
+    noise = [
+        f"{found[length, rule]['noise_of_a_batch']:.1f}" for rule in ("sequence IS", "none") for length in (64, 200)
+    ]
+    wanted = (
+        f"its noise is {noise[0]} times the gradient at 64 tokens and {noise[1]} times at 200, against {noise[2]} and"
+    )
+    assert f"{wanted} {noise[3]} without it" in page
