@@ -21,12 +21,9 @@ with suppress(ImportError):  # a machine with a GPU may lack it
 
 from isobit import cli
 from isobit.kernels.native import build
-from tests import interpreter
 from tests.browser import opened as opened
 from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
-
-interpreter.install()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ from .helpers import DEVICE, HAS_GPU, there
 ROWS, EXPERTS, INNER, COLUMNS = 20, 5, 160, 96
 OFFSETS = torch.tensor([0, 3, 3, 4, 15, 20])  # the second expert has no row
 reference = get_ops("reference", "exact")
-on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="NumPy's product, in the interpreter, depends on the tile")
 
 
 def codes(seed: int, *shape: int, spec: QuantSpec) -> QTensor:
@@ -218,7 +217,6 @@ def test_sums_of_rows_and_their_gradients_are_the_reference(dtype: torch.dtype) 
     torch.testing.assert_close(dgates[2, 1].double().cpu(), first, rtol=1e-5, atol=1e-5)
 
 
-@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [True, False])
 def test_a_row_does_not_see_the_others(fp8: bool) -> None:

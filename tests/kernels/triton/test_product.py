@@ -2,7 +2,8 @@
 
 Where all sums are representable in float32 (small integers as codes, scales that are powers of two) the result must be
 the reference's, bit for bit, in whatever tiles. Real data is held element by element to a derived bound. That rows do
-not depend on their batch is a claim about the matrix unit, and so is tested on a GPU; the interpreter's dot is a BLAS.
+not depend on their batch is a claim about the matrix unit, and so is tested on a GPU; the interpreter's dot keeps it by
+construction (`isobit/kernels/triton/interpreter.py`).
 """
 
 from dataclasses import replace

@@ -2,6 +2,7 @@
 
 On a GPU these are the hardware's instructions. Triton 3.6's interpreter, in which kernels are tested on a CPU, rounds
 float32 to FP8 and BF16 wrongly and multiplies BF16 as integers; there the same rounding is written out in integers.
+Its product is replaced too (`interpreter.py`).
 The results are the same bits (`tests/kernels/triton/test_numbers.py`; on a GPU against the reference quantizer).
 
 FP8 codes are passed as uint8 pointers and reinterpreted after the load, so kernels need no FP8 tensors from PyTorch.
@@ -16,6 +17,11 @@ from triton import knobs
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 NAN_CODE = tl.constexpr(0x7F)
+
+if INTERPRETED:
+    from isobit.kernels.triton import interpreter
+
+    interpreter.install()
 
 
 @triton.jit
