@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # every operator. By default they spin so long that beside other busy processes a step takes many times as long
 # (docs/log.md); with this they spin for microseconds, then sleep.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 _HOMES = {
     "Completion": "isobit.engine.types",
