@@ -7,6 +7,7 @@ from typing import Any
 from isobit.engine.pages import pages_needed
 from isobit.engine.types import Sampling
 from isobit.model import Experts, ModelConfig
+from isobit.model.families import FAMILIES, Family
 from isobit.model.rope import Rope
 from isobit.precision import Precision, precision_from
 from isobit.precision.flow import LINEAR_LAYERS
@@ -73,18 +74,22 @@ def draw(seed: int) -> Case:
     schedules = _schedule(rng, lengths, sampling, config), _schedule(rng, lengths, sampling, config)
     learning = Learning(rng.randrange(2**31), rng.choice((1, 1, 2, 3, 7)), rng.choice((1, 2)), rng.random() < 0.3)
     flow, weights = precision_from(_flow(rng)), rng.choice(KINDS)
+    if "input_norm" not in config.norms and weights == "cancelling":  # what no norm has made small would overflow
+        weights = "heavy tails"
     # a step along a gradient would undo the cancellation
     updates = int(rng.random() < 0.4 and weights != "cancelling")
     return Case(seed, config, flow, weights, prompts, ids, sampling, schedules, learning, updates)
 
 
 def _model(rng: Random) -> ModelConfig:
-    family = rng.choice(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"))
+    name = rng.choice(tuple(FAMILIES))
+    family = FAMILIES[name]
     layers, kv_heads = rng.randint(1, 3), rng.choice((1, 1, 2, 3))
-    bias = rng.random() < 0.3 and family in ("llama", "qwen3", "qwen3_moe")
+    bias = rng.random() < 0.3 and family.attention_bias
     inner = _size(rng)
+    windows = _windows(rng, family, layers)
     return ModelConfig(
-        family=family,
+        family=name,
         vocab_size=rng.choice(VOCABULARIES),
         hidden_size=_size(rng),
         intermediate_size=inner,
@@ -94,15 +99,26 @@ def _model(rng: Random) -> ModelConfig:
         head_dim=rng.choice((2, 4, 8, 12, 16, 20, 32, 36, 64, 80, 128)),
         rms_eps=rng.choice((1e-5, 1e-6)),
         rope=_rope(rng),
-        qkv_bias=bias or family == "qwen2",
+        qkv_bias=bias or family.qkv_bias,
         o_bias=bias,
-        mlp_bias=family == "llama" and rng.random() < 0.3,
-        qk_norm=family.startswith("qwen3"),
+        mlp_bias=family.mlp_bias and rng.random() < 0.3,
+        qk_norm=family.qk_norm,
         tie_embeddings=rng.random() < 0.4,
         max_positions=rng.choice((64, 96, 128, 640)),
         eos_ids=(2,),
         experts=_experts(rng, family, layers, inner),
+        windows=windows,
+        unrotated=() if family.unrotated is None else tuple(n for n in range(layers) if rng.random() < 0.3),
+        sliding_rope=_rope(rng) if windows and family.ropes is not None else None,
+        query_scalar=None if family.query_scalar is None else rng.choice((4, 24, 64, 256)),
     )
+
+
+def _windows(rng: Random, family: Family, layers: int) -> tuple[int | None, ...]:
+    """Of one token up to more than most sequences have, in some of the layers."""
+    if family.windows is None or rng.random() < 0.2:
+        return ()
+    return tuple(rng.choice((None, 1, 2, 3, 7, 16, 17, 33, 70)) for _ in range(layers))
 
 
 def _size(rng: Random) -> int:
@@ -110,13 +126,13 @@ def _size(rng: Random) -> int:
     return rng.choice((16, 30, 36, 48, 64, 96, 128, 130, 144, 160, 200, 256, 258, 272, 330, 400))
 
 
-def _experts(rng: Random, family: str, layers: int, inner: int) -> Experts | None:
+def _experts(rng: Random, family: Family, layers: int, inner: int) -> Experts | None:
     count = rng.choice((2, 3, 5, 8, 11))
     chosen = rng.randint(1, min(count, 4))
-    if family == "mixtral":
-        return Experts(count, chosen, inner)
+    if family.mixtures is None or not family.mixtures.own_keys:
+        return None if family.mixtures is None else Experts(count, chosen, inner)
     dense = tuple(layer for layer in range(1, layers) if rng.random() < 0.2)
-    return Experts(count, chosen, _size(rng) // 2, rng.random() < 0.5, dense) if family == "qwen3_moe" else None
+    return Experts(count, chosen, _size(rng) // 2, rng.random() < 0.5, dense)
 
 
 def _rope(rng: Random) -> Rope:
@@ -199,7 +215,9 @@ def _sampling(rng: Random) -> Sampling:
         stop=rng.choice(((), (), (), ("a",), ("e", "xy"))),
         ignore_eos=rng.random() < 0.3,
     )
-    if rng.random() < 0.9:
+    if rng.random() < 0.2:
+        plain = replace(plain, repetition_penalty=rng.choice((0.5, 1.1, 1.3, 10.0)))
+    if rng.random() < 0.8:
         return plain
     return replace(plain, top_k=rng.choice((0, 3)), top_p=rng.choice((1.0, 0.8)), min_p=rng.choice((0.0, 0.05)))
 

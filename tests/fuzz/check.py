@@ -41,8 +41,7 @@ def check(case: Case, backend: str) -> Found:
         others = _arrive(model, case, case.schedules[version % 2], rolled[0])
         _compare_schedules(rolled[0], others, f"beside other requests{when}", found)
         learner = _learner(model, case, list(rolled[version % 2].values()), update=version < case.updates)
-        if not case.sampling.truncated:  # its probabilities are renormalized, and the learner's are not
-            _compare_learner(rolled[version % 2], learner, when, found)
+        _compare_learner(rolled[version % 2], learner, when, found)
     return found
 
 
@@ -115,7 +114,9 @@ def _learner(model: Model, case: Case, completions: list[Completion], update: bo
     temperature = 1.0 if case.sampling.greedy else case.sampling.temperature
     results: dict[Key, torch.Tensor] = {}
     for part in parts:
-        logprobs, entropy = forward(model, pack(part), temperature, recompute=learning.recompute)
+        logprobs, entropy = forward(
+            model, pack(part), temperature, case.sampling.truncation, recompute=learning.recompute
+        )
         if update:
             (logprobs.sum() + 0.1 * entropy.sum()).backward()
         rows = logprobs.detach().split([len(s.completion_ids) for s in part])

@@ -10,6 +10,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.rows import DecodeRows
 from isobit.engine.scheduler import Scheduler
 from isobit.kernels.native.ops import available
+from isobit.model.families import FAMILIES
 from tests.models import require
 
 from . import cases
@@ -119,7 +120,7 @@ def test_cases_repeat_and_cover_what_they_should() -> None:
     drawn = [cases.draw(seed) for seed in range(400)]
     assert drawn == [cases.draw(seed) for seed in range(400)]
     assert all(case.flow.unified and case.flow.varies_with_batch() is None for case in drawn)
-    assert {case.config.family for case in drawn} == {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
+    assert {case.config.family for case in drawn} == set(FAMILIES)
     assert {case.weights for case in drawn} == set(KINDS)
     assert {case.config.rope.kind for case in drawn} == {"default", "linear", "llama3", "yarn"}
     assert {case.flow.name.partition("[")[0] for case in drawn} == {
@@ -137,7 +138,11 @@ def test_cases_repeat_and_cover_what_they_should() -> None:
         [case.flow.bf16_first_layers > 0 for case in drawn],
         [case.config.hidden_size > 128 for case in drawn],
         [case.config.tie_embeddings for case in drawn],
-        [case.sampling.truncated for case in drawn],
+        [case.sampling.top_k > 0 for case in drawn],
+        [case.sampling.repetition_penalty != 1 for case in drawn],
+        [any(case.config.windows) for case in drawn],
+        [bool(case.config.unrotated) for case in drawn],
+        [case.config.sliding_rope is not None for case in drawn],
         [case.updates > 0 for case in drawn],
         [case.learning.recompute for case in drawn],
         [any(len(set(prompt)) == 1 < len(prompt) for prompt in case.prompts) for case in drawn],

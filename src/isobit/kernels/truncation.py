@@ -1,10 +1,10 @@
 """The support of a row of logits under top-k, top-p and min-p: the tokens that can be drawn from it.
 
-The rollout's sampler and the learner's head call `truncate` on the same bits, so both have one support, and
-softmax over it is one distribution (tests/training/test_truncated_sampling.py). Order: penalize
-repeated tokens, divide by the temperature, keep
-the top k, of these the smallest set with probability at least p, of these the tokens with at least min_p times the
-largest probability. A token that is left out has logit -inf from there on: probability 0, and no gradient.
+The rollout's sampler and the learner's head call `truncate` on the same bits, so both have one support, and softmax
+over it is one distribution (tests/training/test_truncated_sampling.py). Order: penalize repeated tokens, divide by the
+temperature, keep the top k, of these the smallest set with probability at least p, of these the tokens with at least
+min_p times the largest probability. A token that is left out has logit -inf from there on: probability 0, and no
+gradient.
 
 Every reduction is over one contiguous row, in float64 where it sums. Left out: the renormalization, which is that of
 `Ops.token_logprobs`.
