@@ -50,6 +50,13 @@ def test_fp8_is_faster_than_bf16_and_more_gpus_than_few() -> None:
     assert 1.05 * low.seconds.learn < mlp < again
 
 
+def test_smaller_masters_and_moments_are_updated_faster() -> None:
+    """By the bytes that are read and written; nearly all matrices of the model have moments in 8 bits."""
+    full = _of().seconds.update
+    for change, bytes_of_a_parameter in (("optimizer.masters=bf16", 26), ("optimizer.state=8bit", 18 + 0.125)):
+        assert _of(change).seconds.update / full == pytest.approx(bytes_of_a_parameter / 30, rel=0.01), change
+
+
 def test_completions_that_end_early_take_less_but_the_longest_counts() -> None:
     given = job("Qwen3-8B", ranks=8)
     whole = estimate(given)

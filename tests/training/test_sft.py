@@ -4,8 +4,9 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,12 +15,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from isobit.config import SftConfig, load_sft_config
+from isobit.config import ArchitectureConfig, SftConfig, load_sft_config
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
-from isobit.model import Model
+from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model.families import FAMILIES
 from isobit.rewards.pool import RewardPool
 from isobit.tasks import TaskSettings, load_task
 from isobit.training import sft
@@ -49,6 +51,22 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
         return path
 
     return write
+
+
+def test_every_family_can_be_made(config: WriteConfig) -> None:
+    """And its config.json says what was made: a SmolLM3 has layers without rotary embedding."""
+    options = get_args(get_type_hints(ArchitectureConfig)["family"])
+    assert sorted(options) == sorted(FAMILIES)
+    for family in options:
+        changes = [f"model.init.family={family}", "model.init.num_layers=5"]
+        experts = ["model.init.num_experts=4"] if FAMILIES[family].mixtures else []
+        init = load_sft_config(config(), changes + experts).model.init
+        assert init is not None
+        made = sft._architecture(init, Tokenizer.characters("0123456789"))
+        read = ModelConfig.from_hf(made.to_hf())
+        assert replace(read, query_scalar=made.query_scalar) == made
+        assert read.attention_scale == made.attention_scale
+        assert made.unrotated == ((3,) if family == "smollm3" else ())
 
 
 @pytest.mark.slow

@@ -162,7 +162,9 @@ class CompareConfig:
 class ArchitectureConfig:
     """A model made from scratch, with a character tokenizer over the task's alphabet."""
 
-    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text"] = "qwen3"
+    family: Literal[
+        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "olmo2", "olmo3", "gemma3_text"
+    ] = "qwen3"
     hidden_size: Annotated[int, at_least(8)] = 128
     intermediate_size: Annotated[int, at_least(8), "width of the MLP, or of each expert"] = 512
     num_experts: Annotated[int | None, at_least(1), "qwen3_moe, mixtral"] = None

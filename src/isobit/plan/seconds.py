@@ -8,11 +8,12 @@ checkpoints; rewards are computed beside the rollout.
 
 from dataclasses import dataclass
 
+from isobit.model.masters import MASTERS
 from isobit.plan import traffic
 from isobit.plan.devices import FACTORS, Factors, rates
 from isobit.plan.job import Job
-from isobit.plan.memory import Memory, largest_share, num_parameters
-from isobit.plan.work import Phase, decode, floor, learn, prefill, score, share_again, update
+from isobit.plan.memory import Memory, largest_share, moment_bytes, num_parameters
+from isobit.plan.work import Phase, Work, decode, floor, learn, prefill, score, share_again, update
 
 _POINTS = 64  # of the decline of running sequences
 
@@ -46,7 +47,7 @@ def seconds(job: Job, memory: Memory, factors: Factors = FACTORS) -> Seconds:
         learn=rounds * forward_and_backward,
         exchange=rounds * sent,
         exposed=rounds * shown,
-        update=job.updates * _time(job, {"optimizer": update(_share(job))}, factors),
+        update=job.updates * _time(job, {"optimizer": _update(job)}, factors),
         sync=job.updates * sync(job, factors),
     )
 
@@ -113,6 +114,12 @@ def step(job: Job, batch: float, context: float, factors: Factors = FACTORS) -> 
     """A token for each of `batch` sequences."""
     phase = decode(job.model, job.precision, batch, context)
     return _time(job, phase, factors) + job.model.num_layers * factors.layer_s + factors.step_s
+
+
+def _update(job: Job) -> Work:
+    options, adapter = job.config.optimizer, job.config.adapter
+    moments = moment_bytes(job.model, options.state, adapter) / num_parameters(job.model, adapter)
+    return update(_share(job), MASTERS[options.masters].itemsize, moments)
 
 
 def _share(job: Job) -> int:

@@ -74,8 +74,8 @@ def learn(
     recompute: Recompute = False,
     frozen: bool = False,
 ) -> Phase:
-    """Forward and backward of packed sequences of this length, and the optimizer's step over FP32 masters. With
-    `recompute` the backward runs the layers' forward again, or their MLPs'; `frozen` weights have no WGrad."""
+    """Forward and backward of packed sequences of this length, and the optimizer's step over FP32 masters and moments.
+    With `recompute` the backward runs the layers' forward again, or their MLPs'; `frozen` weights have no WGrad."""
     forward = _forward(config, precision, "learner", tokens, length / 2, tokens / length)
     linear, attention, again = forward["linear"], forward["attention"], 1 if recompute is True else 0
     products_again = share_again(config, recompute)
@@ -109,9 +109,10 @@ def share_again(config: ModelConfig, recompute: Recompute) -> float:
     return (sizes["gate_up"] if config.experts is None else mlp) / (sizes["qkv"] + sizes["o"] + mlp)
 
 
-def update(parameters: float) -> Work:
-    """AdamW: gradient, master and moments read; the latter and working weights written."""
-    return Work(bytes=parameters * (4 * 7 + 2))
+def update(parameters: float, master: float = 4, moments: float = 8) -> Work:
+    """AdamW: gradient, master and moments read; the latter and working weights written. `master` and `moments`: their
+    bytes of a parameter."""
+    return Work(bytes=parameters * (4 + 2 * (master + moments) + 2))
 
 
 def linear_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -138,6 +138,7 @@ def _initial_model(config: SftConfig, task: Task) -> Model:
 
 
 def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:
+    family = FAMILIES[init.family]
     return ModelConfig(
         family=init.family,
         vocab_size=tokenizer.vocab_size,
@@ -148,8 +149,9 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         num_kv_heads=init.num_kv_heads or init.num_heads,
         head_dim=init.head_dim or init.hidden_size // init.num_heads,
         rope=Rope(init.rope_theta),
-        qkv_bias=FAMILIES[init.family].qkv_bias,
-        qk_norm=FAMILIES[init.family].qk_norm,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        unrotated=() if family.unrotated is None else family.unrotated({}, "model.init", init.num_layers),
         tie_embeddings=init.tie_embeddings,
         max_positions=init.max_positions,
         eos_ids=tokenizer.eos_ids,
