@@ -134,6 +134,11 @@ def test_a_replay_that_goes_on_learns_from_the_same_rollouts(tmp_path: Path, bas
     halves = {name: replay(first.run_dir, tmp_path / name, [faster, "steps=2"]).run_dir for name in ("half", "control")}
     resume(halves["half"], [f"steps={len(first.metrics)}"])
     assert fingerprint(halves["half"]) == fingerprint(whole.run_dir)
+    with pytest.raises(IsobitError, match=r"steps=5: .* recorded 4, and no more can be learned .* at most steps=4$"):
+        resume(halves["half"], ["steps=5"])
+    with pytest.raises(IsobitError, match=r"^steps=5: .* recorded 4, "):
+        replay(first.run_dir, tmp_path / "longer", ["steps=5"])
+    assert not (tmp_path / "longer").exists()
     (halves["control"] / ROLLOUTS_FROM).unlink()
     resume(halves["control"], [f"steps={len(first.metrics)}"])
     assert fingerprint(halves["control"])["completions"] != fingerprint(whole.run_dir)["completions"]

@@ -160,11 +160,12 @@ def _directory(directory: Path, ranks: Ranks, opened: Callable[[], RunDirectory]
 def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool, ranks: Ranks = ALONE) -> Session:
     """A new run that learns from the rollouts recorded in another."""
     runs.require_run(recorded)
-    steps = sum(1 for row in runs.read_jsonl(recorded / runs.METRICS) if row["step"] > 0)
+    steps = _recorded_steps(recorded)
     if steps == 0:
         raise IsobitError(f"{recorded}: no step was recorded")
     groups = recorded_groups(recorded, load_run_config(recorded))
     config = load_run_config(recorded, [f"steps={steps}", *overrides, f"run.dir={out}"])
+    _refuse_more_steps(config, recorded)
     ranks.on_first(lambda: runs.refuse_existing(out))
     config = _of_ranks(config, ranks)
     parts = open_parts(config, quiet=quiet, ranks=ranks)
@@ -186,8 +187,21 @@ def _recorded(run_dir: Path, config: Config, parts: Parts, step: int) -> Iterato
             f"{run_dir} learns from the rollouts of {other}, which is no run directory any more; if it "
             f"was moved, write its new path into {found}"
         )
+    _refuse_more_steps(config, other)
     _unlike(other, config, parts)
     return islice(recorded_groups(other, load_run_config(other)), step, None)
+
+
+def _recorded_steps(run_dir: Path) -> int:
+    return sum(1 for row in runs.read_jsonl(run_dir / runs.METRICS) if row["step"] > 0)
+
+
+def _refuse_more_steps(config: Config, recorded: Path) -> None:
+    if config.steps > (steps := _recorded_steps(recorded)):
+        raise IsobitError(
+            f"steps={config.steps}: {recorded} recorded {steps}, and no more can be learned from its rollouts; give at "
+            f"most steps={steps}"
+        )
 
 
 def _unlike(recorded: Path, config: Config, parts: Parts) -> list[str]:
