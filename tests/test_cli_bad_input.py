@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from isobit import cli
 from isobit.config import load_config
@@ -18,6 +20,52 @@ from tests.runs import write_config
 
 Run = Callable[..., tuple[int, str]]
 REWARD = "def score(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n"
+
+
+def _host_memory() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def _numpy_memory() -> None:
+    np.empty(1 << 60, dtype=np.uint8)
+
+
+def _python_memory() -> None:
+    bytearray(1 << 60)
+
+
+def _gpu_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee documentation")
+
+
+def _another_error() -> None:
+    raise RuntimeError("shapes do not match")
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (_host_memory, "can't allocate memory: you tried to allocate 1152921504606846976 bytes"),
+        (_numpy_memory, "Unable to allocate 1.00 EiB"),
+        (_python_memory, "Python found none"),
+        (_gpu_memory, "CUDA out of memory. Tried to allocate 20.00 GiB.; less is taken"),
+    ],
+)
+def test_memory_that_is_not_there_is_said_in_one_line(
+    ask: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With real allocations on the host. The control: another RuntimeError is a bug, and keeps its traceback."""
+    monkeypatch.setattr(cli, "app", lambda **_: ask())
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("isobit: out of memory: ")
+    assert said in line
+    assert line.endswith("goes on from its last checkpoint with --resume")
+    monkeypatch.setattr(cli, "app", lambda **_: _another_error())
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        cli.main()
 
 
 @pytest.fixture

@@ -67,6 +67,16 @@ class NonFiniteError(IsobitError):
     """NaN or infinity where a number is needed. The learner skips a step in which this happens, and counts it."""
 
 
+def failed_allocation(error: BaseException) -> str | None:
+    """What memory was asked for in vain, in the words of PyTorch, NumPy or Python; None for any other error. PyTorch
+    has a class for a GPU's memory, known here by its name, and a plain RuntimeError for the host's."""
+    said = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return said or "Python found none"
+    _, found, asked = said.partition("DefaultCPUAllocator: ")
+    return asked if found and "allocate memory" in asked else None
+
+
 def printable(text: str) -> str:
     """Text that others wrote (a model, a data row, a template, an exception), as a terminal may have it: what it would
     obey, escape sequences and changes of the direction of writing, is written out."""

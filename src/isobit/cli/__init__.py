@@ -13,9 +13,15 @@ from typing import NoReturn
 
 from isobit.cli import training, planning, evaluation, models, pages  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
-from isobit.errors import IsobitError, brief
+from isobit.errors import IsobitError, RunFailed, brief, failed_allocation
 
 __all__ = ["app", "evaluation", "main", "models", "pages", "planning", "training"]
+
+
+_LESS_MEMORY = (
+    "less is taken with smaller optimizer.micro_batch_tokens, engine.kv_pages or adapter.rank, and with "
+    "optimizer.activation_checkpointing (isobit plan counts it); a run goes on from its last checkpoint with --resume"
+)
 
 
 def main() -> None:
@@ -28,6 +34,11 @@ def main() -> None:
         if error.errno != errno.ENAMETOOLONG:
             raise
         _end(IsobitError(f"{brief(error.filename)}: {error.strerror}"))
+    except (MemoryError, RuntimeError) as error:
+        asked = failed_allocation(error)
+        if asked is None:
+            raise
+        _end(RunFailed(f"out of memory: {asked}; {_LESS_MEMORY}"))
 
 
 def _end(error: IsobitError) -> NoReturn:
