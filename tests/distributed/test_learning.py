@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -74,8 +75,10 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8-unified", "fp8"])
+@pytest.mark.parametrize(
+    ("precision", "family"),
+    [*product(("bf16", "fp8-unified", "fp8"), ("qwen3", "qwen3_moe")), ("fp8", "gemma3_text")],
+)
 def test_every_number_of_ranks_learns_the_same(precision: str, family: str) -> None:
     samples = roll_out(model_of(precision, family))
     state, metrics = learn(samples, precision, family)

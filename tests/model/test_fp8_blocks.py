@@ -19,7 +19,7 @@ from tests.models import level
 from .helpers import logits, oracle_logits, random_model, tokens
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text"]
 
 
 def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:

@@ -30,7 +30,12 @@ SEQUENCES = [tokens(1, 1), tokens(23, 2), tokens(9, 3), tokens(40, 4)]
 
 
 def classifier(path: Path, prefix: str, labels: int = 1, **changes: Any) -> Any:
-    values = {**_SIZES, "num_labels": labels, **({"head_dim": 12} if prefix == "Qwen3" else {}), **changes}
+    values = {
+        **_SIZES,
+        "num_labels": labels,
+        **({"head_dim": 12} if prefix in ("Qwen3", "Gemma3Text") else {}),
+        **changes,
+    }
     config = getattr(transformers, f"{prefix}Config")(**values)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForSequenceClassification")(config).float().eval()
@@ -40,7 +45,7 @@ def classifier(path: Path, prefix: str, labels: int = 1, **changes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("prefix", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("prefix", ["Llama", "Qwen2", "Qwen3", "Gemma3Text"])
 def test_scores_of_transformers(tmp_path: Path, prefix: str) -> None:
     theirs = classifier(tmp_path, prefix)
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Runs that train an adapter: rollout and learner agree in every bit, only the adapter changes, and runs repeat."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ ATTENTION = {**ADAPTER, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3_moe"):
+    for family in ("qwen3", "qwen3_moe", "gemma3_text"):
         tiny_model(family=family, scale=4.0).save(folder / family)
     return folder
 
@@ -47,8 +48,10 @@ def _run(folder: Path, models: Path, **changes: Any) -> TrainResult:
     return train(load_config(_config(folder, models, **changes)), quiet=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("precision", ["fp8", "fp8-unified", "bf16", "nvfp4"])
+@pytest.mark.parametrize(
+    ("precision", "family"),
+    [*product(("fp8", "fp8-unified", "bf16", "nvfp4"), ("qwen3", "qwen3_moe")), ("fp8", "gemma3_text")],
+)
 def test_no_token_differs_after_updates(tmp_path: Path, models: Path, precision: str, family: str) -> None:
     """Several updates a batch, whose adapters the next rollout must have. Rows agree where they are learned from as
     where they are compared: `on_mismatch` is `stop`."""
