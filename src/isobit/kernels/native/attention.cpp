@@ -75,9 +75,14 @@ static void attend_block(const Attention& g, const Task& task) {
         read_tokens(g, g.q, kv_head * group + h, row0, task.tokens, width, group * width, query + h * width);
     for (int64_t j = 0; j < keys; j += KEY_BLOCK) {
         int64_t count = keys - j < KEY_BLOCK ? keys - j : KEY_BLOCK;
-        FOR_STORE(g, read_rows, g, g.k, read_with<R>(g.k_scale), slots + j, kv_head, count, width, block)
-        for (int64_t i = count * width; i < padded(count, 8) * width; i++) block[i] = R(0);
-        row_products(rows, padded(count, 8), query, block, width, scores + j, stride);
+        if constexpr (sizeof(R) == sizeof(float)) {
+            FOR_STORE(g, read_panels, g, g.k, nullptr, slots + j, kv_head, count, block)
+            row_products_turned(rows, padded(count, PANEL) / PANEL, query, block, g.dim, width, scores + j, stride);
+        } else {
+            FOR_STORE(g, read_rows, g, g.k, g.k_scale, slots + j, kv_head, count, width, block)
+            for (int64_t i = count * width; i < padded(count, 8) * width; i++) block[i] = R(0);
+            row_products(rows, padded(count, 8), query, block, width, scores + j, stride);
+        }
     }
     softmax(g, task, slots, kv_head, rows, keys, scores, stride, total, factors);
     std::memset(mixed, 0, rows * width * sizeof(R));

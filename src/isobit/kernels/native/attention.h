@@ -66,7 +66,7 @@ static void read_rows(const Attention& g, const void* data, const float* scales,
     }
 }
 
-// Panels of 16 rows, transposed: out[panel][dim][16]; rows beyond count are zero.
+// Panels of 16 rows, transposed: out[panel][dim][16]; rows beyond count are zero. Codes as `read_rows` gives them.
 template <class R, class T>
 static void read_panels(const Attention& g, const void* data, const float* scales, const int64_t* slots,
                         int64_t kv_head, int64_t count, R* out) {
@@ -86,8 +86,9 @@ static void read_panels(const Attention& g, const void* data, const float* scale
         }
         transpose_rows(rows, g.dim, turned);
         for (int64_t d = 0; d < g.dim; d++) {
-            f32x16 line = decode(turned + d * PANEL);
-            put(out + d * PANEL, scales ? line * scale : line);
+            if constexpr (sizeof(T) == 1)
+                put(out + d * PANEL, scales ? decode(turned + d * PANEL) * scale : decode_off(turned + d * PANEL));
+            else put(out + d * PANEL, decode(turned + d * PANEL));
         }
     }
 }

@@ -8,10 +8,10 @@
 
 constexpr int64_t ROWS = 32;
 
-// scores [rows][stride] of keys from `base` on and dO·Vᵀ to probabilities P and dS, and both transposed [keys][ROWS].
+// scores [rows][stride] of keys from `base` on and dO·Vᵀ to probabilities P and dS.
 template <class R>
 static void probabilities(const Attention& g, int64_t first, int64_t base, int64_t rows, int64_t keys, int64_t stride,
-                          const float* lse, const R* inner, R* scores, R* dscores, R* turned, R* dturned) {
+                          const float* lse, const R* inner, R* scores, R* dscores) {
     typedef typename Columns<R>::V V;
     constexpr int lanes = Columns<R>::lanes;
     const V scale = splat(R(g.scale));
@@ -25,7 +25,6 @@ static void probabilities(const Attention& g, int64_t first, int64_t base, int64
             store(s + j, weight);
             store(d + j, weight * (load<V>(d + j) - splat(inner[r])) * scale);
         }
-        for (int64_t j = 0; j < keys; j++) turned[j * ROWS + r] = s[j], dturned[j * ROWS + r] = d[j];
     }
 }
 
@@ -51,14 +50,14 @@ template <class R>
 static void differentiate(const Attention& g, int64_t sequence, int64_t kv_head) {
     static thread_local Scratch scratch;
     const int64_t group = g.heads / g.kv_heads, row0 = g.row_start[sequence], count = g.row_start[sequence + 1] - row0;
-    const int64_t width = padded(g.dim, PANEL), many = padded(count, PANEL), stride = many;
-    const int64_t numbers = 3 * many * width + 2 * many * g.dim + 4 * ROWS * many + 4 * ROWS * width + ROWS;
+    const int64_t width = padded(g.dim, PANEL), many = padded(count, PANEL);
+    const int64_t stride = many + PANEL;  // rows a power of two apart would take turns in few lines of the cache
+    const int64_t numbers = 3 * many * width + 2 * many * g.dim + 2 * ROWS * stride + 4 * ROWS * width + ROWS;
     R* keys = (R*)scratch.get(many + numbers * sizeof(R) / sizeof(double));
     R *keys_turned = keys + many * width, *values_turned = keys_turned + many * g.dim;
     R *dk = values_turned + many * g.dim, *dv = dk + many * width, *scores = dv + many * width;
-    R *dscores = scores + ROWS * many, *turned = dscores + ROWS * many, *dturned = turned + ROWS * many;
-    R *query = dturned + ROWS * many, *dout = query + ROWS * width, *out = dout + ROWS * width;
-    R *dq = out + ROWS * width, *inner = dq + ROWS * width;
+    R *dscores = scores + ROWS * stride, *query = dscores + ROWS * stride, *dout = query + ROWS * width;
+    R *out = dout + ROWS * width, *dq = out + ROWS * width, *inner = dq + ROWS * width;
     int64_t* slots = (int64_t*)(inner + ROWS);
     g.slots(sequence, 0, count, slots);
     FOR_STORE(g, read_rows, g, g.k, g.k_scale, slots, kv_head, count, width, keys)
@@ -77,11 +76,11 @@ static void differentiate(const Attention& g, int64_t sequence, int64_t kv_head)
             tile_product<REPLACE>(rows, panels, query, width, k_turned, PANEL, g.dim * PANEL, g.dim, scores, stride);
             tile_product<REPLACE>(rows, panels, dout, width, v_turned, PANEL, g.dim * PANEL, g.dim, dscores, stride);
             probabilities(g, first, base, rows, seen, stride, g.lse + (row0 + first) * g.heads + h, inner, scores,
-                          dscores, turned, dturned);
+                          dscores);
             std::memset(dq, 0, rows * width * sizeof(R));
             accumulate(rows, width / PANEL, dscores, stride, keys + base * width, width, seen, dq, width);
-            accumulate(seen, width / PANEL, dturned, ROWS, query, width, rows, dk + base * width, width);
-            accumulate(seen, width / PANEL, turned, ROWS, dout, width, rows, dv + base * width, width);
+            accumulate<true>(seen, width / PANEL, dscores, stride, query, width, rows, dk + base * width, width);
+            accumulate<true>(seen, width / PANEL, scores, stride, dout, width, rows, dv + base * width, width);
             write_gradient(g, dq, g.heads, h, row0 + first, rows, width, g.dq);
         }
     write_gradient(g, dk, g.kv_heads, kv_head, row0, count, width, g.dk);

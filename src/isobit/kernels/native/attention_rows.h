@@ -25,8 +25,7 @@ static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R 
         if constexpr (single) value = value * load<V>(factors.score + j);
         else value = value * splat(scale);
         store(scores + j, value);
-        auto greater = value > most;
-        most = (V)(((decltype(greater))value & greater) | ((decltype(greater))most & ~greater));
+        most = value > most ? value : most;
     }
     R peak = most[0];
     for (int lane = 1; lane < lanes; lane++) peak = most[lane] > peak ? most[lane] : peak;
@@ -118,6 +117,66 @@ static void row_products(int64_t rows, int64_t keys, const R* row, const R* key,
         int64_t r = 0;
         for (; r + 2 <= rows; r += 2) eight_keys<2>(row + r * width, eight, ones, width, out + r * stride + j, stride);
         if (r < rows) eight_keys<1>(row + r * width, eight, ones, width, out + r * stride + j, stride);
+    }
+}
+
+// The same sums over keys that are turned, [panel][dim][16]: vectors over keys, so that the tree is additions alone. A lane
+// of a key's sum is the chain of the channels LANE, LANE + 16, ...; lanes that are farthest apart are added first.
+template <int LANE, int STEP, int MR, int WIDTH>
+static INLINE void lanes_from(const float* rows, const float* panel, int64_t dim, int64_t width, f32x16* sum) {
+    if constexpr (STEP == 16) {
+#pragma GCC unroll 4
+        for (int r = 0; r < MR; r++) sum[r] = splat(0.0f);
+#pragma GCC unroll 8
+        for (int64_t d = LANE; d < (WIDTH ? WIDTH : dim); d += 16) {
+            f32x16 keys = load<f32x16>(panel + d * PANEL);
+#pragma GCC unroll 4
+            for (int r = 0; r < MR; r++)
+                sum[r] = multiply_add(splat(rows[r * (WIDTH ? WIDTH : width) + d]), keys, sum[r]);
+        }
+    } else {
+        f32x16 others[MR];
+        lanes_from<LANE, 2 * STEP, MR, WIDTH>(rows, panel, dim, width, sum);
+        lanes_from<LANE + STEP, 2 * STEP, MR, WIDTH>(rows, panel, dim, width, others);
+#pragma GCC unroll 4
+        for (int r = 0; r < MR; r++) {
+            sum[r] = sum[r] + others[r];
+#ifdef __AVX512F__
+            asm volatile("" : "+v"(sum[r]));  // GCC would compute all chains before the sums, and run out of registers
+#endif
+        }
+    }
+}
+
+#ifdef __AVX512F__
+constexpr int TOGETHER = 4;  // rows: as many as share a load of keys within the registers
+#else
+constexpr int TOGETHER = 1;
+#endif
+
+template <int WIDTH>
+static void turned_products(int64_t rows, int64_t panels, const float* row, const float* keys, int64_t dim, int64_t width,
+                            float* out, int64_t stride) {
+    for (int64_t p = 0; p < panels; p++, keys += dim * PANEL) {
+        int64_t r = 0;
+        f32x16 sum[TOGETHER];
+        for (; r + TOGETHER <= rows; r += TOGETHER) {
+            lanes_from<0, 1, TOGETHER, WIDTH>(row + r * width, keys, dim, width, sum);
+            for (int i = 0; i < TOGETHER; i++) store(out + (r + i) * stride + p * PANEL, sum[i]);
+        }
+        for (; r < rows; r++) {
+            lanes_from<0, 1, 1, WIDTH>(row + r * width, keys, dim, width, sum);
+            store(out + r * stride + p * PANEL, sum[0]);
+        }
+    }
+}
+static void row_products_turned(int64_t rows, int64_t panels, const float* row, const float* keys, int64_t dim,
+                                int64_t width, float* out, int64_t stride) {
+    switch (dim) {
+        case 32: turned_products<32>(rows, panels, row, keys, dim, width, out, stride); break;
+        case 64: turned_products<64>(rows, panels, row, keys, dim, width, out, stride); break;
+        case 128: turned_products<128>(rows, panels, row, keys, dim, width, out, stride); break;
+        default: turned_products<0>(rows, panels, row, keys, dim, width, out, stride);
     }
 }
 

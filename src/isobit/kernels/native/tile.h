@@ -19,9 +19,9 @@ struct Factors {
     const double *row, *column;
 };
 
-// MR rows times NP panels. a[r][k] at a + r*lda + k; b[p][k][0..15] at b + p*panel + k*ldb; c[r][p][0..15] at
-// c + r*ldc + p*16.
-template <Finish F, int MR, int NP, class R>
+// MR rows times NP panels. a[r][k] at a + r*lda + k, or if A is TURNED at a + k*lda + r; b[p][k][0..15] at
+// b + p*panel + k*ldb; c[r][p][0..15] at c + r*ldc + p*16.
+template <Finish F, int MR, int NP, bool TURNED, class R>
 static void tile(const R* a, int64_t lda, const R* b, int64_t ldb, int64_t panel, int64_t count, R* c, int64_t ldc,
                  const double* row_factors, const double* column_factors) {
     typedef typename Columns<R>::V V;
@@ -38,7 +38,7 @@ static void tile(const R* a, int64_t lda, const R* b, int64_t ldb, int64_t panel
             column[w] = load<V>(b + (w / vectors) * panel + k * ldb + (w % vectors) * lanes);
 #pragma GCC unroll 8
         for (int r = 0; r < MR; r++) {
-            V broadcast = splat(a[r * lda + k]);
+            V broadcast = splat(TURNED ? a[k * lda + r] : a[r * lda + k]);
 #pragma GCC unroll 8
             for (int w = 0; w < width; w++) sum[r][w] = multiply_add(broadcast, column[w], sum[r][w]);
         }
@@ -57,27 +57,34 @@ static void tile(const R* a, int64_t lda, const R* b, int64_t ldb, int64_t panel
         }
 }
 
-template <Finish F, int MR, int NP, class R>
+template <Finish F, int MR, int NP, bool TURNED, class R>
 static void tile_panels(int64_t panels, const R* a, int64_t lda, const R* b, int64_t ldb, int64_t panel, int64_t count,
                         R* c, int64_t ldc, Factors factors) {
     int64_t p = 0;
     for (; p + NP <= panels; p += NP)
-        tile<F, MR, NP, R>(a, lda, b + p * panel, ldb, panel, count, c + p * PANEL, ldc, factors.row,
+        tile<F, MR, NP, TURNED, R>(a, lda, b + p * panel, ldb, panel, count, c + p * PANEL, ldc, factors.row,
                            factors.column + p * PANEL);
     for (; p < panels; p++)
-        tile<F, MR, 1, R>(a, lda, b + p * panel, ldb, panel, count, c + p * PANEL, ldc, factors.row,
+        tile<F, MR, 1, TURNED, R>(a, lda, b + p * panel, ldb, panel, count, c + p * PANEL, ldc, factors.row,
                           factors.column + p * PANEL);
 }
 
+// Panels beside each other with 8 rows: as many as 32 registers hold, where there are so many.
+#ifdef __AVX512F__
+template <class R> constexpr int WIDE = 2 / Columns<R>::vectors;
+#else
+template <class R> constexpr int WIDE = 1;
+#endif
+
 // Tiles with enough independent chains to hide the latency of a multiply-add, within the registers of the machine.
-template <Finish F, class R>
+template <Finish F, bool TURNED = false, class R>
 static void tile_product(int64_t rows, int64_t panels, const R* a, int64_t lda, const R* b, int64_t ldb, int64_t panel,
                          int64_t count, R* c, int64_t ldc, Factors factors = {nullptr, nullptr}) {
 #define ISOBIT_TILES(MR, NP)                                                                      \
-    tile_panels<F, MR, NP, R>(panels, a, lda, b, ldb, panel, count, c, ldc, factors);             \
-    rows -= MR, a += MR * lda, c += MR * ldc, factors.row += MR
+    tile_panels<F, MR, NP, TURNED, R>(panels, a, lda, b, ldb, panel, count, c, ldc, factors);     \
+    rows -= MR, a += TURNED ? MR : MR * lda, c += MR * ldc, factors.row += MR
     while (rows >= 8) {
-        ISOBIT_TILES(8, 1);
+        ISOBIT_TILES(8, WIDE<R>);
     }
     if (rows >= 4) {
         ISOBIT_TILES(4, 2);
@@ -95,15 +102,15 @@ constexpr int64_t CHAIN = 32;
 
 // C += A · B. In float64 the chain of C goes on; in float32 every 32 of k are a chain from zero that is added to C, so
 // that its error grows with count / 32.
-template <class R>
+template <bool TURNED = false, class R>
 static void accumulate(int64_t rows, int64_t panels, const R* a, int64_t lda, const R* b, int64_t ldb, int64_t count, R* c,
                        int64_t ldc) {
     if constexpr (sizeof(R) == sizeof(double)) {
-        tile_product<CONTINUE>(rows, panels, a, lda, b, ldb, PANEL, count, c, ldc);
+        tile_product<CONTINUE, TURNED>(rows, panels, a, lda, b, ldb, PANEL, count, c, ldc);
     } else {
         for (int64_t k = 0; k < count; k += CHAIN)
-            tile_product<ADD>(rows, panels, a + k, lda, b + k * ldb, ldb, PANEL, count - k < CHAIN ? count - k : CHAIN, c,
-                              ldc);
+            tile_product<ADD, TURNED>(rows, panels, a + (TURNED ? k * lda : k), lda, b + k * ldb, ldb, PANEL,
+                                      count - k < CHAIN ? count - k : CHAIN, c, ldc);
     }
 }
 
