@@ -25,7 +25,7 @@ static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R 
         if constexpr (single) value = value * load<V>(factors.score + j);
         else value = value * splat(scale);
         store(scores + j, value);
-        most = value > most ? value : most;
+        most = larger_of(value, most);
     }
     R peak = most[0];
     for (int lane = 1; lane < lanes; lane++) peak = most[lane] > peak ? most[lane] : peak;
@@ -41,6 +41,23 @@ static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R 
 
 // Two rows of key lanes to one: the first half of each key's lanes plus the second half, keys side by side. Three levels
 // bring the lanes of 8 keys into one vector, each summed by the tree of `lane_sum`.
+#ifdef ISOBIT_PAIRS
+INLINE f64x8 fold(f64x8 a, f64x8 b, int level) {
+    if (level == 0) return {a.low + a.high, b.low + b.high};
+    if (level == 1) return FROM_BOTH(a, b, 0, 1, 4, 5) + FROM_BOTH(a, b, 2, 3, 6, 7);
+    return FROM_BOTH(a, b, 0, 2, 4, 6) + FROM_BOTH(a, b, 1, 3, 5, 7);
+}
+INLINE f32x16 fold(f32x16 a, f32x16 b, int level) {
+    if (level == 0) return {a.low + a.high, b.low + b.high};
+    if (level == 1) return FROM_BOTH(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + FROM_BOTH(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    return FROM_BOTH(a, b, 0, 1, 4, 5, 8, 9, 12, 13) + FROM_BOTH(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
+}
+INLINE void put_keys(f64x8 v, double* out) { store(out, v); }
+INLINE void put_keys(f32x16 v, float* out) {
+    store(out, __builtin_shufflevector(v.low, v.high, 0, 2, 4, 6, 8, 10, 12, 14) +
+                   __builtin_shufflevector(v.low, v.high, 1, 3, 5, 7, 9, 11, 13, 15));
+}
+#else
 INLINE f64x8 fold(f64x8 a, f64x8 b, int level) {
     if (level == 0)
         return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
@@ -67,6 +84,7 @@ INLINE void put_keys(f32x16 v, float* out) {
                  __builtin_shufflevector(v, v, 1, 3, 5, 7, 9, 11, 13, 15, 1, 3, 5, 7, 9, 11, 13, 15);
     store(out, low_half(sum));
 }
+#endif
 
 // out[r][j] = rows[r] · keys[j] for MR rows and 8 keys: lanes over the head dimension, then the tree. Keys are stored
 // values or decoded ones: the products and their order are the same.
@@ -120,7 +138,7 @@ static void row_products(int64_t rows, int64_t keys, const R* row, const R* key,
     }
 }
 
-// The same sums over keys that are turned, [panel][dim][16]: vectors over keys, so that the tree is additions alone. A lane
+// The same sums in float32 over keys that are turned, [panel][dim][16]: vectors over keys, so that the tree is additions alone. A lane
 // of a key's sum is the chain of the channels LANE, LANE + 16, ...; lanes that are farthest apart are added first.
 template <int LANE, int STEP, int MR, int WIDTH>
 static INLINE void lanes_from(const float* rows, const float* panel, int64_t dim, int64_t width, f32x16* sum) {
@@ -141,14 +159,14 @@ static INLINE void lanes_from(const float* rows, const float* panel, int64_t dim
 #pragma GCC unroll 4
         for (int r = 0; r < MR; r++) {
             sum[r] = sum[r] + others[r];
-#ifdef __AVX512F__
+#ifdef ISOBIT_AVX512
             asm volatile("" : "+v"(sum[r]));  // GCC would compute all chains before the sums, and run out of registers
 #endif
         }
     }
 }
 
-#ifdef __AVX512F__
+#ifdef ISOBIT_AVX512
 constexpr int TOGETHER = 4;  // rows: as many as share a load of keys within the registers
 #else
 constexpr int TOGETHER = 1;

@@ -1,131 +1,20 @@
-// Vectors, number formats and elementary functions that the native operators share.
+// Number formats, roundings and elementary functions that the native operators share, on vectors of `vectors.h`.
 //
 // Everything is compiled with -ffp-contract=off: a multiplication followed by an addition rounds twice unless it is
-// written as `multiply_add`. Vectors are GCC/clang vector extensions of a fixed width, so that the order of every sum is
-// the same on AVX-512, AVX2 and NEON; intrinsics appear only where a conversion has no portable spelling.
+// written as `multiply_add`.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
+#include "vectors.h"
 
-#if defined(__AVX2__) && !defined(ISOBIT_PORTABLE)
-#include <immintrin.h>
-#define ISOBIT_X86 1
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-#define ISOBIT_AVX512 1
-#endif
-#endif
+#include <cstdlib>
+
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
 
-#define INLINE inline __attribute__((always_inline))
 #define EXPORT extern "C" __attribute__((visibility("default")))
-#pragma GCC diagnostic ignored "-Wpsabi"
-
-typedef double f64x8 __attribute__((vector_size(64)));
-typedef int64_t i64x8 __attribute__((vector_size(64)));
-typedef uint64_t u64x8 __attribute__((vector_size(64)));
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x8 __attribute__((vector_size(32)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x8 __attribute__((vector_size(16)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 enum Kind : int64_t { E4M3 = 0, BF16 = 1, FP32 = 2, E5M2 = 3, INT8 = 4 };
-
-template <class V, class T>
-INLINE V load(const T* p) {
-    V v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-template <class V, class T>
-INLINE void store(T* p, V v) {
-    std::memcpy(p, &v, sizeof v);
-}
-template <class To, class From>
-INLINE To bits_of(From from) {
-    static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
-INLINE f64x8 splat(double x) { return f64x8{x, x, x, x, x, x, x, x}; }
-INLINE f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-
-// a * b + c. Of float numbers always in one rounding: where no instruction does it, in double, in which the product is
-// exact; the sum is rounded to odd there, so that the rounding to float is the only one that counts.
-INLINE float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
-    return __builtin_fmaf(a, b, c);
-#else
-    double product = double(a) * double(b), sum = product + double(c);
-    double part = sum - product, error = (product - (sum - part)) + (double(c) - part);
-    uint64_t bits = bits_of<uint64_t>(sum);
-    if (error != 0 && !(bits & 1) && error - error == 0) bits += (error > 0) == (sum > 0) ? 1 : -1;
-    return float(bits_of<double>(bits));
-#endif
-}
-INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(ISOBIT_AVX512)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(ISOBIT_X86) && defined(__FMA__)
-    struct Halves { __m256 low, high; };
-    Halves x = bits_of<Halves>(a), y = bits_of<Halves>(b), z = bits_of<Halves>(c);
-    return bits_of<f32x16>(Halves{_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)});
-#else
-    f32x16 out;
-    for (int i = 0; i < 16; i++) out[i] = multiply_add(a[i], b[i], c[i]);
-    return out;
-#endif
-}
-// Of double numbers in one rounding where the machine has the instruction.
-INLINE f64x8 multiply_add(f64x8 a, f64x8 b, f64x8 c) {
-#if defined(ISOBIT_AVX512)
-    return (f64x8)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
-#elif defined(ISOBIT_X86) && defined(__FMA__)
-    struct Halves { __m256d low, high; };
-    Halves x = bits_of<Halves>(a), y = bits_of<Halves>(b), z = bits_of<Halves>(c);
-    return bits_of<f64x8>(Halves{_mm256_fmadd_pd(x.low, y.low, z.low), _mm256_fmadd_pd(x.high, y.high, z.high)});
-#else
-    return a * b + c;
-#endif
-}
-
-INLINE f32x8 low_half(f32x16 v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
-INLINE f32x8 high_half(f32x16 v) { return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); }
-
-// Conversions of lanes. GCC 12 splits the portable spelling into halves, at two to six times the instructions.
-#if defined(ISOBIT_AVX512)
-INLINE f64x8 widen(f32x8 v) { return (f64x8)_mm512_cvtps_pd((__m256)v); }
-INLINE f32x8 narrow(f64x8 v) { return (f32x8)_mm512_cvtpd_ps((__m512d)v); }
-INLINE f64x8 to_double(u32x8 v) { return (f64x8)_mm512_cvtepu32_pd((__m256i)v); }
-INLINE u32x16 widen(u16x16 v) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)v); }
-INLINE u16x16 narrow(u32x16 v) { return (u16x16)_mm512_cvtepi32_epi16((__m512i)v); }
-INLINE u8x16 to_bytes(u32x16 v) { return (u8x16)_mm512_cvtepi32_epi8((__m512i)v); }
-#else
-INLINE f64x8 widen(f32x8 v) { return __builtin_convertvector(v, f64x8); }
-INLINE f32x8 narrow(f64x8 v) { return __builtin_convertvector(v, f32x8); }
-INLINE f64x8 to_double(u32x8 v) { return __builtin_convertvector(v, f64x8); }
-INLINE u32x16 widen(u16x16 v) { return __builtin_convertvector(v, u32x16); }
-INLINE u16x16 narrow(u32x16 v) { return __builtin_convertvector(v, u16x16); }
-INLINE u8x16 to_bytes(u32x16 v) { return __builtin_convertvector(v, u8x16); }
-#endif
-
-// One fixed tree: the order of a sum over lanes.
-INLINE double lane_sum(f64x8 v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
-INLINE float lane_sum(f32x16 v) {
-    f32x8 h = low_half(v) + high_half(v);
-    return ((h[0] + h[4]) + (h[2] + h[6])) + ((h[1] + h[5]) + (h[3] + h[7]));
-}
 
 // ---- decoding ----
 
@@ -144,12 +33,11 @@ INLINE f32x16 decode_off(const uint8_t* p) {
 #if defined(ISOBIT_AVX512)
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
     return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
-#elif defined(ISOBIT_X86) && defined(__F16C__)
+#elif defined(ISOBIT_PAIRS)
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
     wide = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
-    struct Halves { __m256 low, high; };
-    return bits_of<f32x16>(Halves{_mm256_cvtph_ps(_mm256_castsi256_si128(wide)),
-                                  _mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1))});
+    return {(f32x8)_mm256_cvtph_ps(_mm256_castsi256_si128(wide)),
+            (f32x8)_mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1))};
 #else
     u32x16 code = __builtin_convertvector(load<u8x16>(p), u32x16), magnitude = code & 0x7f;
     f32x16 normal = (f32x16)((magnitude << 20) + (112u << 23));
@@ -167,11 +55,10 @@ INLINE f32x16 decode(const float* p) { return load<f32x16>(p); }
 INLINE f32x16 decode(const int8_t* p) {
 #if defined(ISOBIT_AVX512)
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#elif defined(ISOBIT_X86)
-    struct Halves { __m256 low, high; };
+#elif defined(ISOBIT_PAIRS)
     const __m128i codes = _mm_loadu_si128((const __m128i*)p);
-    return bits_of<f32x16>(Halves{_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)),
-                                  _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))});
+    return {(f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)),
+            (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))};
 #else
     return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16);
 #endif
@@ -232,14 +119,11 @@ INLINE f32x8 round_to_odd(f64x8 x) {
     f64x8 back = widen(single);
     u64x8 magnitude_back = (u64x8)back & ~(1ull << 63), magnitude = (u64x8)x & ~(1ull << 63);
     u32x8 bits = bits_of<u32x8>(single);
-    u32x8 above = __builtin_convertvector((u64x8)(magnitude_back > magnitude), u32x8);
-    u32x8 inexact = __builtin_convertvector((u64x8)(magnitude_back != magnitude), u32x8);
+    u32x8 above = narrow((u64x8)(magnitude_back > magnitude));
+    u32x8 inexact = narrow((u64x8)(magnitude_back != magnitude));
     u32x8 finite = (u32x8)((bits & 0x7f800000) != 0x7f800000);
     u32x8 odd = (bits + above) | (inexact & 1);  // above is -1 where the cast went away from zero
     return bits_of<f32x8>((odd & finite) | (bits & ~finite));
-}
-INLINE f32x16 join(f32x8 low, f32x8 high) {
-    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 INLINE void round_once(f64x8 low, f64x8 high, uint16_t* out) {
     store(out, to_bf16(join(round_to_odd(low), round_to_odd(high))));

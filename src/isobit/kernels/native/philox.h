@@ -8,7 +8,7 @@ static INLINE void philox(uint64_t first, const int64_t* key, uint32_t* words) {
     const u64x8 mask = u64x8{} + 0xffffffffull;
     const uint64_t seed = uint64_t(key[0]);
     uint64_t k0 = seed & 0xffffffffu, k1 = seed >> 32;
-    u64x8 c0 = (u64x8{0, 1, 2, 3, 4, 5, 6, 7} + first) & mask, c1 = (u64x8{} + uint64_t(key[3])) & mask;
+    u64x8 c0 = (ascending() + first) & mask, c1 = (u64x8{} + uint64_t(key[3])) & mask;
     u64x8 c2 = (u64x8{} + uint64_t(key[2])) & mask, c3 = (u64x8{} + uint64_t(key[1])) & mask;
 #pragma GCC unroll 10
     for (int round = 0; round < 10; round++) {
@@ -19,10 +19,13 @@ static INLINE void philox(uint64_t first, const int64_t* key, uint32_t* words) {
         c3 = first & mask;
         k0 = (k0 + 0x9E3779B9u) & 0xffffffffu, k1 = (k1 + 0xBB67AE85u) & 0xffffffffu;
     }
-    u32x8 a = __builtin_convertvector(c0, u32x8), b = __builtin_convertvector(c1, u32x8);
-    u32x8 c = __builtin_convertvector(c2, u32x8), d = __builtin_convertvector(c3, u32x8);
-    u32x16 ac = __builtin_shufflevector(a, c, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    u32x16 bd = __builtin_shufflevector(b, d, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    store(words, __builtin_shufflevector(ac, bd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
-    store(words + 16, __builtin_shufflevector(ac, bd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    const u32x8 a = narrow(c0), b = narrow(c1), c = narrow(c2), d = narrow(c3);
+    const u32x8 ac[2] = {__builtin_shufflevector(a, c, 0, 8, 1, 9, 2, 10, 3, 11),
+                         __builtin_shufflevector(a, c, 4, 12, 5, 13, 6, 14, 7, 15)};
+    const u32x8 bd[2] = {__builtin_shufflevector(b, d, 0, 8, 1, 9, 2, 10, 3, 11),
+                         __builtin_shufflevector(b, d, 4, 12, 5, 13, 6, 14, 7, 15)};
+    for (int half = 0; half < 2; half++) {
+        store(words + 16 * half, __builtin_shufflevector(ac[half], bd[half], 0, 8, 1, 9, 2, 10, 3, 11));
+        store(words + 16 * half + 8, __builtin_shufflevector(ac[half], bd[half], 4, 12, 5, 13, 6, 14, 7, 15));
+    }
 }

@@ -19,10 +19,9 @@ INLINE uint32_t run_amax(const T* x, int64_t count) {
     f32x16 most = splat(0.0f);
     int64_t i = 0;
     for (; i + 16 <= count; i += 16) most = larger(most, magnitude(decode(x + i)));
-    most = larger(most, __builtin_shufflevector(most, most, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    most = larger(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3));
+    most = larger(most, join(high_half(most), low_half(most)));
     uint32_t result = 0;
-    for (int lane = 0; lane < 4; lane++) {
+    for (int lane = 0; lane < 8; lane++) {
         uint32_t bits = bits_of<uint32_t>(most[lane]);
         result = bits > result ? bits : result;
     }

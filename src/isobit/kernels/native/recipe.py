@@ -32,7 +32,7 @@ SOURCES = (
     *_PATHS,
 )  # fmt: skip
 HEADERS = (
-    "native.h", "tile.h", "product.h", "pointwise.h", "quantize.h", "rows.h", "heads.h", "attention.h",
+    "vectors.h", "native.h", "tile.h", "product.h", "pointwise.h", "quantize.h", "rows.h", "heads.h", "attention.h",
     "attention_rows.h", "philox.h", "tdp32.h", "tdp32_kernel.h", "tdp32_registers.h", "tdp32_avx512.h", "self_test.h",
 )  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden")

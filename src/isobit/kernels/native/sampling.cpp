@@ -13,11 +13,10 @@ static INLINE f32x16 scaled_logits(const float* logits, int64_t i, int64_t count
 // The largest scaled logit; NaN if there is one.
 static INLINE float peak_of(const float* logits, int64_t count, float temperature) {
     f32x16 most = splat(-INFINITY), divisor = splat(temperature);
-    i32x16 unordered = {0};
+    i32x16 unordered = {};
     for (int64_t i = 0; i < count; i += 16) {
         f32x16 z = scaled_logits(logits, i, count, divisor);
-        i32x16 greater = z > most;
-        most = (f32x16)(((i32x16)z & greater) | ((i32x16)most & ~greater));
+        most = larger_of(z, most);
         unordered |= z != z;
     }
     float peak = -INFINITY;

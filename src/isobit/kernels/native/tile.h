@@ -69,11 +69,15 @@ static void tile_panels(int64_t panels, const R* a, int64_t lda, const R* b, int
                           factors.column + p * PANEL);
 }
 
-// Panels beside each other with 8 rows: as many as 32 registers hold, where there are so many.
-#ifdef __AVX512F__
-template <class R> constexpr int WIDE = 2 / Columns<R>::vectors;
-#else
+// Rows and panels of the largest tile, and of those of 4, 2 and 1 rows: as many sums as the registers hold.
+#ifdef ISOBIT_PAIRS
+template <class R> constexpr int MOST = 4 / Columns<R>::vectors;
 template <class R> constexpr int WIDE = 1;
+template <class R> constexpr int NEXT = 2 / Columns<R>::vectors;
+#else
+template <class R> constexpr int MOST = 8;
+template <class R> constexpr int WIDE = 2 / Columns<R>::vectors;
+template <class R> constexpr int NEXT = 4;
 #endif
 
 // Tiles with enough independent chains to hide the latency of a multiply-add, within the registers of the machine.
@@ -83,17 +87,17 @@ static void tile_product(int64_t rows, int64_t panels, const R* a, int64_t lda, 
 #define ISOBIT_TILES(MR, NP)                                                                      \
     tile_panels<F, MR, NP, TURNED, R>(panels, a, lda, b, ldb, panel, count, c, ldc, factors);     \
     rows -= MR, a += TURNED ? MR : MR * lda, c += MR * ldc, factors.row += MR
-    while (rows >= 8) {
-        ISOBIT_TILES(8, WIDE<R>);
+    while (rows >= MOST<R>) {
+        ISOBIT_TILES(MOST<R>, WIDE<R>);
     }
     if (rows >= 4) {
         ISOBIT_TILES(4, 2);
     }
     if (rows >= 2) {
-        ISOBIT_TILES(2, 4);
+        ISOBIT_TILES(2, NEXT<R>);
     }
     if (rows >= 1) {
-        ISOBIT_TILES(1, 4);
+        ISOBIT_TILES(1, NEXT<R>);
     }
 #undef ISOBIT_TILES
 }
