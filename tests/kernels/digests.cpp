@@ -111,6 +111,8 @@ void rows() {
     print("gate", half);
     isobit_gate_mul(GELU_TANH, BF16, 1, x.data(), M, K / 2, half.data(), nullptr, nullptr, 0, 0, 2);
     print("gate with GELU", half);
+    isobit_gate_mul(CLAMPED, BF16, 1, x.data(), M, K / 2, half.data(), nullptr, nullptr, 0, 0, 2);
+    print("clamped gate", half);
     isobit_quantize(BF16, x.data(), M, K, 1, 128, 1, codes.data(), scales.data(), 2);
     print("codes", codes), print("scales", scales);
     std::vector<double> sums(M);
@@ -137,7 +139,7 @@ void cache(const char* name, Kind form) {
                     key_scales.data(), value_scales.data());
     Attention g{BF16, form, q.data(), keys.data(), values.data(), key_scales.data(), value_scales.data(), row_start,
                 context, pages, PAGES, PAGE, 1, 1, 1, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr,
-                nullptr, 2, TOKENS, 1, 1, 0, TOKENS};
+                nullptr, 2, TOKENS, 1, 1, 0, TOKENS, nullptr};
     isobit_attention(&g);
     std::printf("%s: ", name), print("stored keys", keys);
     std::printf("%s: ", name), print("stored values", values);
@@ -154,12 +156,16 @@ void attention() {
     std::vector<uint16_t> out(q.size()), dq(q.size()), dk(TOKENS * KV * DIM), dv(TOKENS * KV * DIM);
     Attention g{BF16, E4M3, q.data(), k.data(), v.data(), ones.data(), ones.data(), row_start, context, pages, PAGES, PAGE,
                 1, HEADS, KV, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr, nullptr, 2, TOKENS, 1, 1, 0,
-                TOKENS};
+                TOKENS, nullptr};
     isobit_attention(&g);
     print("attention", out), print("lse", lse);
     g.dout = dout.data(), g.dq = dq.data(), g.dk = dk.data(), g.dv = dv.data();
     isobit_attention_backward(&g);
     print("dq", dq), print("dk", dk), print("dv", dv);
+    const float sinks[HEADS] = {-3.0f, 0.5f, 2.0f, 9.0f};
+    g.sinks = sinks;
+    isobit_attention(&g);
+    print("attention with sinks", out), print("lse with sinks", lse);
 }
 
 void head() {

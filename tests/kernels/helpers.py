@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,11 +13,20 @@ from isobit.precision import E4M3, QuantSpec
 
 ROW = QuantSpec(E4M3, "1x128", "ue8m0")
 WEIGHT = QuantSpec(E4M3, "128x128", "ue8m0")
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's gate, as transformers has it."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: functional.silu(gate) * up,
+    "gelu_pytorch_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
+    "swiglu_clamped": clamped,
 }
-"""Of gates, as PyTorch has them."""
+"""Of a gate and its up, as PyTorch has them."""
 
 
 def bits(x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def test_gate_mul_and_its_gradient(dtype: torch.dtype, activation: Activation) -
     gate_up, dh = draw(6, 33, 2 * CHANNELS, dtype=dtype) * 3, draw(7, 33, CHANNELS, dtype=dtype)
     leaf = gate_up.double().requires_grad_()
     gate, up = leaf.chunk(2, -1)
-    exact = ACTIVATIONS[activation](gate) * up
+    exact = ACTIVATIONS[activation](gate, up)
     ours = OPS.gate_mul(activation, gate_up)
     assert ours.dtype == dtype
     torch.testing.assert_close(
@@ -91,7 +91,16 @@ def test_gate_mul_and_its_gradient(dtype: torch.dtype, activation: Activation) -
     assert_gradient(OPS.gate_mul_backward(activation, dh, gate_up), expected)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_clamped_gate_ends() -> None:
+    """Beyond its bounds neither gate nor up changes anything; at them they still do."""
+    gate_up = torch.tensor([[7.0, 8.0, -9.0, 1e20, -1e20, 3.0, -7.0, 7.5, -1e20, 2.0]])
+    hidden = OPS.gate_mul("swiglu_clamped", gate_up)[0].tolist()
+    assert hidden == pytest.approx([28.0, -42.0, 0.0, -42.0, 0.0], rel=1e-4, abs=2e-5)
+    gradient = OPS.gate_mul_backward("swiglu_clamped", torch.ones(1, 5), gate_up)[0]
+    assert (gradient != 0).tolist() == [True, False, True, False, False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gates_far_out_are_finite(activation: Activation) -> None:
     gate_up = torch.tensor([[-1e20, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
     assert OPS.gate_mul(activation, gate_up).tolist() == [[0.0, pytest.approx(0.0, abs=1e-40), 100.0, 1e4]]

@@ -340,5 +340,12 @@ def test_experts_together_have_the_bits_of_each_alone(form: str, isa: str, monke
             assert same(found, torch.cat(alone))
     other = ops.product(rows_of(a, 0, 3), weights[2], None, torch.float32)
     assert not same(found[:3], other)
+    bias = wide(random, len(counts), outputs)
+    found = ops.grouped_product(a, replace(prepared, bias=bias), offsets, torch.float32)
+    biased = [
+        ops.product(rows_of(a, lo, hi), w, b, torch.float32) for w, b, (lo, hi) in zip(weights, bias, pairwise(bounds))
+    ]
+    assert same(found, torch.cat(biased))
+    assert not same(found, torch.cat(alone))
     none = ops.grouped_product(rows_of(a, 0, 0), stacked, torch.zeros(7, dtype=torch.int64), torch.float32)
     assert none.shape == (0, outputs)

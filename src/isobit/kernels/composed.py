@@ -13,6 +13,7 @@ from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temper
 from isobit.precision import ErrorSums, Precision, QTensor, QuantSpec, along_rows, error_sums
 
 _ROWS = 128  # that are in float64 at a time
+_SINK_ROWS = 1024  # likewise, of all heads
 
 
 class Composed(Ops):
@@ -41,8 +42,8 @@ class Composed(Ops):
 
     def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
         parts = [
-            self.product(rows_of(a, start, stop), weight, None, out)
-            for weight, (start, stop) in zip(weights.prepared or weights.experts, pairwise(offsets.tolist()))
+            self.product(rows_of(a, start, stop), weight, bias, out)
+            for weight, bias, (start, stop) in zip(*weights.each, pairwise(offsets.tolist()))
             if stop > start
         ]
         return torch.cat(parts) if parts else torch.empty((0, weights.shape[1]), dtype=out, device=offsets.device)
@@ -62,6 +63,9 @@ class Composed(Ops):
             else:
                 found.append(self.gradient_product(rows.t(), plain(own, dy.dtype).t(), torch.float32))
         return found
+
+    def grouped_bias_gradient(self, dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
+        return bias_gradients(dy, offsets)
 
     def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
         total: Tensor | None = None
@@ -116,6 +120,9 @@ class Composed(Ops):
         (dq, dq_norm), (dk, dk_norm) = found
         return torch.cat((dq, dk, dv), dim=1), dq_norm, dk_norm
 
+    def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        return sink_gradients(dout, out, lse, sinks)
+
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         return torch.zeros(count, dy.shape[1], device=dy.device).index_add_(0, tokens, dy.float())
 
@@ -140,6 +147,19 @@ class Composed(Ops):
         logits = logits if source is None else logits.index_select(0, source)
         tokens = self.sample(logits, keys, temperature)
         return tokens, self.token_logprobs(logits, tokens, temperature)[0]
+
+
+def bias_gradients(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
+    """`Ops.grouped_bias_gradient`, in float64."""
+    bounds = pairwise(offsets.tolist())
+    return [dy[start:stop].double().sum(0).float() if stop > start else None for start, stop in bounds]
+
+
+def sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """`Ops.sinks_backward`: the value of a sink is 0, so that of dS = P · (dO·V - Σ dO·O) the second term is left."""
+    rows = zip(dout.split(_SINK_ROWS), out.split(_SINK_ROWS))
+    inner = torch.cat([(gradient.double() * values.double()).sum(-1) for gradient, values in rows])
+    return -(torch.exp(sinks.double() - lse.double()) * inner).sum(0).float()
 
 
 def head_gradients(

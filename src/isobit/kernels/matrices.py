@@ -4,7 +4,7 @@ and the weights of several experts in one storage (`Stacked`).
 Left out: the products (`Ops`), and the layout of packs, which each backend chooses.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,12 +64,14 @@ class Stacked:
 
     data [E, N, K]; quantized: E4M3 or another format of `spec`, with scale [E, block rows, block columns] float32. Else
     a plain type, without scale and spec. `prepared`: every matrix as `Ops.prepare` returned it, if it was prepared.
+    `bias` [E, N]: what a forward's product adds, if anything; a stack that is made of this one has none.
     """
 
     data: Tensor
     scale: Tensor | None = None
     spec: QuantSpec | None = None
     prepared: tuple[Prepared, ...] | None = None
+    bias: Tensor | None = None
 
     @staticmethod
     def of(matrices: Iterable[Operand], count: int) -> "Stacked":
@@ -104,6 +106,12 @@ class Stacked:
         if self.scale is None or self.spec is None:
             return self.data.unbind(0)
         return tuple(QTensor(data, scale, self.spec) for data, scale in zip(self.data.unbind(0), self.scale.unbind(0)))
+
+    @property
+    def each(self) -> tuple[Sequence[Prepared], Sequence[Tensor | None]]:
+        """Every expert's matrix, prepared if it was, and its bias."""
+        matrices = self.prepared or self.experts
+        return matrices, [None] * len(matrices) if self.bias is None else self.bias.unbind(0)
 
     @cached_property
     def block(self) -> tuple[int, int]:

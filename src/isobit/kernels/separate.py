@@ -18,7 +18,7 @@ from isobit.kernels.codes import decode
 from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
-from isobit.kernels.reference.pointwise import inner
+from isobit.kernels.reference.pointwise import bounded, inner
 from isobit.kernels.reference.sampling import scaled
 from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
 from isobit.precision import QTensor, QuantSpec, expand_scale
@@ -77,15 +77,21 @@ class SeparateOps(ReferenceOps):
         return ((wide * rstd.unsqueeze(-1)).to(weight.dtype) * weight).to(x.dtype), summed, rstd
 
     def attention(
-        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attend(q, store, layout, scale, torch.float32, q.dtype, window)
+        out, lse = attend(q, store, layout, scale, torch.float32, q.dtype, window, sinks)
         return out.to(q.dtype), lse
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        wide = gate.float()
-        return (wide / (1.0 + inner(activation, wide)[0])).to(gate_up.dtype) * up
+        gate, up = bounded(activation, gate_up)
+        gated = (gate / (1.0 + inner(activation, gate)[0])).to(gate_up.dtype)
+        return (gated.float() * up).to(gate_up.dtype)
 
     def head_sample(
         self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None

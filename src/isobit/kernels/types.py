@@ -20,8 +20,9 @@ from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
 
 Temperature = float | Tensor
 """One for all rows, or float32 for each [T]."""
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""That of a gated MLP, by its name in transformers: x / (1 + exp(-k)), k = x or 2·√(2/π)·(x + 0.044715·x³)."""
+Activation = Literal["silu", "gelu_pytorch_tanh", "swiglu_clamped"]
+"""That of a gated MLP, by its name in transformers: x / (1 + exp(-k)), k = x or 2·√(2/π)·(x + 0.044715·x³); or
+gpt-oss's, k = 1.702·x of a gate of at most 7, beside up + 1 of an up that is at most 7 from 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,8 +210,9 @@ class Ops(Protocol):
         """`product` for a backward: the same inputs give the same bits, but a row may depend on its batch."""
 
     def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
-        """`product` of every row of a [R, K] with the weights [N, K] of its expert: [R, N]. Rows offsets[e] to
-        offsets[e + 1] are those of expert e; offsets [E + 1] int64, offsets[E] = R. Rows do not share scales."""
+        """`product` of every row of a [R, K] with the weights [N, K] of its expert, and its bias if the experts have
+        any: [R, N]. Rows offsets[e] to offsets[e + 1] are those of expert e; offsets [E + 1] int64, offsets[E] = R.
+        Rows do not share scales."""
 
     def grouped_weight_gradient(
         self, dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, name: str
@@ -218,6 +220,10 @@ class Ops(Protocol):
         """For every expert dyᵀ · x of its rows, [N, K] float32, or None where it has none; dy [R, N], x [R, K]. With
         `gradient` both are quantized along the tokens, in blocks that begin anew at an expert's first row; x is then
         quantized. For the learner only: it may wait for a GPU, to know which experts have rows."""
+
+    def grouped_bias_gradient(self, dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
+        """For every expert the sum of its rows of dy [R, N], [N] float32, or None where it has none; it repeats. It may
+        wait for a GPU, as `grouped_weight_gradient`."""
 
     def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
         """Row t is Σ_j gates[t, j] · x[place[t, j]], each product rounded to float32 and added in the order of j, the
@@ -269,11 +275,18 @@ class Ops(Protocol):
         whose clamping is counted. Raises NonFiniteError for NaN and infinity; on a GPU `raise_faults` does."""
 
     def attention(
-        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to keys 0 to p of its
         sequence; with a `window` (at least 1) to the last `window` of them, itself included. Keys that it does not see
-        add nothing, and may be skipped: what is summed in which order depends on positions alone."""
+        add nothing, and may be skipped: what is summed in which order depends on positions alone. `sinks` [H] float32
+        are one score more for each head, of a key whose value is 0, added to the others' sum last; lse has them."""
 
     def attention_backward(
         self,
@@ -287,10 +300,13 @@ class Ops(Protocol):
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [T, H, D], dk, dv [T, KV, D]) for packed layouts; straight through the quantization of keys and
-        values."""
+        values. Of sinks these know by lse and out alone."""
+
+    def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        """Gradient [H] float32 of the sinks of `attention`; it repeats."""
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        """activation(gate) · up, rounded once: [T, 2I] to [T, I]."""
+        """activation(gate) · up, rounded once: [T, 2I] to [T, I]. Both as `Activation` says."""
 
     def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
         """`gate_mul`, quantized: the bits of the two operators in turn."""

@@ -1,5 +1,6 @@
 """Products grouped by expert, against the reference operators expert by expert: bit for bit where sums are exact."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -39,7 +40,8 @@ def stacked(matrices: list[Operand]) -> Stacked:
 
 
 def host(weights: Stacked) -> Stacked:
-    return Stacked(weights.data.cpu(), None if weights.scale is None else weights.scale.cpu(), weights.spec)
+    scale, bias = (None if x is None else x.cpu() for x in (weights.scale, weights.bias))
+    return Stacked(weights.data.cpu(), scale, weights.spec, bias=bias)
 
 
 def flags() -> tuple[Tensor, Tensor]:
@@ -85,6 +87,23 @@ def test_fp8_blocks_are_the_reference_where_sums_are_exact(spec: QuantSpec, out:
     shifted[3] += 1  # the control: one row to another expert
     other = grouped.grouped_product(there(codes(1, ROWS, INNER, spec=ROW)), weights, shifted.to(DEVICE), out).cpu()
     assert [row for row in range(ROWS) if not same(other[row], wanted[row])] == [4]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp32", "fp8"])
+def test_biases_are_added_before_the_rounding(form: str) -> None:
+    """Each expert's own. The control: without."""
+    if form == "fp8":
+        a: Operand = codes(1, ROWS, INNER, spec=ROW)
+        weights = stacked([codes(10 + e, COLUMNS, INNER, spec=WEIGHT) for e in range(EXPERTS)])
+    else:
+        dtype = torch.bfloat16 if form == "bf16" else torch.float32
+        a = whole(1, ROWS, INNER, dtype=dtype)
+        weights = stacked([whole(10 + e, COLUMNS, INNER, dtype=dtype) for e in range(EXPERTS)])
+    biased = replace(weights, bias=there(whole(5, EXPERTS, COLUMNS)))
+    for out in (torch.bfloat16, torch.float32):
+        found, wanted = compared(a, biased, out)
+        assert same(found, wanted)
+        assert not same(found, compared(a, weights, out)[0])
 
 
 def test_transposed_weights_are_dgrad() -> None:

@@ -29,10 +29,10 @@ static void softmax(const Attention& g, const Task& task, const int64_t* slots, 
     const int64_t row0 = g.row_start[task.sequence] + task.first, base = g.base(position);
     for (int64_t r = 0; r < rows; r++) {
         double lse;
-        const int64_t last = position + r / group;
+        const int64_t last = position + r / group, head = kv_head * group + r % group;
         softmax_row(scores + r * stride, g.lowest(last) - base, last - base, padded(keys, PANEL), R(g.scale), both,
-                    total + r, &lse);
-        g.lse[(row0 + r / group) * g.heads + kv_head * group + r % group] = float(lse);
+                    total + r, &lse, g.sinks ? g.sinks + head : nullptr);
+        g.lse[(row0 + r / group) * g.heads + head] = float(lse);
     }
 }
 

@@ -23,6 +23,7 @@ struct Attention {
     int64_t scale_step;  // 1, or 0 where one scale holds for the whole store
     int64_t rounds;      // under `single`: whether weights are rounded to BF16 before they meet values
     int64_t window;      // a row at position p sees the keys p - window + 1 to p
+    const float* sinks;  // of each head one score more, of a key whose value is 0; or none
 
     int64_t lowest(int64_t position) const { return position < window ? 0 : position - window + 1; }
 

@@ -1,5 +1,5 @@
 // Gradients of attention for packed layouts, from recomputed probabilities (Dao et al. 2022, section 3.1):
-// P = exp(S - lse), dS = P · (dO·Vᵀ - Σ dO·O) · scale, dQ = dS·K, dK = dSᵀ·Q, dV = Pᵀ·dO.
+// P = exp(S - lse), dS = P · (dO·Vᵀ - Σ dO·O) · scale, dQ = dS·K, dK = dSᵀ·Q, dV = Pᵀ·dO. Sinks are in lse and out.
 //
 // A task is one key head of one sequence: float64, or float32 in the order `rows32-v1` (reference/attention32.py), blocks
 // of query rows in ascending order, query heads one after the other. So the result is a function of the sequence alone.

@@ -10,10 +10,11 @@ struct Factors32 {
     bool rounds;
 };
 
-// scores [stop] of one row, keys first..last, to weights exp(score · factor - peak); all other weights are zero.
+// scores [stop] of one row, keys first..last, to weights exp(score · factor - peak); all other weights are zero. A `sink` is
+// one score more, whose weight is added to the sum of the others.
 template <class R>
 static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R scale, Factors32 factors, R* total,
-                        double* lse) {
+                        double* lse, const float* sink) {
     typedef typename Columns<R>::V V;
     constexpr int lanes = Columns<R>::lanes;
     constexpr bool single = sizeof(R) == sizeof(float);
@@ -29,6 +30,7 @@ static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R 
     }
     R peak = most[0];
     for (int lane = 1; lane < lanes; lane++) peak = most[lane] > peak ? most[lane] : peak;
+    if (sink && R(*sink) > peak) peak = R(*sink);
     for (int64_t j = 0; j < stop; j += lanes) {
         V weight = exponential(load<V>(scores + j) - splat(peak));
         sum = sum + weight;
@@ -36,6 +38,7 @@ static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R 
         store(scores + j, weight);
     }
     *total = lane_sum(sum);
+    if (sink) *total = *total + exponential(splat(R(*sink) - peak))[0];
     *lse = double(peak) + (single ? logarithm(double(*total)) : std::log(double(*total)));
 }
 

@@ -26,6 +26,7 @@ const Field attention[] = {
     FIELD(context), FIELD(page_table), FIELD(pages), FIELD(page_size), FIELD(sequences), FIELD(heads), FIELD(kv_heads),
     FIELD(dim), FIELD(scale), FIELD(out), FIELD(lse), FIELD(dout), FIELD(dq), FIELD(dk), FIELD(dv), FIELD(threads),
     FIELD(rows), FIELD(single), FIELD(scale_step), FIELD(rounds), FIELD(window),
+    FIELD(sinks),
     {nullptr, 0, sizeof(STRUCT)},
 };
 #undef STRUCT

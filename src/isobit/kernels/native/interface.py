@@ -17,7 +17,7 @@ KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.floa
 """`enum Kind` of native.h."""
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "swiglu_clamped": 2}
 """`enum Activation` of rows.h."""
 ALL_KEYS = 2**62
 """The window of a row that sees all earlier keys."""
@@ -66,7 +66,7 @@ class AttentionArguments(ctypes.Structure):
         ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I), ("sequences", _I),
         ("heads", _I), ("kv_heads", _I), ("dim", _I), ("scale", _D), ("out", _P), ("lse", _P), ("dout", _P),
         ("dq", _P), ("dk", _P), ("dv", _P), ("threads", _I), ("rows", _I), ("single", _I),
-        ("scale_step", _I), ("rounds", _I), ("window", _I),
+        ("scale_step", _I), ("rounds", _I), ("window", _I), ("sinks", _P),
     ]  # fmt: skip
 
 

@@ -155,14 +155,21 @@ class NativeOps(RowOperators):
         return self._reference.route(logits, count, normalize, given)
 
     def attention(
-        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if not _attention_is_native(q, store):
-            return self._reference.attention(q, store, layout, scale, window)
+            return self._reference.attention(q, store, layout, scale, window, sinks)
         q = q.contiguous()
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
         arguments = _attention_arguments(q, store, layout, scale, window, out, lse)
         arguments.single = self._single or self._fast
+        arguments.sinks = None if sinks is None else (sinks := sinks.contiguous()).data_ptr()
         arguments.rounds = self.rounds_probabilities and q.dtype == torch.bfloat16
         self._lib.isobit_attention(ctypes.byref(arguments))
         return out, lse
@@ -260,5 +267,5 @@ def _attention_arguments(
         layout.row_start.data_ptr(), layout.context.data_ptr(), layout.page_table.data_ptr(),
         layout.page_table.shape[1], layout.page_size, layout.context.shape[0], heads, store.k.shape[1], dim, scale,
         out.data_ptr(), lse.data_ptr(), None, None, None, None, torch.get_num_threads(), rows, False,
-        0 if store.calibrated else 1, False, ALL_KEYS if window is None else window,
+        0 if store.calibrated else 1, False, ALL_KEYS if window is None else window, None,
     )  # fmt: skip

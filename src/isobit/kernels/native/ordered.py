@@ -70,8 +70,8 @@ class OrderedProducts:
         """As `Ops.grouped_product`, of rows bounds[e] to bounds[e + 1], in one call."""
         result = torch.empty((a.shape[0], weights.shape[1]), dtype=out)
         given = [
-            self._arguments(rows_of(a, start, stop), weight, None, result[start:stop])
-            for weight, (start, stop) in zip(weights.prepared or weights.experts, pairwise(bounds))
+            self._arguments(rows_of(a, start, stop), weight, bias, result[start:stop])
+            for weight, bias, (start, stop) in zip(*weights.each, pairwise(bounds))
             if stop > start
         ]
         each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))

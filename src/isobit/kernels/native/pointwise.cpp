@@ -167,9 +167,12 @@ static bool gate_mul(const T* gate_up, int64_t rows, int64_t inner, T* out, cons
     if (activation == SILU) {               \
         if (single) CALL(SILU, true);       \
         else CALL(SILU, false);             \
-    } else {                                \
+    } else if (activation == GELU_TANH) {   \
         if (single) CALL(GELU_TANH, true);  \
         else CALL(GELU_TANH, false);        \
+    } else {                                \
+        if (single) CALL(CLAMPED, true);    \
+        else CALL(CLAMPED, false);          \
     }
 
 EXPORT int64_t isobit_gate_mul(int64_t activation, int64_t kind, int64_t single, const void* gate_up, int64_t rows,
@@ -185,9 +188,11 @@ EXPORT int64_t isobit_gate_mul(int64_t activation, int64_t kind, int64_t single,
 template <Activation A, bool Single, class T>
 static INLINE void gate_mul_backward_lanes(const T* dh, const T* gate, const T* up, T* dgate, T* dup) {
     const f32x16 one = splat(1.0f);
-    f32x16 g = decode(gate), wide = decode(dh), sigma = one / (one + gate_exponential<A, Single>(g));
-    round_once(wide * decode(up) * (sigma * (one + gate_slope<A, Single>(g) * (one - sigma))), dgate);
-    round_once(wide * (g * sigma), dup);
+    const f32x16 given = decode(gate), more = decode(up), g = bounded_gate<A>(given), wide = decode(dh);
+    const f32x16 sigma = one / (one + gate_exponential<A, Single>(g));
+    const f32x16 slope = sigma * (one + gate_slope<A, Single>(g) * (one - sigma));
+    round_once(gate_gradient<A>(wide * bounded_up<A>(more) * slope, given), dgate);
+    round_once(up_gradient<A>(wide * (g * sigma), more), dup);
 }
 
 template <Activation A, bool Single, class T>

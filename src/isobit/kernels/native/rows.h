@@ -93,15 +93,37 @@ static float rms_norm_row(const T* x, const T* residual, T* summed, const R* wei
     return rstd;
 }
 
-// Activations of gates: x / (1 + exp(-k)) with k = x, or 2 sqrt(2 / pi) (x + 0.044715 x^3).
-enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+// Activations of gates: x / (1 + exp(-k)) with k = x, or 2 sqrt(2 / pi) (x + 0.044715 x^3), or 1.702 x of gates that are at
+// most 7, whose ups are at most 7 from 0, and 1 more.
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };
+constexpr float SLOPE = 1.702f, LIMIT = 7.0f;  // of the third
 constexpr double GELU[3] = {1.5957691216057308, 0.07135481627260025, 0.21406444881780076};
 constexpr float FAR = 16.0f;  // beyond it GELU's k says no more
 
-static INLINE f32x16 no_farther(f32x16 x) {
-    const i32x16 high = x > FAR, low = x < -FAR;
-    x = (f32x16)(((i32x16)splat(FAR) & high) | ((i32x16)x & ~high));
-    return (f32x16)(((i32x16)splat(-FAR) & low) | ((i32x16)x & ~low));
+static INLINE f32x16 at_most(f32x16 x, float most) {
+    const i32x16 high = x > most;
+    return (f32x16)(((i32x16)splat(most) & high) | ((i32x16)x & ~high));
+}
+static INLINE f32x16 at_least(f32x16 x, float least) {
+    const i32x16 low = x < least;
+    return (f32x16)(((i32x16)splat(least) & low) | ((i32x16)x & ~low));
+}
+static INLINE f32x16 no_farther(f32x16 x) { return at_least(at_most(x, FAR), -FAR); }
+
+// A gate and an up as they are multiplied, and where a gradient ends.
+template <Activation A>
+static INLINE f32x16 bounded_gate(f32x16 x) { return A == CLAMPED ? at_most(x, LIMIT) : x; }
+template <Activation A>
+static INLINE f32x16 bounded_up(f32x16 x) {
+    return A == CLAMPED ? at_least(at_most(x, LIMIT), -LIMIT) + splat(1.0f) : x;
+}
+template <Activation A>
+static INLINE f32x16 gate_gradient(f32x16 gradient, f32x16 gate) {
+    return A == CLAMPED ? (f32x16)((i32x16)gradient & ~(gate > LIMIT)) : gradient;
+}
+template <Activation A>
+static INLINE f32x16 up_gradient(f32x16 gradient, f32x16 up) {
+    return A == CLAMPED ? (f32x16)((i32x16)gradient & ~(up > LIMIT) & ~(up < -LIMIT)) : gradient;
 }
 // k, or x k' with the third number of GELU in place of the second: in float32 with one rounding of the sum.
 static INLINE f32x16 gelu_terms(f32x16 x, double second) {
@@ -113,7 +135,8 @@ static INLINE f64x8 gelu_terms(f64x8 x, double second) { return x * (splat(GELU[
 template <Activation A, bool Single>
 static INLINE f32x16 gate_exponential(f32x16 x) {
     if (A == GELU_TANH) x = no_farther(x);
-    if (Single) return exponential(A == SILU ? -x : -gelu_terms(x, GELU[1]));
+    if (A == CLAMPED) x = x * SLOPE;
+    if (Single) return exponential(A == GELU_TANH ? -gelu_terms(x, GELU[1]) : -x);
     f64x8 low = widen(low_half(x)), high = widen(high_half(x));
     if (A == GELU_TANH) low = gelu_terms(low, GELU[1]), high = gelu_terms(high, GELU[1]);
     return join(narrow(exponential(-low)), narrow(exponential(-high)));
@@ -122,13 +145,15 @@ static INLINE f32x16 gate_exponential(f32x16 x) {
 template <Activation A, bool Single>
 static INLINE f32x16 gate_slope(f32x16 x) {
     if (A == SILU) return x;
+    if (A == CLAMPED) return x * SLOPE;
     x = no_farther(x);
     if (Single) return gelu_terms(x, GELU[2]);
     return join(narrow(gelu_terms(widen(low_half(x)), GELU[2])), narrow(gelu_terms(widen(high_half(x)), GELU[2])));
 }
 template <Activation A, bool Single>
 static INLINE f32x16 gate_mul_lanes(f32x16 gate, f32x16 up) {
-    return gate / (splat(1.0f) + gate_exponential<A, Single>(gate)) * up;
+    gate = bounded_gate<A>(gate);
+    return gate / (splat(1.0f) + gate_exponential<A, Single>(gate)) * bounded_up<A>(up);
 }
 
 // A row in strips of 16; the last one padded, so that all elements take the same path.

@@ -66,6 +66,13 @@ int64_t differing_rows(Random& random, int64_t data) {
         const float k = near * fused(near * near, 0.0713548163f, 1.59576912f);
         wanted[i] = x[i] / (1.0f + scalar_exp(-k)) * x[N + i];
     }
+    different += differing(found, wanted, N);
+    isobit_gate_mul(CLAMPED, FP32, 1, x, 1, N, found, nullptr, nullptr, 1, 0, 1);
+    for (int64_t i = 0; i < N; i++) {
+        const float gate = x[i] > 7.0f ? 7.0f : x[i], up = x[N + i];
+        const float more = (up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up) + 1.0f;
+        wanted[i] = gate / (1.0f + scalar_exp(-(gate * 1.702f))) * more;
+    }
     return different + differing(found, wanted, N);
 }
 
@@ -79,18 +86,20 @@ struct Store {
 };
 
 // Over the keys lowest..keys - 1; weights of those before add nothing.
-void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_t keys, float* out, float* lse) {
+void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_t keys, const float* sink, float* out,
+                      float* lse) {
     float weight[KEYS], lane[16] = {0}, peak = -INFINITY;
     for (int64_t j = lowest; j < keys; j++) {
         weight[j] = dot(q, store.keys[j], DIM, 16) * store.key_factor[j];
         peak = weight[j] > peak ? weight[j] : peak;
     }
+    if (sink) peak = *sink > peak ? *sink : peak;
     for (int64_t j = lowest; j < keys; j++) {
         weight[j] = scalar_exp(weight[j] - peak);
         lane[j % 16] = lane[j % 16] + weight[j];
         weight[j] = weight[j] * store.value_factor[j];
     }
-    const float total = halves(lane, 16);
+    const float total = sink ? halves(lane, 16) + scalar_exp(*sink - peak) : halves(lane, 16);
     for (int64_t d = 0; d < DIM; d++) {
         float mixed = 0.0f;
         for (int64_t first = 0; first < keys; first += CHAINED) {
@@ -105,7 +114,7 @@ void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_
 }
 
 // A few new rows after stored ones, and the last row alone, as C++ has two loops; `heads` share one key head.
-int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t heads, int64_t window) {
+int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t heads, int64_t window, bool sinks) {
     static Store store;
     static float plain[2][PAGES * PAGE][DIM], scales[2][PAGES * PAGE];
     static uint8_t coded[2][PAGES * PAGE][DIM];
@@ -133,6 +142,7 @@ int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t hea
     for (int64_t r = 0; r < ROWS; r++)
         for (int64_t h = 0; h < heads; h++)
             for (int64_t d = 0; d < DIM; d++) (&q[0][0][0])[(r * heads + h) * DIM + d] = hard(random, data);
+    const float sink[2] = {hard(random, data), hard(random, 0)};
     int64_t different = 0;
     for (int64_t rows : {ROWS, int64_t(1)}) {
         const int64_t row_start[2] = {0, rows}, context = KEYS - rows;
@@ -142,12 +152,13 @@ int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t hea
         g.k_scale = codes ? scales[0] : nullptr, g.v_scale = codes ? scales[1] : nullptr, g.scale_step = 1;
         g.row_start = row_start, g.context = &context, g.page_table = pages, g.pages = PAGES, g.page_size = PAGE;
         g.sequences = 1, g.heads = heads, g.kv_heads = 1, g.dim = DIM, g.scale = factor, g.threads = 1, g.rows = rows;
-        g.single = 1, g.window = window;
+        g.single = 1, g.window = window, g.sinks = sinks ? sink : nullptr;
         isobit_attention(&g);
         for (int64_t i = 0; i < rows * heads; i++) {
             float lse;
             const int64_t position = context + i / heads;
-            scalar_attention(store, &q[0][0][0] + i * DIM, g.lowest(position), position + 1, wanted, &lse);
+            scalar_attention(store, &q[0][0][0] + i * DIM, g.lowest(position), position + 1,
+                             sinks ? sink + i % heads : nullptr, wanted, &lse);
             different += differing(&found[0][0][0] + i * DIM, wanted, DIM) + differing(&found_lse[0][0] + i, &lse, 1);
         }
     }
@@ -165,7 +176,8 @@ EXPORT int64_t isobit_rows32_self_test() {
         for (int64_t heads = 1; heads <= 2; heads++)
             for (Kind kind : {FP32, E4M3, INT8})
                 for (int64_t window : {KEYS, int64_t(6)})  // 6 keys: their block is not the first
-                    different += differing_attention(random, data, kind, heads, window);
+                    for (bool sinks : {false, true})
+                        different += differing_attention(random, data, kind, heads, window, sinks);
     }
     return different;
 }

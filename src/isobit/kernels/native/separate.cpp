@@ -56,13 +56,16 @@ static void separate_gate_mul(const uint16_t* gate_up, int64_t rows, int64_t inn
     for (int64_t r = 0; r < rows; r++) {
         const uint16_t *gate = gate_up + r * 2 * inner, *up = gate + inner;
         for (int64_t i = 0; i < inner; i += 16) {
-            const f32x16 wide = read_strip(gate + i, inner - i);
+            const f32x16 wide = bounded_gate<A>(read_strip(gate + i, inner - i));
             const f32x16 gated = as_bf16(wide / (splat(1.0f) + gate_exponential<A, true>(wide)));
-            write_strip(gated * read_strip(up + i, inner - i), out + r * inner + i, inner - i);
+            write_strip(gated * bounded_up<A>(read_strip(up + i, inner - i)), out + r * inner + i, inner - i);
         }
     }
 }
 EXPORT void isobit_separate_gate_mul(int64_t activation, const uint16_t* gate_up, int64_t rows, int64_t inner,
                                      uint16_t* out, int64_t threads) {
-    (activation == SILU ? separate_gate_mul<SILU> : separate_gate_mul<GELU_TANH>)(gate_up, rows, inner, out, threads);
+    const auto run = activation == SILU        ? separate_gate_mul<SILU>
+                     : activation == GELU_TANH ? separate_gate_mul<GELU_TANH>
+                                               : separate_gate_mul<CLAMPED>;
+    run(gate_up, rows, inner, out, threads);
 }

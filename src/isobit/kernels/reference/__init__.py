@@ -73,9 +73,15 @@ class ReferenceOps(Composed):
         attention.kv_write(store, k, v, layout)
 
     def attention(
-        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._attention.attention(q, store, layout, scale, window)
+        return self._attention.attention(q, store, layout, scale, window, sinks)
 
     def attention_backward(
         self,

@@ -60,16 +60,17 @@ def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tens
 
 
 def attention(
-    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1)."""
+    """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1), a head's sink among them,
+    whose weight is the last that is added to the sum of weights."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64, device=q.device)
     for batch in _batches(layout, q.shape[1], store, torch.float64, window):
         keys, values = batch.read(store)
-        queries = batch.gather(q)
-        mixed, normalizer = _mix(batch.scores(queries, keys, scale), values, None)
-        _in_order(batch, queries, keys, values, scale, mixed, normalizer, q.dtype)
+        queries, sink = batch.gather(q), batch.of_heads(sinks)
+        mixed, normalizer = _mix(batch.scores(queries, keys, scale), values, None, sink)
+        _in_order(batch, queries, keys, values, scale, mixed, normalizer, q.dtype, sink)
         batch.scatter(mixed, out)
         batch.scatter(normalizer, lse)
     return round_once(out, q.dtype), lse.squeeze(-1).float()
@@ -83,6 +84,7 @@ def attend(
     dtype: torch.dtype,
     probabilities: torch.dtype | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS. `probabilities`: the type to
     which unnormalized probabilities are rounded before P·V, but not in their sum."""
@@ -90,20 +92,33 @@ def attend(
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype, window):
         keys, values = batch.read(store)
-        mixed, normalizer = _mix(batch.scores(batch.gather(q), keys, scale), values, probabilities)
+        scores = batch.scores(batch.gather(q), keys, scale)
+        mixed, normalizer = _mix(scores, values, probabilities, batch.of_heads(sinks))
         batch.scatter(mixed, out)
         batch.scatter(normalizer, lse)
     return out, lse.squeeze(-1)
 
 
-def _mix(scores: Tensor, values: Tensor, probabilities: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _mix(
+    scores: Tensor, values: Tensor, probabilities: torch.dtype | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1]) of scores, which are overwritten."""
-    peak = scores.amax(-1, keepdim=True)
+    peak = _highest(scores, sink)
     weights = scores.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True)
+    total = _with_sink(weights.sum(-1, keepdim=True), peak, sink)
     if probabilities is not None:
         weights = weights.to(probabilities).to(scores.dtype)
     return torch.matmul(weights, values).div_(total), peak.add_(total.log())
+
+
+def _highest(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """The peak of the scores in the last dimension, which stays, and of sinks that broadcast with it."""
+    peak = scores.amax(-1, keepdim=True)
+    return peak if sink is None else torch.maximum(peak, sink)
+
+
+def _with_sink(total: Tensor, peak: Tensor, sink: Tensor | None) -> Tensor:
+    return total if sink is None else total + torch.exp(sink - peak)
 
 
 def _in_order(
@@ -115,15 +130,18 @@ def _in_order(
     mixed: Tensor,
     normalizer: Tensor,
     dtype: torch.dtype,
+    sink: Tensor | None,
 ) -> None:
     """Where the order of sums might change the rounding of a row, replace its results by those of the trees.
 
     To first order, in units of 2^-53 and with B the largest |q|·|k|·scale: two orders of a score are (D + 12) B apart;
     a weight, relatively, twice that, 4 B for the roundings of its exponent and 16 for those of exp; numerator and
     denominator both that and K + 32 for their own sums; and P·V is a mean of values below the largest. That is
-    (4 D + 56) B + 2 K + 96, which bounds the log-sum-exp too; an eighth more covers the higher orders.
+    (4 D + 56) B + 2 K + 96, which bounds the log-sum-exp too; an eighth more covers the higher orders. A sink is one
+    key more, of a score that has no error, and B the largest magnitude of any score.
     """
     reach = norm_bound(queries).unsqueeze(-1) * (norm_bound(keys).amax(-1)[..., None, None] * abs(scale))
+    reach = reach if sink is None else reach + sink.abs()
     error = ((4.5 * queries.shape[-1] + 64) * reach + (2.25 * keys.shape[-2] + 128)) * UNIT
     error.masked_fill_(error > 2.0**-10, torch.inf)
     largest = values.abs().amax(-2, keepdim=True)
@@ -137,9 +155,10 @@ def _in_order(
         for places in rows.split(max(1, _CHUNK_ELEMENTS // own.numel())):
             scores = tree_sum(queries[piece, head, places].unsqueeze(-1) * transposed, dim=1).mul_(scale)
             scores.masked_fill_(~batch.visible[piece, places % batch.valid.shape[1]], float("-inf"))
-            peak = scores.amax(-1, keepdim=True)
+            own_sink = None if sink is None else sink[0, head, places]
+            peak = _highest(scores, own_sink)
             weights = scores.sub_(peak).exp_()
-            total = tree_sum(weights).unsqueeze(-1)
+            total = _with_sink(tree_sum(weights).unsqueeze(-1), peak, own_sink)
             mixed[piece, head, places] = tree_sum(weights.unsqueeze(-1) * own, dim=1).div_(total)
             normalizer[piece, head, places] = peak.add_(total.log_())
 
@@ -258,6 +277,13 @@ class _Batch:
         pieces, rows, count = self.visible.shape
         scores.view(pieces, self.kv_heads, -1, rows, count).masked_fill_(~self.visible[:, None, None], float("-inf"))
         return scores
+
+    def of_heads(self, values: Tensor | None) -> Tensor | None:
+        """One number for each head [H], as [1, KV, G·R, 1]."""
+        if values is None:
+            return None
+        grouped = values.to(self.dtype).view(1, self.kv_heads, -1, 1)
+        return grouped.expand(-1, -1, -1, self.valid.shape[1]).reshape(1, self.kv_heads, -1, 1)
 
     def scatter(self, padded: Tensor, out: Tensor) -> None:
         """Write the valid rows of [S, KV, G·R, D] into `out` [T, H, D]."""

@@ -8,7 +8,8 @@ quantization, times `scale`. Then
     total = Σ w                      in 16 lanes by position: lane l adds the keys l, l + 16 ... in ascending order
     out = Σ (w · (value's scale · 2^8)) · value / total     in chains of 32 keys (`rows32.blocked_sum`)
 
-and the log-sum-exp is peak + log(total) in float64, rounded to float32. A row's keys stand at its own sequence's
+and the log-sum-exp is peak + log(total) in float64, rounded to float32. A head's sink is one score more, which the
+peak may be, and exp(sink - peak) is added to the total after the lanes. A row's keys stand at its own sequence's
 positions, so its bits depend on no other row, chunk or page. Lanes and chains stay at those positions also under a
 window; a key below it has weight 0, which adds nothing, so an implementation may leave out whole chains of such keys.
 
@@ -37,7 +38,7 @@ _ELEMENTS = 1 << 21  # products at a time
 
 
 def attention(
-    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.attention`."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
@@ -56,8 +57,10 @@ def attention(
                 visible = _visible(len(slots), position[first - start :][:step], window).unsqueeze(1)
                 scores = scores.masked_fill(~visible, -torch.inf)
                 peak = scores.amax(-1)
+                peak = peak if sinks is None else torch.maximum(peak, sinks[heads])
                 weights = exp(scores - peak.unsqueeze(-1))
                 total = _lane_sum(weights)
+                total = total if sinks is None else total + exp(sinks[heads] - peak)
                 mixed = blocked_sum((weights * value_factor).permute(2, 0, 1).unsqueeze(-1), values[:, None, None])
                 out[rows, heads] = (mixed / total.unsqueeze(-1)).to(q.dtype)
                 lse[rows, heads] = (peak.double() + log(total.double())).float()

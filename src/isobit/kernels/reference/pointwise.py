@@ -17,6 +17,8 @@ GELU = (1.5957691216057308, 0.07135481627260025, 0.21406444881780076)
 """2·√(2/π), 0.044715 times that, and three times this."""
 FAR = 16.0
 """Of a gate with GELU: where it is larger, it is the gate, or 0, to the last bit of float32."""
+CLAMPED = (1.702, 7.0)
+"""Of gpt-oss's gates: what a gate's k is times the gate, and the most that gates, and ups of either sign, are."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,26 +52,48 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """gate / (1 + exp(-k)) · up, in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020); k as in `inner`."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    """gate / (1 + exp(-k)) · up, in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020); k as in `inner`, gate and
+    up as in `bounded`."""
+    gate, up = bounded(activation, gate_up)
     return (gate / (1.0 + inner(activation, gate)[0]) * up).to(gate_up.dtype)
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
     """With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = bounded(activation, gate_up)
     exponential, slope = inner(activation, gate)
     sigma = 1.0 / (1.0 + exponential)
     wide = dh.float()
     dgate = wide * up * (sigma * (1.0 + slope * (1.0 - sigma)))
-    return torch.cat((dgate, wide * (gate * sigma)), dim=-1).to(gate_up.dtype)
+    gradient = torch.cat((dgate, wide * (gate * sigma)), dim=-1)
+    return within_bounds(activation, gate_up, gradient).to(gate_up.dtype)
+
+
+def bounded(activation: Activation, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up in float32: of gpt-oss's gates at most 7, and at most 7 from 0 and 1 more."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation != "swiglu_clamped":
+        return gate, up
+    most = CLAMPED[1]
+    return gate.clamp(max=most), up.clamp(-most, most) + 1.0
+
+
+def within_bounds(activation: Activation, gate_up: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient of what `bounded` gives as that of its input: 0 where that is beyond a bound."""
+    if activation != "swiglu_clamped":
+        return gradient
+    gate, up = gate_up.chunk(2, dim=-1)
+    beyond = torch.cat((gate > CLAMPED[1], up.abs() > CLAMPED[1]), dim=-1)
+    return gradient.masked_fill(beyond, 0.0)
 
 
 def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
     """(exp(-k), gate·k') of a gate in float32: k = gate for SiLU; for GELU in its form with tanh, which is
-    gate / (1 + exp(-k)) too, k = 2·√(2/π)·(gate + 0.044715·gate³) in float64 (Hendrycks and Gimpel 2016)."""
-    if activation == "silu":
-        return torch.exp(-gate), gate
+    gate / (1 + exp(-k)) too, k = 2·√(2/π)·(gate + 0.044715·gate³) in float64 (Hendrycks and Gimpel 2016); for
+    gpt-oss's gates k = 1.702·gate."""
+    if activation != "gelu_pytorch_tanh":
+        k = gate if activation == "silu" else gate * CLAMPED[0]
+        return torch.exp(-k), k
     x = gate.clamp(-FAR, FAR).double()
     first, second, third = GELU
     square = x * x

@@ -14,7 +14,8 @@ them; others join in registers. The tile of scores is always `_BLOCK_ROWS` high,
 that instructions and trees of sums are the same everywhere. What a row does not see has probability 0 and a factor of
 1, and moves no bit as long as keys and values are finite; so splits and blocks below every row's window are left out.
 The bits depend on the row's query, on the keys and values that it sees, and on its position: not on the batch, chunks,
-pages, or where splits are joined (`tests/kernels/triton/test_attention.py`, `test_windows.py`).
+pages, or where splits are joined (`tests/kernels/triton/test_attention.py`, `test_windows.py`). A head's sink is one
+more part of its rows, without a value, joined last.
 
 Left out: writing keys and values; the backward; formats other than E4M3, INT8 and those of q.
 """
@@ -36,7 +37,7 @@ _BLOCK_ROWS = 64
 _KEYS_PER_SPLIT = 512
 _MOST_PARTIALS = 1 << 26  # numbers that splits may leave in memory, 256 MB; beyond, they are joined in registers
 _NOTHING = tl.constexpr(float("-inf"))
-_LN2 = tl.constexpr(math.log(2))
+_LN2, _LOG2E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
 class Tiling(NamedTuple):
@@ -57,10 +58,10 @@ def tiling(dim: int, dtype: torch.dtype) -> Tiling:
 
 
 def attention(
-    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p of its sequence,
-    with a `window` to the last `window` of them.
+    with a `window` to the last `window` of them; `sinks` [H] float32 are one score more for each head.
 
     q [T, H, D] is bfloat16 or float32; the store holds codes or q's type. All tensors are on one device and
     nothing is read on the host, so a CUDA graph can hold this; `layout.max_rows` and `layout.max_keys` are bounds.
@@ -88,13 +89,14 @@ def attention(
     launch(
         _attend, (sequences * kv_heads, tiles, splits if parallel else 1),
         q, store.k, store.v, store.k_scale, store.v_scale, layout.page_table, layout.row_start, layout.context,
-        *results, scale * math.log2(math.e), rows, layout.page_table.stride(0),
+        *results, None if parallel else sinks, scale * math.log2(math.e), rows, layout.page_table.stride(0),
         PAGE_SIZE=layout.page_size, SCALED=store.kv is not None, SCALE_TOKEN=0 if store.calibrated else kv_heads,
         SCALE_HEAD=0 if store.calibrated else 1, ROWS=tile_rows, BLOCK_KEYS=block.keys, PARALLEL=parallel,
         num_warps=block.warps, num_stages=block.stages, **shape,
     )  # fmt: skip
     if parallel:
-        launch(_join_splits, (rows, kv_heads), *results, layout.positions, out, lse, rows, num_warps=2, **shape)
+        given = *results, layout.positions, sinks, out, lse, rows
+        launch(_join_splits, (rows, kv_heads), *given, num_warps=2, **shape)
     return out, lse
 
 
@@ -109,6 +111,17 @@ def join(acc, total, peak, more_acc, more_total, more_peak):
     factor, more_factor = tl.exp2(peak - base), tl.exp2(more_peak - base)
     acc = acc * factor[:, None] + more_acc * more_factor[:, None]
     return acc, total * factor + more_total * more_factor, highest
+
+
+@triton.jit
+def join_sinks(
+    acc, total, peak, sink_ptr, head, lane, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr
+):
+    """The parts of rows with the sinks of their heads: row `lane` is of member lane % GROUP of the key head's group."""
+    member = lane % GROUP
+    heads: tl.constexpr = HEADS // KV_HEADS
+    sink = tl.load(sink_ptr + head * heads + member, mask=member < heads, other=0.0) * _LOG2E
+    return join(acc, total, peak, tl.zeros_like(acc), tl.full(total.shape, 1.0, tl.float32), sink)
 
 
 @triton.jit
@@ -186,10 +199,10 @@ def attend_split(
 
 @triton.jit
 def attend_splits(
-    q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
-    SCALE_TOKEN: tl.constexpr, SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, lowest,
-    BLOCK_KEYS: tl.constexpr,
+    q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop, sink_ptr, head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr, SCALE_TOKEN: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, lowest, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """`finish` of the keys up to `stop`, from the split of key `lowest` on."""
     acc = tl.zeros([q.shape[0], BLOCK_DIM], tl.float32)
@@ -203,6 +216,10 @@ def attend_splits(
             BLOCK_KEYS,
         )  # fmt: skip
         acc, total, peak = join(acc, total, peak, more_acc, more_total, more_peak)
+    if sink_ptr is not None:
+        acc, total, peak = join_sinks(
+            acc, total, peak, sink_ptr, head, tl.arange(0, q.shape[0]), HEADS, KV_HEADS, GROUP
+        )  # fmt: skip
     return finish(acc, total, peak)
 
 
@@ -233,7 +250,7 @@ def places(
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _attend(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, row_start_ptr, context_ptr, out_ptr, lse_ptr, total_ptr,
-    factor, num_rows, table_stride,
+    sink_ptr, factor, num_rows, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr, SCALE_TOKEN: tl.constexpr,
     SCALE_HEAD: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr,
@@ -282,8 +299,9 @@ def _attend(
         tl.store(total_ptr + before + place, total, mask=valid)
     else:
         out, lse = attend_splits(
-            q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop, KV_HEADS, DIM, BLOCK_DIM,
-            PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, WINDOW, lowest, BLOCK_KEYS,
+            q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop, sink_ptr, head, HEADS,
+            KV_HEADS, DIM, BLOCK_DIM, GROUP, PAGE_SIZE, SCALED, SCALE_TOKEN, SCALE_HEAD, KEYS_PER_SPLIT, WINDOW, lowest,
+            BLOCK_KEYS,
         )  # fmt: skip
         place, at, valid, mask = places(
             row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
@@ -294,7 +312,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _join_splits(
-    part_ptr, part_peak_ptr, part_total_ptr, position_ptr, out_ptr, lse_ptr, num_rows,
+    part_ptr, part_peak_ptr, part_total_ptr, position_ptr, sink_ptr, out_ptr, lse_ptr, num_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr,
     KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -320,6 +338,8 @@ def _join_splits(
         more_total = tl.load(part_total_ptr + before + place, mask=valid, other=0.0)
         more_peak = tl.load(part_peak_ptr + before + place, mask=valid, other=0.0)
         acc, total, peak = join(acc, total, peak, more_acc, more_total, more_peak)
+    if sink_ptr is not None:
+        acc, total, peak = join_sinks(acc, total, peak, sink_ptr, head, member, HEADS, KV_HEADS, GROUP)
     out, lse = finish(acc, total, peak)
     tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + place, lse, mask=valid)

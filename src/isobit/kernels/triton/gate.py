@@ -1,17 +1,18 @@
 """Gates on a GPU, alone or with its result quantized at once, and its backward.
 
 activation(gate) · up = gate / (1 + exp(-k)) · up in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020), where k is
-the gate for SiLU, and for GELU what `rows32.inner` says. Elementwise but for the scales, so a row's bits depend on the
-row alone. `exp` is the GPU's (2 units in the last place, and a relative error of |k| · 2⁻²⁴ from its argument), so the
-bits are not the CPU's. The bound is the memory's speed: an element of the BF16
-result takes 4 bytes read, and 2 written or 1 for its code; in the backward 6 read and 4 written."""
+the gate for SiLU, and otherwise what `rows32.inner` says, of a gate and an up as `pointwise.bounded` gives them.
+Elementwise but for the scales, so a row's bits depend on the row alone. `exp` is the GPU's (2 units in the last place,
+and a relative error of |k| · 2⁻²⁴ from its argument), so the bits are not the CPU's. The bound is the memory's speed:
+an element of the BF16 result takes 4 bytes read, and 2 written or 1 for its code; in the backward 6 read and 4 written.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.kernels.reference.pointwise import FAR, GELU
+from isobit.kernels.reference.pointwise import CLAMPED, FAR, GELU
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast
 from isobit.kernels.triton.quantize import codes, empty, largest, lies_beside, quantize, scale_or_flag, supported
@@ -25,6 +26,7 @@ _WARPS = 4
 
 _FAR = tl.constexpr(FAR)
 _FIRST, _SECOND, _THIRD = (tl.constexpr(value) for value in GELU)
+_SLOPE, _LIMIT = (tl.constexpr(value) for value in CLAMPED)
 
 
 @triton.jit
@@ -32,10 +34,21 @@ def _inner(gate, ACTIVATION: tl.constexpr):
     """(k, gate · k') of a gate."""
     if ACTIVATION == "silu":
         return gate, gate
+    elif ACTIVATION == "swiglu_clamped":
+        return gate * _SLOPE, gate * _SLOPE
     else:
         x = tl.where(gate > _FAR, _FAR, tl.where(gate < -_FAR, -_FAR, gate))
         square = x * x
         return x * tl.fma(square, _SECOND, _FIRST), x * tl.fma(square, _THIRD, _FIRST)
+
+
+@triton.jit
+def _bounded(gate, up, ACTIVATION: tl.constexpr):
+    """Gate and up as they are multiplied, `pointwise.bounded`."""
+    if ACTIVATION == "swiglu_clamped":
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
+    return gate, up
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,6 +69,7 @@ def _gate_mul(
     at = first * (2 * COLUMNS) + i[:, None] * (2 * COLUMNS) + column[None, :]
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
+    gate, up = _bounded(gate, up, ACTIVATION)
     k, _ = _inner(gate, ACTIVATION)
     h = cast(tl.div_rn(gate, 1.0 + tl.exp(-k)) * up, gate_up_ptr.dtype.element_ty)
     out = h_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :]
@@ -87,11 +101,16 @@ def _backward(
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
     dh = tl.load(dh_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :], mask=inside, other=0).to(tl.float32)
-    k, slope = _inner(gate, ACTIVATION)
+    bounded, multiplied = _bounded(gate, up, ACTIVATION)
+    k, slope = _inner(bounded, ACTIVATION)
     sigma = tl.div_rn(1.0, 1.0 + tl.exp(-k))
-    dgate = dh * up * (sigma * (1.0 + slope * (1.0 - sigma)))
+    dgate = dh * multiplied * (sigma * (1.0 + slope * (1.0 - sigma)))
+    dup = dh * (bounded * sigma)
+    if ACTIVATION == "swiglu_clamped":
+        dgate = tl.where(gate > _LIMIT, 0.0, dgate)
+        dup = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, dup)
     tl.store(gradient_ptr + at, cast(dgate, gradient_ptr.dtype.element_ty), mask=inside)
-    tl.store(gradient_ptr + COLUMNS + at, cast(dh * (gate * sigma), gradient_ptr.dtype.element_ty), mask=inside)
+    tl.store(gradient_ptr + COLUMNS + at, cast(dup, gradient_ptr.dtype.element_ty), mask=inside)
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:

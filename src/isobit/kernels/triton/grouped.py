@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.composed import bias_gradients
 from isobit.kernels.matrices import Operand, Stacked
 from isobit.kernels.triton import grouped_kernels as kernels
 from isobit.kernels.triton.launch import launch, target
@@ -81,7 +82,7 @@ class Schedule:
 
 
 def grouped_product(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
-    """Every row of a [R, K] times the weights [N, K] of its expert, rounded once to `out`: [R, N].
+    """Every row of a [R, K] times the weights [N, K] of its expert, plus its bias, rounded once to `out`: [R, N].
 
     offsets [E + 1] int64 on the device. Both quantized: E4M3, a with a scale per row and block of K (1x128), weights
     the same or 128x128; raises IsobitError for other blocks. Else plain, a quantized one counting as its values.
@@ -96,7 +97,7 @@ def grouped_product(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dt
     right = weights if weights.spec is None else weights.map(values)
     if left.dtype != right.data.dtype:
         left, right = left.float(), Stacked(right.data.float())
-    _plain_product(left, right.data, offsets, y)
+    _plain_product(left, right.data, weights.bias, offsets, y)
     return y
 
 
@@ -125,6 +126,13 @@ def grouped_weight_gradient(
         return list(y.unbind(0))
     served = (offsets.diff() > 0).tolist()
     return [dw if any_rows else None for dw, any_rows in zip(y.unbind(0), served)]
+
+
+def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
+    """`Ops.grouped_bias_gradient`. Waits for the device."""
+    if offsets.device.type == "meta":  # launches are recorded: no value is known
+        return list(dy.new_empty((offsets.shape[0] - 1, dy.shape[1]), dtype=torch.float32).unbind(0))
+    return bias_gradients(dy, offsets)
 
 
 def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
@@ -161,7 +169,7 @@ def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> 
     planned = Schedule.of(offsets, rows, tile.t)
     launch(
         kernels.block_product, (planned.count * -(-columns // tile.n),),
-        a.data.view(torch.uint8).contiguous(), a.scale, _codes(weights.data), scale, y,
+        a.data.view(torch.uint8).contiguous(), a.scale, _codes(weights.data), scale, weights.bias, y,
         planned.tile, offsets, planned.count, *scale_strides(a.scale, rows),
         scale.stride(0), *scale_strides(scale[0], columns),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner,
@@ -169,14 +177,14 @@ def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> 
     )  # fmt: skip
 
 
-def _plain_product(a: Tensor, weights: Tensor, offsets: Tensor, y: Tensor) -> None:
+def _plain_product(a: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, y: Tensor) -> None:
     columns, inner = weights.shape[1:]
     tile = PLAIN_TILE[a.dtype]
     if weights.stride(0) != columns * inner:
         weights = weights.contiguous()
     planned = Schedule.of(offsets, a.shape[0], tile.t)
     launch(
-        kernels.plain_product, (planned.count * -(-columns // tile.n),), a.contiguous(), weights, y, planned.tile,
+        kernels.plain_product, (planned.count * -(-columns // tile.n),), a.contiguous(), weights, bias, y, planned.tile,
         offsets, planned.count, weights.stride(1), weights.stride(2),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner, BLOCK_N=tile.n,
         BLOCK_T=tile.t, BLOCK_K=tile.step, STAGES=tile.num_stages,

@@ -40,8 +40,12 @@ def schedule(
 
 
 @triton.jit
-def _store_rows(total, y_ptr, n, t, stop, COLUMNS: tl.constexpr):
-    """A tile [BLOCK_N, BLOCK_T] to the rows t below `stop` of y [R, COLUMNS], transposed and rounded once."""
+def _store_rows(total, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS: tl.constexpr):
+    """A tile [BLOCK_N, BLOCK_T], and the expert's bias if there is any, to the rows t below `stop` of y [R, COLUMNS],
+    transposed and rounded once."""
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * COLUMNS + n, mask=n < COLUMNS, other=0.0)
+        total += bias.to(tl.float32)[:, None]
     at = t.to(tl.int64)[:, None] * COLUMNS + n[None, :]
     y = numbers.cast(tl.trans(total), y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, mask=(t < stop)[:, None] & (n < COLUMNS)[None, :])
@@ -49,7 +53,7 @@ def _store_rows(total, y_ptr, n, t, stop, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles", "a_scale_row", "a_scale_block"])
 def block_product(
-    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, y_ptr, tile_ptr, offsets_ptr,
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr,
     tiles, a_scale_row, a_scale_block, w_scale_expert, w_scale_row, w_scale_block,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     ROW_SCALES: tl.constexpr, STAGES: tl.constexpr,
@@ -87,12 +91,12 @@ def block_product(
         w_tile += 128
         a_scales += a_scale_block
         w_scales += w_scale_block
-    _store_rows(acc, y_ptr, n, t, stop, COLUMNS)
+    _store_rows(acc, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def plain_product(
-    a_ptr, w_ptr, y_ptr, tile_ptr, offsets_ptr, tiles, w_row, w_column,
+    a_ptr, w_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, tiles, w_row, w_column,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +120,7 @@ def plain_product(
         acc = numbers.dot(w, a, acc)
         a_tile += BLOCK_K
         w_tile += BLOCK_K * w_column
-    _store_rows(acc, y_ptr, n, t, stop, COLUMNS)
+    _store_rows(acc, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS)
 
 
 @triton.jit

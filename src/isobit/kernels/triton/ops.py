@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.composed import sink_gradients
 from isobit.kernels.matrices import Operand, Prepared, Stacked, values, weight_of
 from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.triton import (
@@ -118,6 +119,9 @@ class TritonOps(Ops):
         flags = (self._faults.of(f"output gradient of {name}"), self._faults.of(name))
         return grouped.grouped_weight_gradient(dy, x, offsets, gradient, flags)
 
+    def grouped_bias_gradient(self, dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
+        return grouped.grouped_bias_gradient(dy, offsets)
+
     def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
         return grouped.sum_of_rows(x, place, gates)
 
@@ -159,9 +163,15 @@ class TritonOps(Ops):
         head_kernels.kv_write(store, k, v, layout, self._flag_of(store))
 
     def attention(
-        self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        store: KVStore,
+        layout: Layout,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return attention.attention(q, store, layout, scale, window)
+        return attention.attention(q, store, layout, scale, window, sinks)
 
     def attention_backward(
         self,
@@ -175,6 +185,9 @@ class TritonOps(Ops):
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return attention_backward.attention_backward(dout, q, out, lse, store, layout, scale, window)
+
+    def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        return sink_gradients(dout, out, lse, sinks)
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         return gate.gate_mul(activation, gate_up)
