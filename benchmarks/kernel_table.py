@@ -37,7 +37,7 @@ _PRESETS = ("fp8", "fp8-unified", *_PLAIN)
 
 def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelLaunch]]:
     """(phase, launch) of one layer and what is outside the layers: sync, decoding, prefill, learner."""
-    config = replace(config, num_layers=1)
+    config = replace(config, num_layers=1, windows=config.windows[:1])
     ops = TritonOps("bitwise", "recorded", META)
     masters = {name: torch.empty(shape, device=META) for name, shape in parameter_shapes(config).items()}
     with record_launches() as found:

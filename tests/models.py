@@ -54,13 +54,16 @@ def tiny_model(
         "num_kv_heads": 2,
         "head_dim": 8,
         "max_positions": 64,
-        "experts": Experts(5, 2, 24) if family == "qwen3_moe" else None,
+        "experts": {"qwen3_moe": Experts(5, 2, 24), "gpt_oss": Experts(5, 2, sizes.get("intermediate_size", 48))}.get(
+            family
+        ),
     }
     config = ModelConfig(
         family=family,
         vocab_size=tokenizer.vocab_size,
         **{**shape, **sizes},
-        qkv_bias=family == "qwen2",
+        qkv_bias=family == "qwen2" or FAMILIES[family].biased,
+        o_bias=FAMILIES[family].biased,
         qk_norm=FAMILIES[family].qk_norm,
         tie_embeddings=True,
         eos_ids=tokenizer.eos_ids,

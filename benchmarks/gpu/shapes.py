@@ -44,6 +44,27 @@ SHAPES: dict[str, ModelConfig] = {
 }
 """By name, as their `config.json` has them (Qwen Team 2025, arXiv 2505.09388, tables 1 and 2)."""
 
+GPT_OSS = replace(
+    _QWEN3,
+    family="gpt_oss",
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    qkv_bias=True,
+    o_bias=True,
+    qk_norm=False,
+    rms_eps=1e-5,
+    tie_embeddings=False,
+    max_positions=131072,
+    windows=(128, None) * 12,
+    experts=Experts(32, 4, 2880),
+)
+"""gpt-oss-20b: for the kernels that only its architecture runs."""
+
 
 def shortened(config: ModelConfig, most_bytes: float, per_parameter: float) -> ModelConfig:
     """The same with as many layers as `most_bytes` hold, at so many bytes a parameter; one at least."""

@@ -77,7 +77,7 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("precision", "family"),
-    [*product(("bf16", "fp8-unified", "fp8"), ("qwen3", "qwen3_moe")), ("fp8", "gemma3_text")],
+    [*product(("bf16", "fp8-unified", "fp8"), ("qwen3", "qwen3_moe")), ("fp8", "gemma3_text"), ("fp8", "gpt_oss")],
 )
 def test_every_number_of_ranks_learns_the_same(precision: str, family: str) -> None:
     samples = roll_out(model_of(precision, family))

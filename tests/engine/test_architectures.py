@@ -10,7 +10,7 @@ import torch
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
-from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.rope import Rope
 from tests.models import ALPHABET, level, require
 
@@ -28,6 +28,10 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": (
         {"qk_norm": True, "windows": (5, None, 9), "sliding_rope": Rope(300.0), "query_scalar": 5},
         {"query_scalar": 6},
+    ),
+    "gpt_oss": (
+        {"windows": (5, None, 9), "qkv_bias": True, "o_bias": True, "experts": Experts(5, 2, 208)},
+        {"windows": (5, None, 8)},
     ),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
 }

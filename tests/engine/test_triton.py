@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
+import torch
 
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import get_ops
@@ -56,6 +57,23 @@ def test_zero_bits_differ_with_heads_of_256_and_gelu() -> None:
     assert differing(model, groups) == (0, 12)
     model.transformer.config = replace(model.config, query_scalar=200)
     assert differing(model, groups)[0] > 0
+
+
+@pytest.mark.slow
+def test_zero_bits_differ_with_sinks() -> None:
+    """A layer of gpt-oss, with experts' biases and a window. Controls: a learner with other sinks, and other biases."""
+    model = tiny_model("fp8", "gpt_oss", backend="triton", scale=6, num_layers=1, head_dim=16, windows=(4,))
+    groups = _completions(model)
+    assert differing(model, groups) == (0, 12)
+    for role in ("sinks", "down_bias"):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters().items():
+                if name.endswith(role):
+                    parameter.add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        model.sync()
+        assert differing(model, groups)[0] > 0
+        groups = _completions(model)
+        assert differing(model, groups) == (0, 12)
 
 
 @pytest.mark.slow

@@ -33,6 +33,20 @@ for _, launch in kernel_table.launches(SHAPES["Qwen3-30B-A3B"], "bf16[kv_cache=i
         found[kernel_table.signature(launch)] = launch
 print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch)) for launch in found.values()]))
 """
+_GPT_OSS = """
+import json
+from benchmarks import kernel_table
+from benchmarks.gpu.shapes import GPT_OSS
+
+own = ("attention.attend", "attention.join_splits", "gate.gate_mul", "gate.backward", "grouped_kernels.plain_product",
+       "grouped_kernels.block_product")
+found = {}
+for preset in ("bf16", "fp8"):
+    for _, launch in kernel_table.launches(GPT_OSS, preset):
+        if kernel_table.kernel_name(launch) in own:
+            found[kernel_table.signature(launch)] = launch
+print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch)) for launch in found.values()]))
+"""
 _STOCHASTIC = """
 import json, torch
 from benchmarks.cross_compile import compile_launch
@@ -103,6 +117,22 @@ def test_kernels_of_an_int8_cache_compile_too(tmp_path: Path) -> None:
     assert kernels == {"heads.attention_inputs", "attention.attend", "attention_backward.gather"}
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
     assert {row["instruction_class"] for row in rows if row["kernel"] == "attention.attend"} == {"HGMMA"}
+
+
+@pytest.mark.slow
+def test_sinks_clamped_gates_and_experts_biases_compile_too(tmp_path: Path) -> None:
+    """Those of a gpt-oss-20b: nothing spills, and products run on the warpgroups'."""
+    rows = json.loads(_python(_GPT_OSS, tmp_path))
+    classes = {row["kernel"]: row["instruction_class"] for row in rows}
+    assert classes == {
+        "attention.attend": "HGMMA",
+        "attention.join_splits": "none",
+        "gate.gate_mul": "none",
+        "gate.backward": "none",
+        "grouped_kernels.plain_product": "HGMMA",
+        "grouped_kernels.block_product": "QGMMA",
+    }
+    assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def byte_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Tokenizer:
 
 
 def write_valid(folder: Path) -> None:
-    """The files that are damaged: two models, in one file and in shards, a reward model, data and configurations."""
+    """The files that are damaged: models in one file, in shards, in MXFP4 and of rewards, data and configurations."""
     tokenizer = byte_tokenizer(folder / "tokenizer")
     sizes: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2,
@@ -75,6 +75,8 @@ def write_valid(folder: Path) -> None:
     mixed = ModelConfig(family="qwen3_moe", qk_norm=True, experts=Experts(3, 2, 8), **sizes)
     Model.init(dense, tokenizer, "float32", 0, "reference").save(folder / "dense")
     Model.init(mixed, tokenizer, "float32", 0, "reference").save(folder / "mixed", torch.bfloat16, shard_bytes=8000)
+    wide = {**sizes, "hidden_size": 32, "intermediate_size": 32}
+    _write_mxfp4(ModelConfig(family="gpt_oss", experts=Experts(3, 2, 32), **wide), tokenizer, folder / "mxfp4")
     shutil.copytree(folder / "dense", folder / "judge")
     body = load_file(folder / "judge" / "model.safetensors")
     body["score.weight"] = body.pop("lm_head.weight")[:1].clone()
@@ -92,6 +94,17 @@ def write_valid(folder: Path) -> None:
     sft = {"model": {"init": init}, "task": {"name": "arithmetic"}, "out": "base"}
     (folder / "sft.yaml").write_text(dump_config(load_sft_config(sft)))
     (folder / "compare.yaml").write_text(yaml.safe_dump({"train": "train.yaml", "presets": ["bf16", "fp8"]}))
+
+
+def _write_mxfp4(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
+    """A gpt-oss whose experts are codes 1 with scales of 1 / 16."""
+    Model.init(config, tokenizer, "float32", 0, "reference").save(folder, torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name and name.endswith("_proj")]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.full((experts, outputs, inputs // 32, 16), 0x11, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full((experts, outputs, inputs // 32), 123, dtype=torch.uint8)
+    write_weights(folder, tensors)
 
 
 def _model(folder: Path) -> None:
@@ -128,6 +141,8 @@ TARGETS: tuple[tuple[str, str, Load, int], ...] = (
     ("dense/model.safetensors", "dense", _model, 2),
     ("mixed/model-00001-of-*", "mixed", _model, 1),
     ("dense/generation_config.json", "dense", _model, 1),
+    ("mxfp4/config.json", "mxfp4", _model, 1),
+    ("mxfp4/model.safetensors", "mxfp4", _model, 2),
     ("judge/config.json", "judge", _judge, 1),
     ("judge/model.safetensors", "judge", _judge, 1),
     ("tokenizer/tokenizer.json", "tokenizer", _tokenizer, 4),

@@ -52,6 +52,13 @@ BASES["gemma3_text"] = {key: value for key, value in BASES["olmo3"].items() if k
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 5,
 }
+BASES["gpt_oss"] = _SIZES | {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "pad_token_id": 0,
+}
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
 """Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the others, and not
 compared again."""
@@ -124,7 +131,7 @@ def variants() -> list[Variant]:
     """The table."""
     rows = []
     for family in BASES:
-        own = {"olmo3": _olmo3, "gemma3_text": _gemma3}.get(family, _windows)
+        own = {"olmo3": _olmo3, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss}.get(family, _windows)
         makers = [_sizes, _flags, own, _experts, _unrotated]
         for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
             made = (Variant(family, *row) for row in make(family))
@@ -146,7 +153,7 @@ def _sizes(family: str) -> Iterator[Row]:
     yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
     nullable = family in ("llama", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3")
     yield "null heads of keys", {"num_key_value_heads": None}, "" if nullable else "num_key_value_heads"
-    left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8}.get(family, 4)
+    left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8, "gpt_oss": 8}.get(family, 4)
     for heads in (4, 8, 32):
         shared = heads % (heads if family in ("llama", "olmo2", "olmo3") else left_out) == 0
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
@@ -171,7 +178,7 @@ def _sizes(family: str) -> Iterator[Row]:
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
-    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma3_text")
+    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma3_text", "gpt_oss")
     yield "attention_bias", {"attention_bias": True}, ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
     yield "attention_bias as text", {"attention_bias": "false"}, "attention_bias" if biased else ""
@@ -342,6 +349,26 @@ def _gemma3(family: str) -> Iterator[Row]:
     yield "both directions", {"use_bidirectional_attention": True}, "use_bidirectional_attention"
 
 
+def _gpt_oss(family: str) -> Iterator[Row]:
+    """Windows, the default of rotary scaling, and the gate's numbers."""
+    for size in (8, CONTEXT, _LEFT_OUT):
+        yield f"sliding_window {size if size is not _LEFT_OUT else 'left out'}", {"sliding_window": size}, ""
+    yield "null sliding_window", {"sliding_window": None}, "sliding_window"
+    yield "no layer_types", {"layer_types": _LEFT_OUT}, ""
+    yield "all layers full", {"layer_types": ["full_attention"] * 2}, ""
+    yield "rope_theta left out", {"rope_theta": _LEFT_OUT}, ""
+    yarn = {"rope_type": "yarn", **_SCALINGS["yarn"]}
+    for more in ({}, {"truncate": False}):
+        yield f"rope_scaling yarn {more}", {"rope_scaling": {**yarn, **more}}, ""
+        yield f"rope_parameters yarn {more}", {"rope_parameters": {**yarn, **more, "rope_theta": 90.0}}, ""
+    yield "rope_parameters default", {"rope_parameters": {"rope_type": "default"}}, ""
+    for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        yield f"{key} {value}", {key: value}, ""
+        yield f"another {key}", {key: 2.5}, f"unsupported {key} 2.5"
+    yield "MXFP4 in name", {"quantization_config": {"quant_method": "fp8"}}, "or one in MXFP4"
+    yield "initial_context_length", {"initial_context_length": 4096, "experts_per_token": 2}, ""
+
+
 def _unrotated(family: str) -> Iterator[Row]:
     """Layers without rotary embedding."""
     if family != "smollm3":
@@ -362,10 +389,10 @@ def _unrotated(family: str) -> Iterator[Row]:
 
 def _experts(family: str) -> Iterator[Row]:
     """Mixtures of experts."""
-    if family not in ("qwen3_moe", "mixtral"):
+    if family not in ("qwen3_moe", "mixtral", "gpt_oss"):
         return
-    own = "num_local_experts" if family == "mixtral" else "num_experts"
-    other = "num_experts" if family == "mixtral" else "num_local_experts"
+    own = "num_experts" if family == "qwen3_moe" else "num_local_experts"
+    other = "num_local_experts" if family == "qwen3_moe" else "num_experts"
     yield "no number of experts", {own: _LEFT_OUT}, ""
     yield "the other name", {own: _LEFT_OUT, other: 7}, ""
     yield "both names", {own: 7, other: 7}, ""
@@ -375,6 +402,8 @@ def _experts(family: str) -> Iterator[Row]:
     yield "9 experts a token", {"num_experts_per_tok": 9}, "9 experts per token"
     yield "no experts", {own: 0}, "at least 1"
     yield "jitter", {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.2}, ""
+    if family == "gpt_oss":
+        return
     if family == "mixtral":
         yield "norm_topk_prob false", {"norm_topk_prob": False}, ""
         return

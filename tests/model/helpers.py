@@ -49,6 +49,9 @@ _GEMMA_LINEAR = {
     "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 3.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
 }
+_PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+_GPT_OSS = {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, **_PAD}
+_GPT_OSS |= {"rope_parameters": {**_YARN, "truncate": False}}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 _EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -77,6 +80,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-linear": (
         "Gemma3",
         {**_GEMMA, "rope_parameters": _GEMMA_LINEAR, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gpt-oss": ("GptOss", _GPT_OSS),
+    "gpt-oss-plain": (
+        "GptOss",
+        {**_GPT_OSS, "attention_bias": False, "rope_parameters": _PLAIN, "sliding_window": 200},
     ),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
@@ -144,7 +152,11 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "head_dim": 36,
         "qkv_bias": family == "qwen2",
         "qk_norm": FAMILY_TABLES[family].qk_norm,
-        "experts": Experts(6, 3, 40) if family == "qwen3_moe" else Experts(5, 2, 208) if family == "mixtral" else None,
+        "experts": Experts(6, 3, 40)
+        if family == "qwen3_moe"
+        else Experts(5, 2, 208)
+        if family in ("mixtral", "gpt_oss")
+        else None,
         "max_positions": 128,
         "eos_ids": (2,),
     }

@@ -10,7 +10,7 @@ from isobit.kernels import Activation, Operand, Stacked, get_ops
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.triton import grouped
 from isobit.kernels.triton.launch import record_launches
-from isobit.model import Model, experts
+from isobit.model import Experts, Model, experts
 from isobit.model.autograd import Vector, Weight
 from isobit.model.experts import by_expert, through_experts
 from isobit.model.working import Mixture, map_parts
@@ -45,9 +45,17 @@ def gradients(model: Model) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
-@pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-unified", "mxfp8"])
-def test_grouped_is_one_expert_after_the_other_bit_for_bit(preset: str, backend: str) -> None:
-    model = random_model(preset, backend, "qwen3_moe")
+@pytest.mark.parametrize(
+    ("preset", "family"),
+    [
+        *((preset, "qwen3_moe") for preset in ("bf16", "fp8", "fp8-unified", "mxfp8")),
+        ("bf16", "gpt_oss"),
+        ("fp8", "gpt_oss"),
+    ],
+)
+def test_grouped_is_one_expert_after_the_other_bit_for_bit(preset: str, family: str, backend: str) -> None:
+    """Those of gpt-oss have biases."""
+    model = random_model(preset, backend, family, experts=Experts(6, 3, 40))
     layer, ops = layer_of(model), model.transformer.ops["learner"]
     given, weights, chosen, dy = rows(23)
     found = []
@@ -61,7 +69,9 @@ def test_grouped_is_one_expert_after_the_other_bit_for_bit(preset: str, backend:
     (grouped_ones, own), (one_by_one, others) = found
     assert all(torch.equal(first, second) for first, second in zip(grouped_ones, one_by_one))
     results = grouped_ones[0]
-    assert [g is None for g in own] == [name in (8, 9) for name in range(12)]  # gate_up and down of the fifth
+    each = len(own) // 6
+    assert each == (4 if family == "gpt_oss" else 2)
+    assert [g is None for g in own] == [name // each == 4 for name in range(6 * each)]  # gate_up and down of the fifth
     assert all((g is None and o is None) or torch.equal(g, o) for g, o in zip(own, others))
     with torch.no_grad():
         assert torch.equal(through_experts(given, weights, chosen, layer, ops), results)
@@ -91,9 +101,10 @@ def _with_activation(part: Weight | Vector, spec: QuantSpec) -> Weight | Vector:
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8", "fp8-e2e"])
-def test_every_experts_weight_is_a_view_of_one_storage(preset: str) -> None:
-    """Made, received by a second engine, and frozen."""
-    model = random_model(preset, "reference", "qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_every_experts_weight_is_a_view_of_one_storage(family: str, preset: str) -> None:
+    """Made, received by a second engine, and frozen; biases too."""
+    model = random_model(preset, "reference", family, experts=Experts(6, 3, 40))
     layers = [layer_of(model), layer_of(model, "rollout")]
     assert (layers[0] is layers[1]) == model.precision.shared
     model.transformer.freeze()
@@ -105,6 +116,11 @@ def test_every_experts_weight_is_a_view_of_one_storage(preset: str) -> None:
                 codes = working.data if isinstance(working, QTensor) else working
                 assert codes.data_ptr() == stacked.data[index].data_ptr()
                 assert codes.untyped_storage().nbytes() == 6 * codes.numel() * codes.element_size()
+                bias = getattr(expert, role).bias
+                assert (bias is None) == (stacked.bias is None) == (family == "qwen3_moe")
+                if bias is not None and stacked.bias is not None:
+                    assert bias.data_ptr() == stacked.bias[index].data_ptr()
+                    assert bool(bias.any())
     assert layer_of(model).gate_up.data.data_ptr() == layers[0].gate_up.data.data_ptr()
 
 

@@ -57,7 +57,8 @@ def test_gradients_of_transformers(family: str, backend: str, tmp_path: Path) ->
     wanted = names.fuse(lambda name, lo, hi: gradients[name][lo:hi], mine.config)
     for name, master in mine.named_parameters().items():
         error = (master.grad.double() - wanted[name].double()).norm() / wanted[name].double().norm()
-        assert float(error) < 2e-5, (name, float(error))
+        limit = 5e-5 if name.endswith("router_bias") else 2e-5  # sums over rows, much of which cancels
+        assert float(error) < limit, (name, float(error))
 
 
 def per_expert(theirs: Any, family: str) -> dict[str, Tensor]:
@@ -67,7 +68,7 @@ def per_expert(theirs: Any, family: str) -> dict[str, Tensor]:
     block = "block_sparse_moe" if family == "mixtral" else "mlp"
     for name, parameter in theirs.named_parameters():
         base, _, kind = name.partition(".mlp.experts.")
-        if not kind:
+        if not kind or family == "gpt_oss":
             found[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = parameter.grad
             continue
         for number, gradient in enumerate(parameter.grad.unbind(0)):

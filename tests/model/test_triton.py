@@ -20,8 +20,8 @@ from tests.rl.helpers import roll_out
 _LENGTHS = (7, 5)
 
 
-def _model(backend: str, precision: str, experts: bool = False) -> Model:
-    chosen = {"family": "qwen3_moe", "experts": Experts(4, 2, 32)} if experts else {}
+def _model(backend: str, precision: str, family: str = "qwen3") -> Model:
+    chosen = {"family": family, **({} if family == "qwen3" else {"experts": Experts(4, 2, 32)})}
     return tiny_model(precision, backend=backend, scale=6, num_layers=1, head_dim=16, **chosen)
 
 
@@ -43,14 +43,14 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
-def test_values_and_gradients_are_the_references(precision: str, experts: bool) -> None:
+def test_values_and_gradients_are_the_references(precision: str, family: str) -> None:
     """Float32 sums change roundings, and roundings change codes: so two backends differ as two roundings of one flow
     do. Every gradient is within 2.5 times the distance that the flow itself has from float32."""
-    wanted, wanted_gradients = _learned(_model("reference", precision, experts))
-    exact, exact_gradients = _learned(_model("reference", "float32", experts))
-    found, gradients = _learned(_model("triton", precision, experts))
+    wanted, wanted_gradients = _learned(_model("reference", precision, family))
+    exact, exact_gradients = _learned(_model("reference", "float32", family))
+    found, gradients = _learned(_model("triton", precision, family))
     assert _distance(found, wanted) <= 2.5 * _distance(wanted, exact)
     assert gradients.keys() == wanted_gradients.keys()
     for name, gradient in gradients.items():

@@ -32,6 +32,7 @@ RUNS = [
     ("fp8-unified", "qwen3_moe", ()),
     ("fp8-rollout", "qwen3", ()),
     ("fp8-rollout", "gemma3_text", ()),
+    ("fp8", "gpt_oss", ()),
     ("fp8", "qwen3", ("optimizer.masters=bf16", "optimizer.state=8bit")),
     ("fp8", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
     ("fp8-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),

@@ -33,14 +33,17 @@ ATTENTION = {**ADAPTER, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3_moe", "gemma3_text"):
+    for family in ("qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"):
         tiny_model(family=family, scale=4.0).save(folder / family)
     return folder
 
 
 def _config(folder: Path, models: Path, family: str = "qwen3", **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    settings = {"adapter": ATTENTION if family == "qwen3_moe" else ADAPTER, "optimizer": {"learning_rate": 0.02}}
+    settings = {
+        "adapter": ATTENTION if family in ("qwen3_moe", "gpt_oss") else ADAPTER,
+        "optimizer": {"learning_rate": 0.02},
+    }
     return write_config(folder, models / family, **{**settings, **changes})
 
 
@@ -50,7 +53,11 @@ def _run(folder: Path, models: Path, **changes: Any) -> TrainResult:
 
 @pytest.mark.parametrize(
     ("precision", "family"),
-    [*product(("fp8", "fp8-unified", "bf16", "nvfp4"), ("qwen3", "qwen3_moe")), ("fp8", "gemma3_text")],
+    [
+        *product(("fp8", "fp8-unified", "bf16", "nvfp4"), ("qwen3", "qwen3_moe")),
+        ("fp8", "gemma3_text"),
+        ("fp8", "gpt_oss"),
+    ],
 )
 def test_no_token_differs_after_updates(tmp_path: Path, models: Path, precision: str, family: str) -> None:
     """Several updates a batch, whose adapters the next rollout must have. Rows agree where they are learned from as

@@ -163,11 +163,21 @@ class ArchitectureConfig:
     """A model made from scratch, with a character tokenizer over the task's alphabet."""
 
     family: Literal[
-        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "olmo2", "olmo3", "gemma3_text"
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mistral",
+        "mixtral",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "gemma3_text",
+        "gpt_oss",
     ] = "qwen3"
     hidden_size: Annotated[int, at_least(8)] = 128
     intermediate_size: Annotated[int, at_least(8), "width of the MLP, or of each expert"] = 512
-    num_experts: Annotated[int | None, at_least(1), "qwen3_moe, mixtral"] = None
+    num_experts: Annotated[int | None, at_least(1), "qwen3_moe, mixtral, gpt_oss"] = None
     experts_per_token: Annotated[int | None, at_least(1), "default: 2"] = None
     num_layers: Annotated[int, at_least(1)] = 4
     num_heads: Annotated[int, at_least(1)] = 4
@@ -179,7 +189,7 @@ class ArchitectureConfig:
     vocabulary: Annotated[str | None, "the tokenizer's characters; default: the task's alphabet"] = None
 
     def __post_init__(self) -> None:
-        mixture = self.family in ("qwen3_moe", "mixtral")
+        mixture = self.family in ("qwen3_moe", "mixtral", "gpt_oss")
         if mixture != (self.num_experts is not None):
             raise IsobitError(
                 f"{self.family} needs num_experts" if mixture else f"num_experts: {self.family} is dense; use qwen3_moe"

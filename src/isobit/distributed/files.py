@@ -7,7 +7,7 @@ bytes are those that safetensors' own writer leaves for the whole tensors, at an
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -49,11 +49,11 @@ _TOGETHER = 1 << 20  # bytes of small tensors that are written by one call
 @dataclass(frozen=True, eq=False)
 class Part:
     """A tensor of a file, `dtype` and `shape` of the whole, and what this rank writes of it: `mine`, of any dtype and
-    device, are its elements from number `start` on."""
+    device, or what makes it when it is written, are its elements from number `start` on."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    mine: Tensor | None = None
+    mine: Tensor | Callable[[], Tensor] | None = None
     start: int = 0
 
     @staticmethod
@@ -68,7 +68,8 @@ class Part:
     def data(self) -> Tensor:
         """The bytes that this rank writes, uint8 on the CPU."""
         assert self.mine is not None
-        return self.mine.detach().to("cpu", self.dtype).contiguous().view(-1).view(torch.uint8)
+        mine = self.mine if isinstance(self.mine, Tensor) else self.mine()
+        return mine.detach().to("cpu", self.dtype).contiguous().view(-1).view(torch.uint8)
 
 
 def write_file(path: Path, parts: Mapping[str, Part], ranks: Ranks = ALONE) -> None:

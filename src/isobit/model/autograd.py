@@ -73,7 +73,8 @@ def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended"
     """Attention [T, H, D] of qkv [T, H + 2 KV, D]: queries and keys normed and rotated, keys and values stored, queries
     rounded where the flow says so. `masters` are those of the norms. Straight through the roundings."""
     if torch.is_grad_enabled():
-        return _Attend.apply(qkv, *(masters or (None, None)), given, ops)
+        sinks = None if given.sinks is None else given.sinks.master
+        return _Attend.apply(qkv, *(masters or (None, None)), sinks, given, ops)
     return _attend(qkv, given, ops)[0]
 
 
@@ -81,7 +82,7 @@ def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended"
 class Attended:
     """What attention takes besides its rows. `store` gives where keys and values are, `temporary` an empty one of the
     same kind; `window` is how many keys a row sees, None all; `query` is how queries are rounded, if they are, with a
-    scale per row, or with `query_scale` [1]."""
+    scale per row, or with `query_scale` [1]; `sinks` [H] are the heads', in float32, if they have any."""
 
     heads: Heads
     store: Callable[[], KVStore]
@@ -91,6 +92,7 @@ class Attended:
     window: int | None = None
     query: QuantSpec | None = None
     query_scale: Tensor | None = None
+    sinks: Vector | None = None
 
 
 def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -> Tensor:
@@ -326,7 +328,13 @@ def _gated_again(gate_up: Tensor, activation: Activation, weight: Weight, ops: O
 class _Attend(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_master: Tensor | None, k_master: Tensor | None, given: Attended, ops: Ops
+        ctx: Any,
+        qkv: Tensor,
+        q_master: Tensor | None,
+        k_master: Tensor | None,
+        sinks_master: Tensor | None,
+        given: Attended,
+        ops: Ops,
     ) -> Tensor:
         out, lse = _attend(qkv, given, ops)
         ctx.given, ctx.ops = given, ops
@@ -338,18 +346,21 @@ class _Attend(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (qkv, out, lse), given, ops = ctx.saved_tensors, ctx.given, ctx.ops
         store = given.temporary()
-        q = _queries(qkv, given, store, unwatched(ops))
-        gradients = ops.attention_backward(
-            dout.contiguous(), q, out, lse, store, given.layout, given.scale, given.window
-        )
+        q, dout = _queries(qkv, given, store, unwatched(ops)), dout.contiguous()
+        gradients = ops.attention_backward(dout, q, out, lse, store, given.layout, given.scale, given.window)
         found = ops.attention_inputs_backward(gradients, qkv, given.heads, given.layout.positions)
-        return (*found, None, None)
+        dsinks = None
+        if ctx.needs_input_grad[3] and given.sinks is not None:
+            dsinks = ops.sinks_backward(dout, out, lse, given.sinks.working)
+        return (*found, dsinks, None, None)
 
 
 def _attend(qkv: Tensor, given: Attended, ops: Ops) -> tuple[Tensor, Tensor]:
     """(attention [T, H, D], its log-sum-exp [T, H])."""
     store = given.store()
-    return ops.attention(_queries(qkv, given, store, ops), store, given.layout, given.scale, given.window)
+    q = _queries(qkv, given, store, ops)
+    sinks = None if given.sinks is None else given.sinks.working
+    return ops.attention(q, store, given.layout, given.scale, given.window, sinks)
 
 
 def _queries(qkv: Tensor, given: Attended, store: KVStore, ops: Ops) -> Tensor:

@@ -1,6 +1,7 @@
 """Hugging Face directories: read and write weights (safetensors, single or sharded) and JSON files.
 
-Reads float32, bfloat16 and float16 tensors, and E4M3 ones in blocks of 128x128 (`fp8_blocks.py`), into float32. Every
+Reads float32, bfloat16 and float16 tensors, E4M3 ones in blocks of 128x128 (`fp8_blocks.py`), and MXFP4
+(`mxfp4_blocks.py`), into float32. Every
 defect of a directory is one `IsobitError`. Left out: pickled weights, other quantized checkpoints, and making a write
 atomic (`isobit.run.checkpoints`).
 """
@@ -19,6 +20,7 @@ from isobit.data.foreign import BadJson, check_readable, exists, parse_json, rea
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import FileTensor, Part, file_tensors, write_file
 from isobit.errors import IsobitError, brief, download_hint
+from isobit.model import mxfp4_blocks as mxfp4
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
 
@@ -69,16 +71,22 @@ def read_text(path: Path) -> str:
 
 class Weights:
     """The tensors of a directory whose files are open: their `shapes`, and their rows as float32, of which no more is
-    read than is asked for. Scales of FP8 blocks belong to their tensors."""
+    read than is asked for. Scales of FP8 blocks belong to their tensors, and blocks and scales of MXFP4 are one."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, FileTensor]]) -> None:
         self._directory, self._tensors = directory, tensors
         scales = [key for key in tensors if key.endswith(_SCALES) and key.removesuffix(_SCALES) in tensors]
-        self.shapes: Shapes = {key: each.shape for key, (_, each) in tensors.items() if key not in scales}
+        self._packed = mxfp4.shapes_of(tensors, directory)
+        scales += [name + suffix for name in self._packed for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)]
+        kept = {key: each.shape for key, (_, each) in tensors.items() if key not in set(scales)}
+        self.shapes: Shapes = kept | self._packed
 
     def check(self) -> None:
         """Raise IsobitError unless every tensor is of numbers that are read, and FP8 blocks have their scales."""
+        packed = {name + suffix for name in self._packed for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)}
         for name, (path, tensor) in self._tensors.items():
+            if name in packed:
+                continue
             blocks = tensor.dtype == E4M3.dtype and len(tensor.shape) == 2
             if tensor.dtype not in _FLOATS and not blocks:
                 raise IsobitError(
@@ -98,6 +106,8 @@ class Weights:
         """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is not finite. Where
         scales are powers of two, the values of FP8 blocks are exact."""
         hi = next(iter(self.shapes[name]), 1) if hi is None else hi
+        if name in self._packed:
+            return self._unpacked(name, lo, hi)
         values = self._read(name, lo, hi)
         if self._tensors[name][1].dtype != E4M3.dtype:
             return values
@@ -106,13 +116,25 @@ class Weights:
         scales = expand_scale(scale, (BLOCK, BLOCK), (scale.shape[0] * BLOCK, values.shape[1]))
         return values * scales[lo - first * BLOCK : hi - first * BLOCK]
 
+    def _unpacked(self, name: str, lo: int, hi: int) -> Tensor:
+        parts = []
+        for suffix in (mxfp4.BLOCKS, mxfp4.SCALES):
+            path, tensor = self._tensors[name + suffix]
+            with _reading(path):
+                parts.append(tensor[lo:hi])
+        return _finite(mxfp4.dequantized(*parts), path, name)
+
     def _read(self, name: str, lo: int, hi: int) -> Tensor:
         path, tensor = self._tensors[name]
         with _reading(path):
             values = (tensor[lo:hi] if tensor.shape else tensor[...]).float()
-        if not bool(torch.isfinite(values).all()):
-            raise IsobitError(f"{path}: tensor {brief(name)} holds NaN or infinity")
-        return values
+        return _finite(values, path, name)
+
+
+def _finite(values: Tensor, path: Path, name: str) -> Tensor:
+    if not bool(torch.isfinite(values).all()):
+        raise IsobitError(f"{path}: tensor {brief(name)} holds NaN or infinity")
+    return values
 
 
 @contextmanager

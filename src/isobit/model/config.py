@@ -116,6 +116,17 @@ class ModelConfig:
         return FAMILIES[self.family].activation
 
     @property
+    def sinks(self) -> bool:
+        """Whether each head has a sink in its attention."""
+        return FAMILIES[self.family].sinks
+
+    @property
+    def experts_bias(self) -> bool:
+        """Whether routers and experts have biases."""
+        mixtures = FAMILIES[self.family].mixtures
+        return mixtures is not None and mixtures.biases
+
+    @property
     def norm_offset(self) -> float:
         """What norms add to their weights before they multiply."""
         return FAMILIES[self.family].norm_offset
@@ -165,14 +176,17 @@ class ModelConfig:
         layers = whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
         if family.ropes is None:
-            rope, sliding = Rope.from_hf(values, where, theta=family.rope_theta, max_positions=max_positions), None
+            given = values
+            if family.rope_section is not None and not (values.get("rope_scaling") or values.get("rope_parameters")):
+                given = {**values, "rope_scaling": family.rope_section}
+            rope, sliding = Rope.from_hf(given, where, theta=family.rope_theta, max_positions=max_positions), None
         else:
             rope, sliding = family.ropes.read(values, where, max_positions)
         head_dim = optional_whole(values, "head_dim", where, family.nullable, family.head_dim)
         kv_heads = optional_whole(values, "num_key_value_heads", where, family.nullable, family.kv_heads)
         if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
             raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")  # as in transformers
-        bias = family.attention_bias and flag(values, "attention_bias", where)
+        bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
         try:
             ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
         except ValueError as error:
@@ -219,7 +233,7 @@ class ModelConfig:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            family.activation_key: family.activation,
+            family.activation_key: family.activation_name or family.activation,
             "rms_norm_eps": self.rms_eps,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": self.tie_embeddings,
@@ -229,7 +243,7 @@ class ModelConfig:
             "dtype": "float32",
         }
         if family.ropes is None:
-            values |= self.rope.to_hf()
+            values |= self.rope.to_hf(scaled=family.rope_section is not None)
         else:
             values |= family.ropes.write(self.rope, self.sliding_rope or self.rope)
         if family.query_scalar is not None:
@@ -303,11 +317,13 @@ def _first(ids: tuple[int, ...]) -> int | None:
 
 
 def _refuse_unsupported(values: Mapping[str, Any], where: str, family: Family) -> None:
-    activation = values.get(family.activation_key, family.activation)
-    if activation != family.activation:
-        raise IsobitError(
-            f"{where}: unsupported {family.activation_key} {activation!r:.80}: supported is {family.activation}"
-        )
+    named = family.activation_name or family.activation
+    activation = values.get(family.activation_key, named)
+    if activation != named:
+        raise IsobitError(f"{where}: unsupported {family.activation_key} {activation!r:.80}: supported is {named}")
+    for key, wanted in family.fixed.items():
+        if values.get(key, wanted) != wanted:
+            raise IsobitError(f"{where}: unsupported {key} {values[key]!r:.80}: supported is {wanted}")
     for key in family.off:
         if values.get(key) not in (None, False):
             raise IsobitError(f"{where}: {key} {values[key]!r:.80} is not supported: it must be null or false")
@@ -318,8 +334,9 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str, family: Family) -
     if values.get("per_layer_config"):
         raise IsobitError(f"{where}: per_layer_config is not supported: all layers must have one form")
     quantized = values.get("quantization_config")
-    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    if quantized and not (isinstance(quantized, dict) and blocks.items() <= quantized.items()):
-        raise IsobitError(
-            f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one, or one in FP8 blocks of 128x128"
-        )
+    blocks: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    kind, named = blocks, "FP8 blocks of 128x128"
+    if family.mixtures is not None and family.mixtures.together:
+        kind, named = {"quant_method": "mxfp4"}, "MXFP4"
+    if quantized and not (isinstance(quantized, dict) and kind.items() <= quantized.items()):
+        raise IsobitError(f"{where}: the checkpoint is already quantized; give the BF16 or FP32 one, or one in {named}")

@@ -8,6 +8,7 @@ Activations or gradients whose rows share scales (granularity `tensor`, and the 
 separate matrices. Left out: which experts serve a token (`moe.py`).
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,8 @@ def through_experts(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, op
     if any(_shares_scales(spec) for weight in (first.gate_up, first.down) for spec in _specs(weight)):
         return _one_by_one(x, gates, chosen, layer, ops)
     if torch.is_grad_enabled():
-        masters = [expert.gate_up.master for expert in layer.experts] + [expert.down.master for expert in layer.experts]
+        weights = [e.gate_up for e in layer.experts] + [e.down for e in layer.experts]
+        masters = [weight.master for weight in weights] + [weight.bias_master for weight in weights]
         return _Experts.apply(x, gates, chosen, layer, ops, again, *masters)
     return _forward(x, gates, chosen, layer, ops)[0]
 
@@ -55,7 +57,14 @@ def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
 class _Experts(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, again: bool, *masters: Tensor
+        ctx: Any,
+        x: Tensor,
+        gates: Tensor,
+        chosen: Tensor,
+        layer: Mixture,
+        ops: Ops,
+        again: bool,
+        *masters: Tensor | None,
     ) -> Tensor:
         total, places, gate_up, results = _forward(x, gates, chosen, layer, ops)
         ctx.layer, ctx.ops, ctx.again = layer, ops, again
@@ -75,20 +84,22 @@ class _Experts(Function):
         dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results, place, gates)
         ddown: list[Tensor | None] = [None] * count
         dup: list[Tensor | None] = [None] * count
-        if any(needed[count:]):
+        if any(needed[count : 2 * count]):
             own = has_own_copy(down)
             hidden = ops.gate_mul(activation, gate_up) if own else _gated(gate_up, layer, unwatched(ops))
-            ddown = _weight_gradients(dy, hidden, down, offsets, needed[count:], ops)
+            ddown = _weight_gradients(dy, hidden, down, offsets, needed[count : 2 * count], ops)
             del hidden
         dgate_up = ops.gate_mul_backward(activation, _input_gradient(dy, layer.down, down, offsets, ops), gate_up)
         if any(needed[:count]):
             inputs = kept[0] if has_own_copy(up) else _inputs(kept[0], up, unwatched(ops))
             dup = _weight_gradients(dgate_up, _pick(inputs, rows), up, offsets, needed[:count], ops)
+        dbias = _bias_gradients(dgate_up, offsets, needed[2 * count : 3 * count], ops)
+        dbias += _bias_gradients(dy, offsets, needed[3 * count :], ops)
         dx = None
         if ctx.needs_input_grad[0]:
             drows = _input_gradient(dgate_up, layer.gate_up, up, offsets, ops)
             dx = ops.sum_of_rows(drows, place.sort(1).values, None)  # in the order of the experts
-        return dx, dgates, None, None, None, None, *dup, *ddown
+        return dx, dgates, None, None, None, None, *dup, *ddown, *dbias
 
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -162,6 +173,13 @@ def _weight_gradients(
         given = weight.gradient if weight.wgrad == "fp8" and isinstance(x, QTensor) else None
         found = ops.grouped_weight_gradient(dy, x, offsets, given, name)
     return [dw if wanted else None for dw, wanted in zip(found, needed)]
+
+
+def _bias_gradients(dy: Tensor, offsets: Tensor, needed: Sequence[bool], ops: Ops) -> list[Tensor | None]:
+    """[N] float32 of every expert that has rows and needs one, of dy [R, N]."""
+    if not any(needed):
+        return [None] * len(needed)
+    return [db if wanted else None for db, wanted in zip(ops.grouped_bias_gradient(dy, offsets), needed)]
 
 
 def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:

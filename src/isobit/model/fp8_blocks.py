@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.model import names
+from isobit.model.families import FAMILIES
 from isobit.model.model import Model
 from isobit.precision import E4M3, QTensor
 from isobit.precision.quantize import BLOCK
@@ -46,6 +47,11 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
 
     Raises IsobitError if the model's flow has no E4M3 weights in 128x128 blocks, or no layer has such a shape.
     """
+    mixtures = FAMILIES[model.config.family].mixtures
+    if mixtures is not None and mixtures.together:
+        raise IsobitError(
+            f"FP8 blocks are of single matrices; a {model.config.family} stores experts together; give --format bf16"
+        )
     working = {weight.name: weight.working for weight in model.transformer.rollout_weights()}
     spec = model.precision.rollout.weight
     if spec is None or spec.format is not E4M3 or spec.granularity != f"{BLOCK}x{BLOCK}":

@@ -14,7 +14,7 @@ from isobit.kernels import Operand, Ops, Stacked
 from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter
 from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight, working_vector
-from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, map_parts
+from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
 from isobit.precision import Flow, Precision
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
@@ -107,8 +107,7 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
         bias = masters.get(f"{prefix}{name}_bias")
         rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
         operand = made_of(name, master) if working is None else working
-        adapters = sources.low_rank(prefix + name, flow)
-        kept = None if bias is None else leaf(bias)
+        adapters, kept = sources.low_rank(prefix + name, flow), None if bias is None else leaf(bias)
         found = Weight(prefix + name, leaf(master), operand, kept, rounded, adapters=adapters)
         activation = precision.linear_flow(flow, name.rpartition(".")[2]).activation
         if activation is None:
@@ -121,8 +120,7 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
 
     def mixture() -> Mixture:
         assert config.experts is not None
-        router, count = masters[prefix + "router"], config.experts.count
-        kept = Weight(prefix + "router", leaf(router), router.detach().to(torch.float32, copy=True), None, None)
+        count = config.experts.count
 
         def stacked(role: str) -> tuple[Stacked, list[Weight]]:
             names, leaves = [f"experts.{number}.{role}" for number in range(count)], []
@@ -134,11 +132,12 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
                     yield made_of(name, master)
 
             stack = Stacked.of(matrices(), count)
-            return stack, [weight(*each) for each in zip(names, leaves, stack.experts)]
+            return with_biases(stack, [weight(*each) for each in zip(names, leaves, stack.experts)])
 
         (gate_up, ups), (down, downs) = stacked("gate_up"), stacked("down")
         experts = tuple(Mlp(first, second, config.activation) for first, second in zip(ups, downs))
-        return Mixture(kept, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
+        router = _router(prefix + "router", sources)
+        return Mixture(router, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
 
     vectors = (*config.norms, *(("q_norm", "k_norm") if config.qk_norm else ()))
     norms = {name: _vector(prefix + name, flow, sources, config.norm_offset) for name in vectors}
@@ -147,6 +146,7 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
         input_norm=norms.get("input_norm"),
         qkv=made("qkv"),
         head_norms=(norms["q_norm"], norms["k_norm"]) if config.qk_norm else None,
+        sinks=_vector(prefix + "sinks", flow, sources, dtype=torch.float32) if config.sinks else None,
         o=made("o"),
         attention_out_norm=norms.get("attention_out_norm"),
         post_norm=norms.get("post_norm"),
@@ -155,6 +155,15 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
     )
 
 
-def _vector(name: str, flow: Flow, sources: Sources, offset: float = 0.0) -> Vector:
+def _router(name: str, sources: Sources) -> Weight:
+    master, bias = sources.masters[name], sources.masters.get(f"{name}_bias")
+    values = master.detach().to(torch.float32, copy=True)
+    if bias is None:
+        return Weight(name, sources.leaf(master), values, None, None)
+    return Weight(name, sources.leaf(master), values, sources.leaf(bias), bias.detach().to(torch.float32, copy=True))
+
+
+def _vector(name: str, flow: Flow, sources: Sources, offset: float = 0.0, dtype: torch.dtype | None = None) -> Vector:
+    """`dtype`: of the working copy, by default the compute format."""
     master = sources.masters[name]
-    return Vector(name, sources.leaf(master), working_vector(master, flow.compute.dtype, offset), offset)
+    return Vector(name, sources.leaf(master), working_vector(master, dtype or flow.compute.dtype, offset), offset)

@@ -1,10 +1,13 @@
 """Hugging Face tensor names to fused masters, and back.
 
 `q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` (Mixtral: w1, w3) those of
-`gate_up`: the `modules` of a family's table. Every expert has its own tensors.
+`gate_up`: the `modules` of a family's table. Every expert has its own tensors, also where files hold all of a layer
+together (`together.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,16 +16,16 @@ from torch import Tensor
 from isobit.distributed import ALONE, Ranks, Shards
 from isobit.distributed.files import Part
 from isobit.distributed.shards import Rows
+from isobit.distributed.weights import Stored, share_rows
 from isobit.errors import IsobitError, brief
 from isobit.model.checkpoint import Shapes
 from isobit.model.config import ModelConfig
 from isobit.model.families import FAMILIES
+from isobit.model.together import Place, Read, apart, in_files, joined, place
 from isobit.model.transformer import parameter_shapes
 
 _OUTSIDE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-Read = Callable[[str, int, int], Tensor]
-"""Rows of a Hugging Face tensor, float32, by its name, the first of them and the one after the last."""
 
 
 def fuse(
@@ -30,7 +33,7 @@ def fuse(
 ) -> dict[str, Tensor]:
     """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that `check_shapes`
     takes, rounded to `dtype`. No others are read."""
-    shards = Shards.of(parameter_shapes(config), ranks)
+    shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config)
     return {
         master: torch.cat([read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))]).to(
             dtype
@@ -47,18 +50,66 @@ def split(
     shards = Shards.of(parameter_shapes(config), ranks)
     found: dict[str, Part] = {}
     for master, tensors in parts(config):
+        if _together(config) and ".experts." in master:
+            continue
         found |= {name: Part(dtype, shape) for name, shape in tensors}
         for piece in _pieces(tensors, shards.own(master)):
             mine = masters[master][piece.at : piece.at + piece.hi - piece.lo]
             found[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
+    return found | (_joined(masters, config, dtype, shards) if _together(config) else {})
+
+
+def _joined(masters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, shards: Shards) -> dict[str, Part]:
+    """The tensors that hold experts together. Alone, each is made when it is written; of several ranks the first makes
+    and writes them, of the rows that all have sent, and holds them until then."""
+    groups: dict[str, list[tuple[Place, str, int, int]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for master, tensors in parts(config):
+        first = 0
+        for name, shape in tensors:
+            if (at := place(name)) is not None:
+                groups.setdefault(at.name, []).append((at, master, first, first + shape[0]))
+                shapes[name] = shape
+            first += shape[0]
+    whole, found = in_files(shapes), dict[str, Part]()
+    for name, members in groups.items():
+        values = _whole(masters, dict.fromkeys(member[1] for member in members), dtype, shards)
+        pieces = [(at, values[master][lo:hi]) for at, master, lo, hi in members]
+        make = partial(joined, pieces, whole[name], dtype)
+        mine = make if shards.ranks.size == 1 else make() if shards.ranks.first else None
+        found[name] = Part(dtype, whole[name], mine)
     return found
+
+
+def _whole(
+    masters: Mapping[str, Tensor], wanted: Iterable[str], dtype: torch.dtype, shards: Shards
+) -> Mapping[str, Tensor]:
+    """These masters with the rows that other ranks keep; where there are others, as `dtype`."""
+    if shards.ranks.size == 1:
+        return masters
+    device = next(iter(masters.values())).device
+    found = {name: torch.empty(shards.shapes[name], dtype=dtype, device=device) for name in wanted}
+    for name, tensor in found.items():
+        if shards.owned(name):
+            tensor[slice(*shards.own(name))] = masters[name].detach().to(dtype)
+    share_rows([Stored(name, tensor) for name, tensor in found.items()], shards)
+    return found
+
+
+def _together(config: ModelConfig) -> bool:
+    mixtures = FAMILIES[config.family].mixtures
+    return mixtures is not None and mixtures.together
+
+
+def _reader(read: Read, config: ModelConfig) -> Read:
+    return apart(read) if _together(config) else read
 
 
 class Fused(Mapping[str, Tensor]):
     """Whole masters, float32 on a device, each read when it is asked for, and not kept."""
 
     def __init__(self, read: Read, config: ModelConfig, device: torch.device) -> None:
-        self._read, self._device, self._parts = read, device, dict(parts(config))
+        self._read, self._device, self._parts = _reader(read, config), device, dict(parts(config))
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = [self._read(tensor, 0, shape[0]) for tensor, shape in self._parts[name]]
@@ -95,13 +146,15 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than they are many, however
     large the sizes in config.json."""
     count = 0 if config.experts is None else config.experts.count
-    if config.num_layers > len(shapes) or config.num_mixtures * count > len(shapes):
+    most = sum(map(math.prod, shapes.values())) if _together(config) else len(shapes)
+    if config.num_layers > len(shapes) or config.num_mixtures * count > most:
         experts = f" of {count:,} experts" if count else ""
         raise IsobitError(
             f"{where}: config.json says {config.num_layers:,} layers{experts}, but the weights are {len(shapes):,} "
             "tensors, fewer than such layers have"
         )
     expected = {name: shape for _, names in parts(config) for name, shape in names}
+    expected = in_files(expected) if _together(config) else expected
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
     given = {name for name in shapes if not name.endswith(_IGNORED_SUFFIXES)} - tied
     for problem, names in (
@@ -140,11 +193,11 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
             continue
         _, index, *inside, name = master.split(".")
         base = name.removesuffix("_bias")
-        suffix = "bias" if name.endswith("_bias") else "weight"
+        suffix = ".bias" if name.endswith("_bias") else "" if name == "sinks" else ".weight"
         heights = {"qkv": qkv, "gate_up": (shape[0] // 2,) * 2}.get(base, (shape[0],))
         named = FAMILIES[config.family].modules["experts." + base if inside else base]
         modules = [module.format(*inside[1:]) for module in named]
-        names = [f"model.layers.{index}.{module}.{suffix}" for module in modules]
+        names = [f"model.layers.{index}.{module}{suffix}" for module in modules]
         yield master, [(n, (height, *shape[1:])) for n, height in zip(names, heights)]
 
 

@@ -52,9 +52,10 @@ class Rope:
             raise IsobitError(f"{where}: rope_scaling and rope_parameters say different things; keep one of them")
         return read[0] if read else _read({}, values, where, theta, max_positions)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self, scaled: bool = False) -> dict[str, Any]:
+        """`scaled`: with a section also where there is no scaling, since one that is left out would be another."""
         values: dict[str, Any] = {"rope_theta": self.theta}
-        if self.kind != "default":
+        if self.kind != "default" or scaled:
             values["rope_scaling"] = {"rope_type": self.kind, **dict(self.parameters)}
         return values
 

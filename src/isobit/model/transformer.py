@@ -336,10 +336,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name to shape of every master, in order.
 
     `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D, C], `q_norm` and
-    `k_norm` [D], or [H · D] and [KV · D], `o` [C, H · D], `attention_out_norm`, `post_norm`, then `gate_up` [2 I, C]
-    and `down` [C, I], or `router` [E, C] and `experts.e.gate_up` and `experts.e.down` of each expert e, and
-    `mlp_out_norm`; `final_norm`; `head` [V, C], unless it is the embedding. Norms are those of `ModelConfig.norms`. A
-    bias has the name of its weight and `_bias`.
+    `k_norm` [D], or [H · D] and [KV · D], `sinks` [H], `o` [C, H · D], `attention_out_norm`, `post_norm`, then
+    `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C] and `experts.e.gate_up` and `experts.e.down` of each expert
+    e, and `mlp_out_norm`; `final_norm`; `head` [V, C], unless it is the embedding. Norms are those of
+    `ModelConfig.norms`. A bias has the name of its weight and `_bias`.
     """
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
@@ -359,6 +359,8 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["qkv_bias"] = (config.qkv_size,)
     if config.qk_norm:
         shapes |= {"q_norm": (heads * dim,), "k_norm": (kv_heads * dim,)}
+    if config.sinks:
+        shapes["sinks"] = (config.num_heads,)
     shapes["o"] = (hidden, config.num_heads * dim)
     if config.o_bias:
         shapes["o_bias"] = (hidden,)
@@ -370,10 +372,12 @@ def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
     if mixture and config.experts is not None:
-        shapes["router"] = (config.experts.count, hidden)
+        own: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
         for number in range(config.experts.count):
-            shapes[f"experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
-            shapes[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
+            own[f"experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
+            own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
+        for name, shape in own.items():
+            shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
     else:
         shapes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
         if config.mlp_bias:

@@ -5,11 +5,12 @@ place (`remake`), because a captured CUDA graph reads from these addresses. Left
 (`making.py`), when (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.distributed.weights import Stored, share_rows
@@ -62,24 +63,39 @@ class Mixture:
             gate_up = replace(self.gate_up, prepared=tuple(expert.gate_up.prepared for expert in experts))
             down = replace(self.down, prepared=tuple(expert.down.prepared for expert in experts))
             return replace(self, experts=experts, gate_up=gate_up, down=down)
-        gate_up = Stacked.of((expert.gate_up.working for expert in experts), len(experts))
-        down = Stacked.of((expert.down.working for expert in experts), len(experts))
-        moved = tuple(
-            replace(expert, gate_up=replace(expert.gate_up, prepared=first), down=replace(expert.down, prepared=second))
-            for expert, first, second in zip(experts, gate_up.experts, down.experts)
-        )
+        gate_up, ups = stack([expert.gate_up for expert in experts])
+        down, downs = stack([expert.down for expert in experts])
+        moved = tuple(replace(expert, gate_up=first, down=second) for expert, first, second in zip(experts, ups, downs))
         return replace(self, experts=moved, gate_up=gate_up, down=down)
+
+
+def stack(weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
+    """The working weights and biases of a layer's experts in one storage, and the weights over it."""
+    stacked = Stacked.of((weight.working for weight in weights), len(weights))
+    found = [replace(weight, prepared=matrix) for weight, matrix in zip(weights, stacked.experts)]
+    return with_biases(stacked, found)
+
+
+def with_biases(stacked: Stacked, weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
+    """A stack with the biases of its weights, if they have any, and the weights with their rows of these."""
+    biases = [weight.bias for weight in weights if weight.bias is not None]
+    if not biases:
+        return stacked, list(weights)
+    bias = torch.stack(biases)
+    return replace(stacked, bias=bias), [replace(weight, bias=row) for weight, row in zip(weights, bias.unbind(0))]
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
     """Working weights of one layer, and the flow that they are for. Norms are before attention (`input_norm`) and MLP
-    (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`), where the architecture has them."""
+    (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`), where the architecture has them, as `sinks` in
+    float32."""
 
     flow: Flow
     input_norm: Vector | None
     qkv: Weight
     head_norms: tuple[Vector, Vector] | None
+    sinks: Vector | None
     o: Weight
     attention_out_norm: Vector | None
     post_norm: Vector | None

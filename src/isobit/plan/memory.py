@@ -154,7 +154,7 @@ def weights(
     config: ModelConfig, precision: Precision, frozen: bool = False, adapter: AdapterConfig | None = None
 ) -> Weights:
     """Working weights of both uses, and an adapter's; of a `frozen` model the learner's only."""
-    vectors = {"final_norm", "q_norm", "k_norm", *config.norms} if config.norm_offset else set()
+    vectors = {"sinks"} | ({"final_norm", "q_norm", "k_norm", *config.norms} if config.norm_offset else set())
     found = {"quantized": 0.0, "plain": 0.0, "router": 0.0, "own": 0.0}
     for (layer, role, shape), count in masters(config).items():
         rollout, learner = (precision.flow(use, layer, config.num_layers) for use in ("rollout", "learner"))
@@ -178,7 +178,7 @@ def adapter_bytes(config: ModelConfig, precision: Precision, adapter: AdapterCon
 def _working(role: str, shape: tuple[int, ...], flow: Flow, precision: Precision, exact: bool) -> tuple[str, float]:
     """(kind, bytes) of one working weight; `exact`: it is float32 in any case."""
     count = math.prod(shape)
-    if role == "router":
+    if role in ("router", "router_bias"):
         return "router", 4.0 * count
     if role in LINEAR_LAYERS:
         spec = precision.linear_flow(flow, role).weight

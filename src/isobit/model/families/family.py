@@ -31,11 +31,14 @@ LLAMA_MODULES: Modules = {
 @dataclass(frozen=True)
 class Mixtures:
     """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`: sizes, gates and
-    dense layers have keys of their own; else all layers have experts of `intermediate_size`, whose gates sum to 1."""
+    dense layers have keys of their own; else all layers have experts of `intermediate_size`, whose gates sum to 1.
+    `biases`: routers and experts have them. `together`: files hold a layer's experts in one tensor (`together.py`)."""
 
     count: int
     per_token: int
     own_keys: bool
+    biases: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,13 @@ class Family:
     heads of a token together. Norms multiply by their weight and `norm_offset`, with one in float32 and rounded once.
     `activation` is that of the gates, the only one that `activation_key` may name. `query_scalar`: what stands for
     query_pre_attn_scalar, whose root divides the scores, None if that is head_dim. `scaled_embedding`: embeddings are
-    multiplied by the root of hidden_size. `off` are keys that must be null or false. `attention_bias` and `mlp_bias`:
-    whether config.json says if there are any; `qkv_bias`: there always are. `windows`: which layers have a sliding
-    window, None if none ever has. `unrotated`: the layers without rotary embedding, from config.json, its name and the
-    number of layers; None if there are none. `kv_heads` None is one for each query head; `head_dim` None is hidden_size
-    / heads. `nullable` are keys of which null means the same as None here.
+    multiplied by the root of hidden_size. `off` are keys that must be null or false, and `fixed` those that must have
+    these values, if they are there. `attention_bias` and `mlp_bias`: whether config.json says if there are any, and
+    `biased` whether attention has them where it does not; `qkv_bias`: there always are. `sinks`: heads have them.
+    `windows`: which layers have a sliding window, None if none ever has. `unrotated`: the layers without rotary
+    embedding, from config.json, its name and the number of layers; None if there are none. `kv_heads` None is one for
+    each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which null means the same as None
+    here.
     """
 
     architecture: str
@@ -65,9 +70,13 @@ class Family:
     norm_offset: float = 0.0
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
+    activation_name: str | None = None  # in config.json, where it is another there
     query_scalar: int | None = None
     scaled_embedding: bool = False
     off: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    biased: bool = False
+    sinks: bool = False
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     windows: Windows | None = None
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
@@ -76,6 +85,7 @@ class Family:
     max_positions: int = 32768
     rope_theta: float = 10000.0
     ropes: RopeKinds | None = None
+    rope_section: Mapping[str, Any] | None = None  # that of a config.json without rope_scaling and rope_parameters
     rms_eps: float = 1e-6
     kv_heads: int | None = 32
     head_dim: int | None = None
