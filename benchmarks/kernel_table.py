@@ -32,7 +32,7 @@ from isobit.precision import precision_from
 META = torch.device("meta")
 MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B")
 _PLAIN = ("bf16", "bf16[kv_cache=int8]")
-_PRESETS = ("fp8", "fp8-unified", *_PLAIN)
+_PRESETS = ("fp8", "fp8[kv_cache=e4m3]", "fp8-unified", "bf16")
 
 
 def launches(config: ModelConfig, precision: str) -> Iterator[tuple[str, KernelLaunch]]:

@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.common import Contestants, Result, Row, race
 from isobit.kernels import KVStore, Layout, get_ops
-from isobit.precision import BF16, E4M3, QuantSpec
+from isobit.precision import BF16, E4M3, INT8, QuantSpec
 
-ACTIVATION, WEIGHT, KEYS = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "row")
+ACTIVATION, WEIGHT, KEYS = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(INT8, "row", "fp32")
 MATRICES = ((3072, 512), (512, 1536), (6144, 1024), (1024, 3072))  # N, K
 ROWS = (1, 16, 32, 256, 2048)
 SEQUENCES, HEADS, DIM, CONTEXT, PAGE = 32, 8, 64, 160, 16
@@ -71,7 +71,7 @@ def rows_of_32(rounds: int) -> list[Row]:
 
 def attention(rounds: int) -> list[Row]:
     rows: list[Row] = []
-    for name, kv in (("bf16", None), ("e4m3", KEYS)):
+    for name, kv in (("bf16", None), ("int8", KEYS)):
         pages = CONTEXT // PAGE
         table = torch.randperm(SEQUENCES * pages).view(SEQUENCES, pages).int()
         store = KVStore.allocate(SEQUENCES * CONTEXT, HEADS, DIM, kv, BF16)

@@ -7,13 +7,13 @@ from benchmarks.common import Claim, Result
 from benchmarks.models import save_model
 from isobit import Engine, Model
 from isobit.kernels import KVStore
-from isobit.precision import BF16, E4M3, QuantSpec
+from isobit.precision import BF16, PRESETS
 
 
 def run(rounds: int) -> Result:
     result = Result("kv_bytes")
     for dim in (64, 128):
-        quantized = KVStore.allocate(4096, 8, dim, QuantSpec(E4M3, "row"), BF16).nbytes
+        quantized = KVStore.allocate(4096, 8, dim, PRESETS["fp8"].rollout.kv, BF16).nbytes
         plain = KVStore.allocate(4096, 8, dim, None, BF16).nbytes
         result.claims.append(Claim(f"one layer, head dimension {dim}: fp8 over bf16", quantized / plain, "<=", 0.55))
     with tempfile.TemporaryDirectory() as folder:

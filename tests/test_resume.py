@@ -294,6 +294,27 @@ def test_a_run_from_before_orders_were_recorded_goes_on_under_exact(
     assert fingerprint(run_dir) == unbroken
 
 
+def test_a_run_from_before_int8_goes_on_with_its_cache(tmp_path: Path, base_model: Path) -> None:
+    """Its `precision: fp8` cached E4M3. The controls: a run of today does not, and one that began with another format
+    than its precision has now is refused."""
+    config, run_dir = write_config(tmp_path, base_model, steps=2, precision="fp8[kv_cache=e4m3]"), tmp_path / "old"
+    unbroken = fingerprint(train(load_config(config)).run_dir)
+    other = fingerprint(train(load_config(config, ["precision=fp8", f"run.dir={tmp_path / 'today'}"])).run_dir)
+    assert other != unbroken
+    train(load_config(config, ["steps=1", f"run.dir={run_dir}"]))
+    text = (run_dir / "config.yaml").read_text().replace("fp8[kv_cache=e4m3]", "fp8")
+    (run_dir / "config.yaml").write_text(text)
+    with pytest.raises(IsobitError, match=r"began with rollout\.kv e4m3 row ue8m0, and .* has int8 row fp32; resume"):
+        resume(run_dir, ["steps=2"])
+    machine = json.loads((run_dir / "machine.json").read_text())
+    del machine["formats"]
+    (run_dir / "machine.json").write_text(json.dumps(machine))
+    (run_dir / "config.yaml").write_text(text)
+    assert evaluation_config(run_dir, {}).precision == {"preset": "fp8", "kv_cache": "e4m3"}
+    resume(run_dir, ["steps=2"])
+    assert fingerprint(run_dir) == unbroken
+
+
 def test_what_cannot_be_resumed_is_said(tmp_path: Path, base_model: Path) -> None:
     with pytest.raises(IsobitError, match="not a run directory"):
         resume(tmp_path)

@@ -158,7 +158,7 @@ OWN = {
     "INT8, token and head": "float32[kv_cache=int8]",
 }
 """Schemes that isobit's cache has, and the precision that has nothing else in 8 bits."""
-FLOWS = ("bf16", "fp8[kv_cache=bf16]", "fp8", "fp8[kv_scale=fp32]", "fp8[kv_cache=int8]")
+FLOWS = ("bf16", "fp8[kv_cache=bf16]", "fp8[kv_cache=e4m3]", "fp8[kv_cache=e4m3, kv_scale=fp32]", "fp8")
 
 
 class _Coding(Watching):

@@ -63,7 +63,7 @@ def decode_step(model: Model, batch: int, context: int) -> Callable[[], object]:
     stores = [KVStore.allocate(*shape, flow.kv, flow.compute, None, ops.device) for _ in range(config.num_layers)]
     for store in stores:
         for data in (store.k, store.v):
-            data.random_(0, 0x70) if data.dtype == torch.uint8 else data.normal_()
+            data.normal_() if data.is_floating_point() else data.random_(0, 0x70)
     tokens = torch.arange(batch, device=ops.device) % config.vocab_size
     keys = torch.arange(4 * batch, device=ops.device).view(batch, 4)
     head = transformer.head_weight("rollout")

@@ -15,9 +15,10 @@ from benchmarks.gpu.common import Bench, Case, shapes
 from benchmarks.gpu.timing import Rotation, num_sets, rotation
 from isobit.kernels import KVStore, Layout, get_ops
 from isobit.plan.work import Rates, Work, linear_sizes
-from isobit.precision import BF16, E4M3, QuantSpec
+from isobit.precision import BF16, E4M3, INT8, QuantSpec
 
 _ROW, _BLOCK, _HEAD = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "row")
+_CACHES = {"int8 cache": QuantSpec(INT8, "row", "fp32"), "e4m3 cache": _HEAD, "bf16 cache": None}
 _FIRST = ("Qwen3-8B", "Qwen3-0.6B")  # a lease may end before the others
 
 
@@ -141,7 +142,7 @@ def _attention(bench: Bench) -> None:
     heads, kv_heads, dim = (4, 2, 16) if bench.rehearsal else (32, 8, 128)
     cases = [(2, 40)] if bench.rehearsal else [(512, 1024), (64, 8192), (64, 1024), (1, 32768), (16, 8192), (256, 2048)]
     for batch, context in cases:
-        for name, kv in (("e4m3 cache", _HEAD), ("bf16 cache", None)):
+        for name, kv in _CACHES.items():
             what = f"attention, batch {batch}, context {context}, {name}"
             if bench.wants(what):
                 with bench.case(what) as case:
@@ -160,7 +161,7 @@ def _attend(
         layout = Layout.build([1] * batch, [context - 1] * batch, table, 16).to(ops.device)
         store = KVStore.allocate(batch * pages * 16, kv_heads, dim, kv, BF16, None, ops.device)
         for data in (store.k, store.v):
-            data.random_(0, 0x70) if data.dtype == torch.uint8 else data.normal_()
+            data.normal_() if data.is_floating_point() else data.random_(0, 0x70)
         q = torch.randn(batch, num_heads, dim, device=bench.device).bfloat16()
         sets.append(partial(ops.attention, q, store, layout, dim**-0.5))
     _against_copy(case, name, Rotation(sets, int(moved)), moved, bench.rates)

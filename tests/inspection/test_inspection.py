@@ -42,9 +42,11 @@ def test_activations_keys_and_values_are_seen_and_an_outlier_channel_stands_out(
     found = {(h.layer, h.role): h for h in activation_health(model, [tokens(30, 5)])}
     roles = {"qkv input", "o input", "gate_up input", "down input", "keys", "values"}
     assert set(found) == {(layer, role) for layer in range(3) for role in roles}
-    assert all(28 < health.snr_db < 40 for health in found.values())
+    products = [health.snr_db for (_, role), health in found.items() if role not in ("keys", "values")]
+    cached = [health.snr_db for (_, role), health in found.items() if role in ("keys", "values")]
+    assert 28 < min(products) < max(products) < 40 < min(cached) < max(cached) < 60  # E4M3, and 255 equal steps
     with torch.no_grad():
-        model.named_parameters()["layers.1.post_norm"][7] = 500.0
+        model.named_parameters()["layers.1.post_norm"][7] = 5000.0
     model.sync()
     after = {(h.layer, h.role): h for h in activation_health(model, [tokens(30, 5)])}
     assert after[1, "gate_up input"].outliers > 20 * found[1, "gate_up input"].outliers

@@ -9,6 +9,7 @@ import pytest
 from isobit.errors import IsobitError
 from isobit.precision import BF16, E2M1, E4M3, E5M2, INT8, PRESETS, Precision, QuantSpec, precision_from
 from isobit.precision.flow import LINEAR_LAYERS, Flow
+from isobit.precision.options import with_e4m3_cache
 from isobit.precision.quantize import GRANULARITIES
 
 
@@ -26,8 +27,8 @@ def test_presets_are_what_the_design_says() -> None:
     assert not PRESETS["fp8-rollout"].unified
     assert PRESETS["fp8-rollout"].correction == "token_tis"
     fp8 = PRESETS["fp8"].rollout
-    assert fp8.kv is not None
-    assert {spec.scale for spec in (fp8.weight, fp8.activation, fp8.kv) if spec} == {"ue8m0"}
+    assert {spec.scale for spec in (fp8.weight, fp8.activation) if spec} == {"ue8m0"}
+    assert fp8.kv == PRESETS["mxfp8"].rollout.kv == QuantSpec(INT8, "row", "fp32")
     assert PRESETS["fp8-unified"].rollout.kv is None
 
 
@@ -93,7 +94,7 @@ def test_a_cache_beside_nvfp4_has_scales_of_its_own() -> None:
 
 
 def test_a_cache_may_have_float32_scales() -> None:
-    changed = precision_from("fp8[kv_scale=fp32]")
+    changed = precision_from("fp8[kv_cache=e4m3, kv_scale=fp32]")
     assert {flow.kv for flow in (changed.rollout, changed.learner)} == {QuantSpec(E4M3, "row", "fp32")}
     assert changed.unified
     with pytest.raises(IsobitError, match=r"precision.kv_scale: preset 'fp8-unified' caches keys and values in bf16"):
@@ -109,6 +110,29 @@ def test_a_cache_may_be_int8(preset: str) -> None:
     assert precision.unified
     assert precision_from(precision.name) == precision
     assert re.search(r"keys and values +int8 per token and head fp32 +int8 per token", precision.table())
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("fp8", "fp8[kv_cache=e4m3]"),
+        ("mxfp8", "mxfp8[kv_cache=e4m3]"),
+        ({"wgrad": "bf16"}, "fp8[kv_cache=e4m3, wgrad=bf16]"),
+        ("fp8[kv_scale=fp32]", "fp8[kv_cache=e4m3, kv_scale=fp32]"),
+        ({"preset": "fp8", "rollout": {"kv_cache": "bf16"}}, "fp8[kv_cache=e4m3, rollout={kv_cache=bf16}]"),
+        ("fp8[kv_cache=bf16]", "fp8[kv_cache=bf16]"),
+        ("fp8-unified", "fp8-unified"),
+        ("fp8-rollout-kv", "fp8-rollout-kv"),
+    ],
+)
+def test_what_a_precision_was_before_int8(given: object, meant: str) -> None:
+    """Under their names of then `fp8` and `mxfp8` had E4M3 and scales that are powers of two."""
+    assert {precision_from(f"{name}[kv_cache=e4m3]").rollout.kv for name in ("fp8", "mxfp8")} == {
+        QuantSpec(E4M3, "row")
+    }
+    precision = precision_from(with_e4m3_cache(given))  # type: ignore[arg-type]
+    assert precision == precision_from(meant)
+    assert with_e4m3_cache(with_e4m3_cache(given)) == with_e4m3_cache(given)
 
 
 def test_an_int8_cache_of_one_side_and_with_powers_of_two() -> None:
@@ -239,10 +263,10 @@ def test_the_table_says_every_role_of_both_sides() -> None:
     lines = precision_from(given).table(6).splitlines()
     assert [tuple(re.split(r" {2,}", line)) for line in lines] == [
         ("tensor", "rollout", "learner"),
-        tuple("-" * width for width in (25, 29, 29)),
+        tuple("-" * width for width in (25, 28, 28)),
         ("weights", "e4m3 128x128 ue8m0", "e4m3 128x128 ue8m0"),
         ("activations", "e4m3 1x128 ue8m0", "e4m3 1x128 ue8m0"),
-        ("keys and values", "e4m3 per token and head ue8m0", "e4m3 per token and head ue8m0"),
+        ("keys and values", "int8 per token and head fp32", "int8 per token and head fp32"),
         ("queries", "bf16", "bf16"),
         ("embedding, norms, head", "bf16", "bf16"),
         ("residual stream", "bf16", "bf16"),
@@ -255,7 +279,8 @@ def test_the_table_says_every_role_of_both_sides() -> None:
         ("excepted layers", "first 1, last 2 of 6: bf16", "first 1, last 2 of 6: bf16"),
         ("o", "bf16", "bf16"),
     ]
-    assert {line.index("e4m3") for line in lines if line.startswith(("weights", "keys"))} == {27}
+    formats = [re.search("e4m3|int8", line) for line in lines if line.startswith(("weights", "keys"))]
+    assert [found and found.start() for found in formats] == [27, 27]
     calibrated = precision_from("fp8-rollout-kv").table()
     assert re.search(r"keys and values +e4m3 per layer, calibrated, fp32 +bf16", calibrated)
     assert re.search(r"engine +its own +its own", calibrated)

@@ -55,8 +55,8 @@ def test_in_keys_and_values_the_learner_notices(model: Model, monkeypatch: pytes
 
     def flipping(self: object, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         write(self, store, k, v, layout)  # type: ignore[arg-type]
-        assert store.k.dtype == torch.uint8
-        store.k[1::4] ^= SIGN
+        assert store.k.dtype == torch.int8
+        store.k.view(torch.uint8)[1::4] ^= SIGN
 
     monkeypatch.setattr(operators, "kv_write", flipping)
     samples = roll_out(model)

@@ -25,7 +25,7 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(tmp_path: Path, base_mo
     assert f"{parameters:,} parameters" in text
     assert "task arithmetic: 60 training and 8 held-out prompts" in text
     assert "4 steps of 4 prompts x 4 completions" in text
-    assert "e4m3 per token and head ue8m0" in text
+    assert "int8 per token and head fp32" in text
     masters = re.search(r"FP32 masters\s+([\d.]+)", text)
     moments = re.search(r"AdamW moments\s+([\d.]+)", text)
     assert masters is not None

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from isobit.config.earlier import as_begun
 from isobit.config.messages import describe
 from isobit.config.reading import Source, read_source
 from isobit.config.schema import CompareConfig, Config, SftConfig
@@ -18,7 +19,7 @@ from isobit.config.sections import RewardsConfig
 from isobit.errors import IsobitError
 from isobit.options.declare import plain
 from isobit.options.reading import OptionError, read
-from isobit.run.directory import CONFIG, was_exact
+from isobit.run.directory import CONFIG, began_by
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
 
@@ -34,10 +35,11 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run directory as it was meant: `consistency: bitwise` of a run from before orders of sums were
-    recorded is what is called `exact` now. Raises IsobitError as `load_config`."""
-    meant = ["consistency=exact"] if was_exact(directory) else []
-    return load_config(directory / CONFIG, [*meant, *overrides])
+    """The config of a run directory as it was meant when the run began (`as_begun`). Raises IsobitError as
+    `load_config`."""
+    values, where = read_source(directory / CONFIG, ())
+    values, _ = read_source(as_begun(values, began_by(directory)), overrides)
+    return parse_config(Config, values, where)
 
 
 def load_sft_config(source: Source, overrides: Sequence[str] = ()) -> SftConfig:

@@ -80,6 +80,17 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     return replace(precision, name=f"{precision.name}[{changes}]")
 
 
+def with_e4m3_cache(value: object) -> object:
+    """What a run from before INT8 was the cache of isobit's own presets meant by its `precision`, as an option's value.
+    Raises IsobitError as `precision_from`."""
+    if not isinstance(value, (str, Mapping)):
+        return value
+    options = _parse_name(value) if isinstance(value, str) else dict(value)
+    if options.get("preset", "fp8") not in ("fp8", "mxfp8") or "kv_cache" in options:
+        return value
+    return options | {"kv_cache": "e4m3"}
+
+
 def _parse_name(name: str) -> dict[str, object]:
     """`preset[key=value, key=value]` as a mapping; a plain name is its preset."""
     preset, bracket, rest = name.partition("[")
@@ -222,13 +233,13 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
 
 
 def _kv_spec(name: str, before: QuantSpec | None, activation: QuantSpec | None) -> QuantSpec | None:
-    """Scales of E4M3 are those of the cache before, else those of activations. INT8 has float32 ones: its numbers
+    """Scales of E4M3 are those of an E4M3 cache before, else those of activations. INT8 has float32 ones: its numbers
     have no exponent, so a power of two would leave up to half of them unused."""
     if (chosen := _KV[name]) is None:
         return None
     scale = activation.scale if activation is not None and activation.scale in _SCALES else "ue8m0"
-    scale = "fp32" if chosen[0] is INT8 else before.scale if before is not None else scale
-    return QuantSpec(*chosen, scale)
+    scale = before.scale if before is not None and before.format is E4M3 else scale
+    return QuantSpec(*chosen, "fp32" if chosen[0] is INT8 else scale)
 
 
 def _change_spec(spec: QuantSpec, options: Mapping[str, Any], role: str) -> QuantSpec:

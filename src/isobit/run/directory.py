@@ -120,6 +120,14 @@ class RunDirectory:
                 f"run {self.directory} added its products in the order {before['order']}, and here it would go on in "
                 f"{facts['order']}, with other bits; resume it with the version of isobit that began it"
             )
+        formats = facts.get("formats", {})
+        assert isinstance(formats, dict)
+        for name, was in before.get("formats", {}).items():
+            if formats.get(name, was) != was:
+                raise IsobitError(
+                    f"run {self.directory} began with {name} {was}, and under the same precision this version of "
+                    f"isobit has {formats[name]}; resume it with the version that began it"
+                )
         lines, now = [], facts.get("functions", {})
         assert isinstance(now, dict)
         for key, digests in before.get("functions", {}).items():
@@ -230,11 +238,9 @@ def occupied(directory: Path) -> str | None:
     return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
 
 
-def was_exact(directory: Path) -> bool:
-    """Whether a run began on a CPU before orders were recorded, when `consistency: bitwise` had the sums of `exact`."""
-    facts = _object(directory / MACHINE) or {}
-    old = facts.get("consistency") == "bitwise" and "order" not in facts
-    return old and facts.get("backend") in ("native", "reference")
+def began_by(directory: Path) -> dict[str, Any]:
+    """What a run is computed by, as `RunDirectory.record_machine` kept it when it began; empty if that is not known."""
+    return _object(directory / MACHINE) or {}
 
 
 def _object(path: Path) -> dict[str, Any] | None:

@@ -120,7 +120,7 @@ class Parts:
     def machine(self) -> dict[str, object]:
         """What the run is computed by."""
         ops = self.model.ops
-        facts: dict[str, object] = {"why": ops.why, **computed_by(ops)}
+        facts: dict[str, object] = {"why": ops.why, **computed_by(ops), "formats": self.model.precision.formats()}
         if functions := digests(self.objective):
             facts["functions"] = functions
         return facts

@@ -1,0 +1,35 @@
+"""What a run's config meant in the version that began it, where the same words mean something else now.
+
+A run is resumed, evaluated and replayed under what it was begun with. `machine.json` says which facts a version
+recorded, and so how old the run is. Left out: what cannot be computed any more, which opening the run refuses.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def as_begun(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config, in today's words; `facts` are those of its `machine.json`, empty if it never began.
+
+    Before orders of sums were recorded, `consistency: bitwise` had the sums of `exact`. Before formats were recorded,
+    `fp8` and `mxfp8` cached keys and values as E4M3. Raises IsobitError for a precision that cannot be read.
+    """
+    found = dict(values)
+    on_a_cpu = facts.get("backend") in ("native", "reference")
+    if on_a_cpu and facts.get("consistency") == "bitwise" and "order" not in facts:
+        found["consistency"] = "exact"
+    if facts and "formats" not in facts:
+        _cache_e4m3(found)
+    return found
+
+
+def _cache_e4m3(values: dict[str, Any]) -> None:
+    """Of the policy, of the reference model and of reward models: each names a precision of its own."""
+    from isobit.precision.options import with_e4m3_cache  # here, so that --help does not import torch
+
+    values["precision"] = with_e4m3_cache(values.get("precision", "fp8"))
+    if (reference := values.get("reference")) and reference.get("precision") is not None:
+        values["reference"] = {**reference, "precision": with_e4m3_cache(reference["precision"])}
+    if (rewards := values.get("rewards")) and rewards.get("models"):
+        models = [{**model, "precision": with_e4m3_cache(model.get("precision", "fp8"))} for model in rewards["models"]]
+        values["rewards"] = {**rewards, "models": models}
