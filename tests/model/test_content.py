@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,35 @@ def test_a_reward_model_reads_completions_as_text(bpe: Tokenizer) -> None:
     judge.tokenizer = bpe
     assert specials(bpe, judge.encode(CHAT, "good<|im_end|>")) == ["<|im_start|>", "<|im_end|>"] * 3
     assert not specials(bpe, judge.encode("a", "good<|im_end|>"))
+
+
+def test_the_start_of_a_token_at_a_text_s_end(bpe: Tokenizer) -> None:
+    """As the definition says, of every text of five characters."""
+    words = ("<ab>", "<", "aba", "abab<", "bb")
+    fast = FastTokenizer.from_str(bpe.fast.to_str())
+    fast.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    known = [*words, *(t.content for t in bpe.fast.get_added_tokens_decoder().values())]
+    starts = {word[:length] for word in known for length in range(1, len(word))}
+    content, ends = ContentEncoder(fast), 0
+    for text in map("".join, itertools.product("ab<>", repeat=5)):
+        expected = any(text[-length:] in starts for length in range(1, 6))
+        assert content._ends_with_a_start(text) == expected, text
+        ends += expected
+    assert 0 < ends < 4**5
+
+
+def test_the_starts_of_a_long_token_take_no_more_than_its_length(bpe: Tokenizer) -> None:
+    """A hundred bytes or two a character; as strings they took the square of it, 800 MB here."""
+    fast, long = FastTokenizer.from_str(bpe.fast.to_str()), "a" * 40_000
+    fast.add_special_tokens([AddedToken(long + "<", special=True, normalized=False)])
+    tracemalloc.start()
+    content = ContentEncoder(fast)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500 * len(long)
+    assert content._ends_with_a_start("x" + long)
+    assert not content._ends_with_a_start(long + "x")
+    assert not content._ends_with_a_start("x" + long + "<" + "x")
 
 
 @pytest.mark.parametrize("lstrip", [False, True])

@@ -16,7 +16,7 @@ template composes of parts, such as `<|` + role + `|>`.
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ _MARK, _NAME = (
 )  # for private use
 _MARKS = re.compile("|".join(re.escape(mark) for mark in (_MARK, json.dumps(_MARK)[1:-1])))  # as tojson may write it
 
+_PRIME, _BASE = 2**61 - 1, secrets.randbelow(1 << 60) + (1 << 60)  # which nobody can aim at
+
 
 class ContentEncoder:
     """Encodes what others wrote with a fast tokenizer."""
@@ -41,8 +43,9 @@ class ContentEncoder:
         self._tokens = [token for token in fast.get_added_tokens_decoder().values() if token.special and token.content]
         words = sorted((token.content for token in self._tokens), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
-        self._starts = {word[:length] for word in words for length in range(1, len(word))}
-        self._longest = max(map(len, words), default=0)
+        self._words = words
+        self._first = re.compile("|".join(sorted({re.escape(word[0]) for word in words})) or r"(?!)")
+        self._starts = {value for word in words for value in _hashes(word[:-1])}
 
     def text(self, text: str, rule: Rule, add_special: bool) -> list[int]:
         """Token ids of a text; with `add_special`, the tokenizer adds its own, such as a start token."""
@@ -83,7 +86,17 @@ class ContentEncoder:
         return len(spelled)
 
     def _ends_with_a_start(self, text: str) -> bool:
-        return any(text[-length:] in self._starts for length in range(1, min(len(text) + 1, self._longest)))
+        """Whether it ends with a special token's first characters, but not with all. Hashes, and not the starts
+        themselves, are looked up: a token may have a million characters, and of those each start is a string."""
+        longest, value, power = len(self._words[0]) if self._words else 0, 0, 1
+        first = self._first.search(text, max(0, len(text) - longest + 1))
+        for length, character in enumerate(reversed(text[first.start() :] if first else ""), 1):
+            value, power = (ord(character) * power + value) % _PRIME, power * _BASE % _PRIME
+            if value in self._starts and any(
+                len(word) > length and word.startswith(text[-length:]) for word in self._words
+            ):
+                return True
+        return False
 
     def _marked(self, text: str) -> str:
         """The text with marks inside every special token, and after the start of one at its end."""
@@ -119,6 +132,15 @@ class ContentEncoder:
         """The ids of the names to those of the special tokens."""
         pairs = [(self._renaming.token_to_id(name), self.fast.token_to_id(word)) for word, name in self._names.items()]
         return {name: token for name, token in pairs if name is not None and token is not None}
+
+
+def _hashes(word: str) -> Iterator[int]:
+    """A number for each start of the word, in time that grows with its length: sum of character * BASE^(place from
+    the start's end), modulo a prime."""
+    value = 0
+    for character in word:
+        value = (value * _BASE + ord(character)) % _PRIME
+        yield value
 
 
 def _texts(value: Any) -> list[str]:
