@@ -25,6 +25,7 @@ NAMES = (
     "exposed",
     "ranks",
     "idle_groups",
+    "shared_prompts",
     "compare_presets",
 )
 LARGE = ("large_model", "long_completions", "long_memory")

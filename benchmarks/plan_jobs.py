@@ -40,10 +40,12 @@ def job(
     sum_group: int = 1,
 ) -> Job:
     """A step of so many prompts and completions each, with changed keys of the config. By default prompts have 512
-    tokens and all completions sampling.max_new_tokens, 4,096."""
+    tokens and all completions sampling.max_new_tokens, 4,096; each computes its own, as in the systems that published
+    numbers."""
     values = {
         "model": {"path": name},
         "prompts_per_step": prompts,
+        "optimizer": {"share_prompts": False},
         "sampling": {"group_size": group, "max_new_tokens": 4096 if lengths is None else lengths.longest},
     }
     config, model = load_config(values, [*changes, f"optimizer.sum_group={sum_group}"]), MODELS[name]

@@ -294,15 +294,18 @@ def test_a_run_from_before_orders_were_recorded_goes_on_under_exact(
     assert fingerprint(run_dir) == unbroken
 
 
-def test_a_run_from_before_int8_goes_on_with_its_cache(tmp_path: Path, base_model: Path) -> None:
-    """Its `precision: fp8` cached E4M3. The controls: a run of today does not, and one that began with another format
-    than its precision has now is refused."""
-    config, run_dir = write_config(tmp_path, base_model, steps=2, precision="fp8[kv_cache=e4m3]"), tmp_path / "old"
+def test_an_older_run_goes_on_as_it_began(tmp_path: Path, base_model: Path) -> None:
+    """Its `precision: fp8` cached E4M3, and its completions shared no prompts. The controls: runs of today do else, and
+    one that began with another format than its precision has now is refused."""
+    then = {"precision": "fp8[kv_cache=e4m3]", "optimizer": {"share_prompts": False}}
+    config, run_dir = write_config(tmp_path, base_model, steps=2, **then), tmp_path / "old"
     unbroken = fingerprint(train(load_config(config)).run_dir)
-    other = fingerprint(train(load_config(config, ["precision=fp8", f"run.dir={tmp_path / 'today'}"])).run_dir)
-    assert other != unbroken
+    for today in ("precision=fp8", "optimizer.share_prompts=true"):
+        assert fingerprint(train(load_config(config, [today, f"run.dir={tmp_path / today}"])).run_dir) != unbroken
     train(load_config(config, ["steps=1", f"run.dir={run_dir}"]))
-    text = (run_dir / "config.yaml").read_text().replace("fp8[kv_cache=e4m3]", "fp8")
+    text = (run_dir / "config.yaml").read_text()
+    assert "  share_prompts: false\n" in text
+    text = text.replace("fp8[kv_cache=e4m3]", "fp8").replace("  share_prompts: false\n", "")
     (run_dir / "config.yaml").write_text(text)
     with pytest.raises(IsobitError, match=r"began with rollout\.kv e4m3 row ue8m0, and .* has int8 row fp32; resume"):
         resume(run_dir, ["steps=2"])

@@ -50,7 +50,7 @@ def learn(
     objective: Objective = OBJECTIVE,
     settings: OptimizerSettings = SETTINGS,
     steps: int = 2,
-    tokens: int = 40,
+    tokens: int = 20,
     **given: Any,
 ) -> tuple[dict[str, Tensor], list[Mapping[str, float]]]:
     """(masters and moments, metrics) after some steps on the samples."""

@@ -99,8 +99,10 @@ def alternating(samples: Sequence[Sample]) -> list[float]:
     return [(-1.0) ** i * (0.5 + i % 3) for i in range(len(samples))]
 
 
-def make_learner(model: Model, objective: Objective | None = None, rate: float = 1e-3, **options: object) -> Learner:
-    settings = OptimizerSettings(learning_rate=rate, max_grad_norm=1e9, weight_decay=0.01)
+def make_learner(
+    model: Model, objective: Objective | None = None, rate: float = 1e-3, share_prompts: bool = True, **options: object
+) -> Learner:
+    settings = OptimizerSettings(learning_rate=rate, max_grad_norm=1e9, weight_decay=0.01, share_prompts=share_prompts)
     return Learner(model, Optimizer(model.named_parameters(), settings), objective or Objective(), **options)  # type: ignore[arg-type]
 
 

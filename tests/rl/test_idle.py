@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,11 +24,19 @@ from isobit.rl.optim import Optimizer
 from tests.distributed.test_learning import whole
 from tests.distributed.threads import run
 from tests.models import tiny_model
-from tests.rl.helpers import alternating, gradients, make_learner, roll_out, same_bits
+from tests.rl import helpers
+from tests.rl.helpers import alternating, gradients, roll_out, same_bits
 
-MEASURED = ("entropy", "learn/skipped_share", "mismatch/", "correction/")  # of the tokens that are computed
+MEASURED = (
+    "entropy",
+    "learn/skipped_share",
+    "learn/shared_share",
+    "mismatch/",
+    "correction/",
+)  # of the tokens that are computed
 State = dict[str, Tensor]
 GRPO = Objective()
+make_learner = partial(helpers.make_learner, share_prompts=False)  # so that a few tokens are a micro-batch
 
 
 def credit(samples: Sequence[Sample], teaching: Sequence[int] = (0, 2)) -> list[float]:
@@ -59,7 +68,7 @@ def learn(
     """(masters and moments, metrics) after a step for each of `teaching`: the prompts whose samples teach."""
     model = tiny_model(precision, family, scale=4, ranks=ranks)
     shards = model.transformer.masters.shards
-    settings = OptimizerSettings(learning_rate=1e-2, weight_decay=0.01, **given)
+    settings = OptimizerSettings(learning_rate=1e-2, weight_decay=0.01, **{"share_prompts": False, **given})
     optimizer = Optimizer(model.named_parameters(), settings, shards)
     chosen = for_precision(replace(objective, max_new_tokens=5), model.precision)
     options = {"micro_batch_tokens": 40, "seed": 7, "measured_idle": 2, **options}
@@ -100,6 +109,19 @@ def test_no_bit_of_weights_and_moments_changes(precision: str, family: str, ever
     assert same_bits(state, full)
     assert same_metrics(metrics, all_metrics)
     assert not same_bits(state, learn(samples, precision, family, teaching=((0, 2), (1,)))[0])  # the moments do move
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_no_bit_changes_where_prompts_are_shared(family: str, everything: Any) -> None:
+    samples = long_groups(family=family)
+    given = {"given": {"share_prompts": True}, "micro_batch_tokens": 16}
+    state, metrics = learn(samples, "fp8", family, **given)  # type: ignore[arg-type]
+    assert 0.2 < metrics[0]["learn/skipped_share"] < 1
+    assert metrics[0]["learn/shared_share"] > 0.1
+    everything()
+    full, all_metrics = learn(samples, "fp8", family, **given)  # type: ignore[arg-type]
+    assert same_bits(state, full)
+    assert same_metrics(metrics, all_metrics)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])

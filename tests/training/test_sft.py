@@ -22,6 +22,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
+from isobit.precision import Precision, precision_from
 from isobit.rewards.pool import RewardPool
 from isobit.tasks import TaskSettings, load_task
 from isobit.training import sft
@@ -108,6 +109,15 @@ def test_the_same_config_is_made_once(config: WriteConfig, capsys: pytest.Captur
 def test_another_config_is_another_model(config: WriteConfig, changes: dict[str, object]) -> None:
     first = cached_model(str(config()), quiet=True)
     assert cached_model(str(config(**changes)), quiet=True) != first
+
+
+def test_a_precision_with_other_formats_is_another_model(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name stays, where a version changes what a preset is."""
+    first = cached_model(str(config(precision="fp8")), quiet=True)
+    assert cached_model(str(config(precision="fp8")), quiet=True) == first
+    then = precision_from("fp8[kv_cache=e4m3]").formats()
+    monkeypatch.setattr(Precision, "formats", lambda self: then)
+    assert cached_model(str(config(precision="fp8")), quiet=True) != first
 
 
 def test_other_data_and_other_weights_are_another_model(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:

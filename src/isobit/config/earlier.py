@@ -12,7 +12,8 @@ def as_begun(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
     """A run's config, in today's words; `facts` are those of its `machine.json`, empty if it never began.
 
     Before orders of sums were recorded, `consistency: bitwise` had the sums of `exact`. Before formats were recorded,
-    `fp8` and `mxfp8` cached keys and values as E4M3. Raises IsobitError for a precision that cannot be read.
+    `fp8` and `mxfp8` cached keys and values as E4M3. Before prompts were shared, each completion had its own. Raises
+    IsobitError for a precision that cannot be read.
     """
     found = dict(values)
     on_a_cpu = facts.get("backend") in ("native", "reference")
@@ -20,6 +21,8 @@ def as_begun(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
         found["consistency"] = "exact"
     if facts and "formats" not in facts:
         _cache_e4m3(found)
+    if facts and (optimizer := found.get("optimizer")) is not None:
+        found["optimizer"] = {"share_prompts": False, **optimizer}
     return found
 
 

@@ -73,6 +73,7 @@ _NAMES = {
     "optimizer.eps": "adam_epsilon adam_eps",
     "optimizer.max_grad_norm": "clip_grad grad_clip gradient_clip gradient_clipping",
     "optimizer.state": "optim",
+    "optimizer.share_prompts": "use_prefix_grouper shared_prefix_training",
     "optimizer.micro_batch_tokens": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu train_micro_batch_size "
     "train_mb_tokens micro_batch_size",
     "optimizer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",

@@ -2,18 +2,21 @@
 signatures."""
 
 from isobit.kernels.composed import Composed
+from isobit.kernels.copies import Copies
 from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
-from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops
+from isobit.kernels.types import Activation, Heads, Keys, KVStore, Layout, Ops
 from isobit.kernels.watching import Watching, unwatched
 
 __all__ = [
     "BACKENDS",
     "Activation",
     "Composed",
+    "Copies",
     "Heads",
     "KVStore",
+    "Keys",
     "Layout",
     "Operand",
     "Ops",

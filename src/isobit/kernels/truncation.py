@@ -50,6 +50,10 @@ class Context:
     first: Tensor
     last: Tensor
 
+    def to(self, device: torch.device) -> "Context":
+        """The same with its tensors on `device`."""
+        return Context(*(tensor.to(device) for tensor in (self.tokens, self.first, self.last)))
+
     def seen(self, rows: slice, vocabulary: int) -> Tensor:
         """Mask of the tokens that are among those of each of these rows, [rows, vocabulary]."""
         first, last = self.first[rows], self.last[rows]

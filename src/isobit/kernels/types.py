@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.codes import decode
+from isobit.kernels.copies import Copies
 from isobit.kernels.matrices import Operand, Prepared, Stacked
 from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
 
@@ -26,6 +27,19 @@ gpt-oss's, k = 1.702·x of a gate of at most 7, beside up + 1 of an up that is a
 
 
 @dataclass(frozen=True, eq=False)
+class Keys:
+    """The keys that sequences see, one sequence after the other, for a backward where rows are keys of several: those
+    of sequence s are `start[s]` to `start[s + 1]`, [S+1] int64, and each is a copy of the row that stored it."""
+
+    start: Tensor
+    copies: Copies
+
+    def to(self, device: torch.device) -> "Keys":
+        """The same with its tensors on `device`."""
+        return Keys(self.start.to(device, non_blocking=True), self.copies.to(device))
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Where the rows of a batch stand: T rows of S sequences over P pages each.
 
@@ -33,7 +47,7 @@ class Layout:
     first row, that is how many keys are stored before. page_table [S, P] int32. positions, slots [T] int64: of every
     row. max_rows, max_keys: the most rows of a sequence, and the most keys that one of its rows sees. num_slots: slots
     that a store must have to hold every page of the table. These three are on the host, so reading
-    them never waits for a GPU.
+    them never waits for a GPU. `keys`: of a learner's sequences that share rows; None where each has its own.
     """
 
     row_start: Tensor
@@ -45,6 +59,7 @@ class Layout:
     max_rows: int
     max_keys: int
     num_slots: int
+    keys: Keys | None = None
 
     @property
     def num_rows(self) -> int:
@@ -55,7 +70,18 @@ class Layout:
         if self.positions.device == device:
             return self
         names = ("row_start", "context", "page_table", "positions", "slots")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **moved, keys=None if self.keys is None else self.keys.to(device))
+
+    @property
+    def key_start(self) -> Tensor:
+        """Where the keys of each sequence begin among those of all, [S+1] int64; without `keys` they are its rows."""
+        return self.row_start if self.keys is None else self.keys.start
+
+    @property
+    def key_slots(self) -> Tensor:
+        """The slots of all sequences' keys [K] int64, for a backward."""
+        return self.slots if self.keys is None else self.slots[self.keys.copies.index]
 
     @staticmethod
     def build(lengths: Sequence[int], contexts: Sequence[int], page_table: Tensor, page_size: int) -> "Layout":
@@ -299,8 +325,8 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq [T, H, D], dk, dv [T, KV, D]) for packed layouts; straight through the quantization of keys and
-        values. Of sinks these know by lse and out alone."""
+        """(dq [T, H, D], dk, dv [K, KV, D]) for packed layouts, whose keys are their rows, or of the layout's `keys`;
+        straight through the quantization of keys and values. Of sinks these know by lse and out alone."""
 
     def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         """Gradient [H] float32 of the sinks of `attention`; it repeats."""

@@ -348,6 +348,9 @@ class _Attend(Function):
         store = given.temporary()
         q, dout = _queries(qkv, given, store, unwatched(ops)), dout.contiguous()
         gradients = ops.attention_backward(dout, q, out, lse, store, given.layout, given.scale, given.window)
+        if (keys := given.layout.keys) is not None:
+            dq, dk, dv = gradients
+            gradients = dq, keys.copies.added(dk, ops), keys.copies.added(dv, ops)
         found = ops.attention_inputs_backward(gradients, qkv, given.heads, given.layout.positions)
         dsinks = None
         if ctx.needs_input_grad[3] and given.sinks is not None:

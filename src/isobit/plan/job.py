@@ -14,7 +14,8 @@ from isobit.model import ModelConfig
 from isobit.model.checkpoint import model_folder, read_json
 from isobit.plan.devices import Device
 from isobit.precision import Precision, precision_from
-from isobit.rl.objective import for_precision
+from isobit.rl.objective import for_precision, shares_prompts
+from isobit.rl.packing import MOST_KEYS
 
 _PROMPT_TOKENS = 512
 _MOST_EXPERTS = 1 << 16  # in all layers, in a stranger's config.json: no weights are there to contradict it
@@ -85,10 +86,20 @@ class Job:
         return tokens
 
     @property
+    def rows_of_a_sequence(self) -> float:
+        """Tokens that the learner computes of one, on average: its completion, and its part in a shared prompt."""
+        algorithm, mixture = self.config.algorithm, self.model.experts is not None
+        if not shares_prompts(self.config.optimizer.share_prompts, algorithm, mixture):
+            return self.lengths.sequence
+        together = max(1.0, self.config.sampling.group_size / algorithm.updates_per_batch)
+        return self.lengths.mean + self.lengths.prompt / together
+
+    @property
     def sequences_of_a_micro_batch(self) -> int:
         """Sequences are not split: at least one."""
         of_an_update = -(-self.completions // self.config.algorithm.updates_per_batch)
-        return max(1, min(int(self.micro_batch_limit / self.lengths.sequence), of_an_update))
+        fitting = self.micro_batch_limit / max(self.rows_of_a_sequence, self.lengths.sequence / MOST_KEYS)
+        return max(1, min(int(fitting), of_an_update))
 
     @property
     def micro_batches(self) -> int:

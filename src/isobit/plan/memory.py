@@ -232,6 +232,14 @@ def micro_batch_tokens(job: Job) -> float:
     return min(max(job.micro_batch_limit, longest), max(whole, longest))
 
 
+def _copied_keys(job: Job) -> float:
+    """Keys, values and their gradients of rows that several sequences of a micro-batch see, while attention's backward
+    has them apart."""
+    sequences, config = job.sequences_of_a_micro_batch, job.model
+    copies = sequences * (job.lengths.sequence - job.rows_of_a_sequence)
+    return 4 * copies * config.num_kv_heads * config.head_dim * job.precision.learner.compute.itemsize
+
+
 def _learning(job: Job) -> Item:
     """What the forward keeps, and the larger of what the head and one layer take in the backward."""
     tokens, config, adapter = micro_batch_tokens(job), job.model, job.config.adapter
@@ -253,7 +261,7 @@ def _learning(job: Job) -> Item:
     # the head's gradient is added up over chunks of logits, so it is there twice
     head = outside + kept_outside + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
     times = 3 if job.ranks > 1 else 1  # the gradients, the message to their owners, and what comes in
-    layer = times * gradient_bucket(config, adapter) + tokens * again
+    layer = times * gradient_bucket(config, adapter) + tokens * again + _copied_keys(job)
     label = f"learning: activations of {tokens:,.0f} tokens, logits, gradients of a layer"
     return label, max(tokens * kept + max(head, layer), times * kept_outside)
 

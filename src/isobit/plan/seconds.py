@@ -63,7 +63,7 @@ def exchange(job: Job, factors: Factors = FACTORS) -> tuple[float, float]:
 
 def micro_batch(job: Job, factors: Factors = FACTORS) -> float:
     """Forward and backward of one."""
-    tokens = job.sequences_of_a_micro_batch * job.lengths.sequence
+    tokens = job.sequences_of_a_micro_batch * job.rows_of_a_sequence
     checkpointing = job.config.optimizer.activation_checkpointing
     frozen = job.config.adapter is not None
     phase = learn(job.model, job.precision, tokens, job.lengths.sequence, checkpointing, frozen)
@@ -73,7 +73,7 @@ def micro_batch(job: Job, factors: Factors = FACTORS) -> float:
 
 def logprobs(job: Job, factors: Factors = FACTORS) -> float:
     """Forwards over all samples of a step: of old weights, where the learner computes them, and of the reference."""
-    tokens = -(-job.completions // job.ranks) * job.lengths.sequence
+    tokens = -(-job.completions // job.ranks) * job.rows_of_a_sequence
     flows = [(job.model, job.precision)] * job.recompute_old + ([] if job.reference is None else [job.reference])
     return sum(_time(job, score(*each, tokens, job.lengths.sequence), factors) for each in flows)
 

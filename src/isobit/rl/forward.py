@@ -1,10 +1,11 @@
 """The learner's forward over a packed batch: log-probability and entropy of every trained token."""
 
-import torch
 from torch import Tensor
 
-from isobit.kernels.truncation import Context, Truncation
+from isobit.kernels import Copies
+from isobit.kernels.truncation import Truncation
 from isobit.model import Model
+from isobit.model.copying import copied
 from isobit.model.moe import RouteTape
 from isobit.model.recompute import Recompute
 from isobit.rl.packing import PackedBatch
@@ -26,13 +27,9 @@ def forward(
     """
     transformer, device = model.transformer, model.ops.device
     hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute)
-    rows, targets = packed.rows.to(device), packed.targets.to(device)
-    starts = packed.layout.row_start
-    first = starts[torch.searchsorted(starts, packed.rows, right=True) - 1]
-    context = Context(packed.tokens.to(device), first.to(device), rows)
-    logprobs, entropy = transformer.head_logprobs(
-        hidden[rows], targets, temperature, truncation=truncation, context=context
-    )
+    rows = copied(hidden, Copies.of(packed.rows, len(hidden)).to(device), model.ops)
+    targets, context = packed.targets.to(device), packed.context.to(device)
+    logprobs, entropy = transformer.head_logprobs(rows, targets, temperature, truncation=truncation, context=context)
     found = logprobs.cpu(), entropy.cpu()
     model.ops.raise_faults()
     return found

@@ -47,13 +47,15 @@ class Gradient:
 @dataclass(frozen=True, eq=False)
 class OptimizerBatch:
     """The samples `part` of a batch, in micro-batches of indices; `weights`: of each sample's tokens. Samples without a
-    trained token have no gradient, so they are in none. `idle`: the micro-batches whose gradient is 0."""
+    trained token have no gradient, so they are in none. `idle`: the micro-batches whose gradient is 0. `share_prompts`:
+    compute the rows of a prompt once for its samples of a micro-batch."""
 
     batch: TrainingBatch
     micro: Sequence[Sequence[int]]
     weights: Mapping[int, float]
     clip_bounds: tuple[float, float]
     idle: frozenset[int] = frozenset()
+    share_prompts: bool = False
 
     @staticmethod
     def of(
@@ -62,11 +64,13 @@ class OptimizerBatch:
         clip_bounds: tuple[float, float],
         most_tokens: int,
         idle_apart: bool = False,
+        share_prompts: bool = False,
     ) -> "OptimizerBatch":
         trained = [i for i in part if batch.samples[i].num_trained]
-        micro = split(batch.samples, trained, batch.idle, most_tokens, idle_apart)
+        micro = split(batch.samples, trained, batch.idle, most_tokens, idle_apart, share_prompts)
         weights = dict(zip(part, batch.weights_of(part)))
-        return OptimizerBatch(batch, micro, weights, clip_bounds, without_teaching(micro, batch.idle))
+        idle = without_teaching(micro, batch.idle)
+        return OptimizerBatch(batch, micro, weights, clip_bounds, idle, share_prompts)
 
     @property
     def idle_samples(self) -> list[int]:
@@ -214,7 +218,8 @@ class Differentiation:
         """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
         batch, chosen = one.batch, one.micro[index]
         objective, samples = batch.objective, [batch.samples[i] for i in chosen]
-        routing, totals, packed = RoutingTotals(), Totals(), pack(samples)
+        routing, totals, packed = RoutingTotals(), Totals(), pack(samples, one.share_prompts)
+        totals.rows_shared = packed.rows_shared
         logprobs, entropy, tape = replace(policy, totals=routing)(packed, samples)
         weights = [one.weights[i] for i in chosen]
         inputs = batch.loss_inputs(chosen, weights, logprobs, entropy, packed.sequence, one.clip_bounds)
@@ -236,7 +241,9 @@ class Differentiation:
     def _forward(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> MicroBatch:
         """Of an idle micro-batch of a mixture of experts: whom its tokens went to, and what is measured."""
         routing, totals, samples = RoutingTotals(), Totals(), [one.batch.samples[i] for i in one.micro[index]]
-        logprobs, entropy, _ = replace(policy, totals=routing)(pack(samples), samples)
+        packed = pack(samples, one.share_prompts)
+        totals.rows_shared = packed.rows_shared
+        logprobs, entropy, _ = replace(policy, totals=routing)(packed, samples)
         totals.see(entropy)
         return MicroBatch(totals, routing, logprobs)
 

@@ -27,14 +27,23 @@ def idle_samples(objective: Objective, advantages: Sequence[Tensor]) -> list[boo
 
 
 def split(
-    samples: Sequence[Trainable], chosen: Sequence[int], idle: Sequence[bool], most_tokens: int, apart: bool
+    samples: Sequence[Trainable],
+    chosen: Sequence[int],
+    idle: Sequence[bool],
+    most_tokens: int,
+    apart: bool,
+    share_prompts: bool = False,
 ) -> list[list[int]]:
     """The micro-batches of the samples `chosen`, by index, in their order; with `apart` idle ones follow the others, in
     micro-batches of their own."""
     runs = [chosen]
     if apart:
         runs = [[i for i in chosen if not idle[i]], [i for i in chosen if idle[i]]]
-    return [[run[i] for i in span] for run in runs for span in micro_batches([samples[i] for i in run], most_tokens)]
+    return [
+        [run[i] for i in span]
+        for run in runs
+        for span in micro_batches([samples[i] for i in run], most_tokens, share_prompts)
+    ]
 
 
 def without_teaching(micro: Sequence[Sequence[int]], idle: Sequence[bool]) -> frozenset[int]:

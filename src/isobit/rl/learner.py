@@ -37,7 +37,7 @@ from isobit.rl.functions import loss_function
 from isobit.rl.gradient import Differentiation, Gradient, MicroBatch, OptimizerBatch, gather_micro_batches
 from isobit.rl.idle import drawn, idle_samples, split, without_teaching
 from isobit.rl.loss import kl_penalty
-from isobit.rl.objective import Objective
+from isobit.rl.objective import Objective, shares_prompts
 from isobit.rl.optim import Optimizer
 from isobit.rl.packing import micro_batches, minibatches, pack
 from isobit.rl.routing import PolicyForward, RoutingTotals
@@ -96,6 +96,8 @@ class Learner:
         self.seed, self.check_gradients_every, self.measured_idle = seed, check_gradients_every, measured_idle
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
         self.state = LearnerState((objective.clip_low, objective.clip_high))
+        mixture = model.config.experts is not None
+        self.share_prompts = shares_prompts(optimizer.settings.share_prompts, objective, mixture)
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
         self._old_version = model.weights_version
 
@@ -164,7 +166,8 @@ class Learner:
             policy = PolicyForward(self.model, objective, routing, sampled=not moved, recompute=self.recompute)
             checked = not moved and self.check_gradients_every > 0 and step % self.check_gradients_every == 0
             apart = self.optimizer.settings.idle_apart
-            one = OptimizerBatch.of(batch, part, self.state.clip_bounds, self.micro_batch_tokens, apart)
+            bounds, tokens = self.state.clip_bounds, self.micro_batch_tokens
+            one = OptimizerBatch.of(batch, part, bounds, tokens, apart, self.share_prompts)
             gradient = self.differentiation.gradient(one, policy, checked)
             if not moved and not objective.recompute_old:
                 gradient = self._with_idle(gradient, one, policy, step)
@@ -203,7 +206,8 @@ class Learner:
 
     def _optimizer_batches(self, count: int, step: int) -> Iterator[list[int]]:
         for epoch in range(self.objective.epochs):
-            yield from minibatches(count, self.objective.updates_per_batch, self.seed, step, epoch)
+            for part in minibatches(count, self.objective.updates_per_batch, self.seed, step, epoch):
+                yield sorted(part) if self.share_prompts else part  # the completions of a prompt together
 
     def check_memory(self) -> None:
         """Raise Corruption, on every rank, if on one of them working weights, masters or moments have changed since
@@ -239,7 +243,8 @@ class Learner:
         return {i: self._old[key] for i, key in enumerate(keys) if key in self._old}
 
     def _split(self, samples: Sequence[Sample], chosen: Sequence[int], idle: Sequence[bool]) -> list[list[int]]:
-        return split(samples, chosen, idle, self.micro_batch_tokens, self.optimizer.settings.idle_apart)
+        apart = self.optimizer.settings.idle_apart
+        return split(samples, chosen, idle, self.micro_batch_tokens, apart, self.share_prompts)
 
     def _with_idle(self, gradient: Gradient, one: OptimizerBatch, policy: PolicyForward, step: int) -> Gradient:
         """With the log-probabilities of some of the samples that are left out, and their entropy."""
@@ -257,7 +262,7 @@ class Learner:
 
     def _logprobs(self, model: Model, samples: Sequence[Sample]) -> list[Tensor]:
         """Of each sample, [trained tokens]."""
-        spans = list(map(list, micro_batches(samples, self.micro_batch_tokens)))
+        spans = list(map(list, micro_batches(samples, self.micro_batch_tokens, self.share_prompts)))
         return list(self._forwards(model, samples, spans)[0].values())
 
     @torch.no_grad()
@@ -275,7 +280,7 @@ class Learner:
         def compute() -> None:
             for index in range(self._ranks.rank, len(spans), self._ranks.size):
                 chosen, routing, totals = [samples[i] for i in spans[index]], RoutingTotals(), Totals()
-                packed = pack(chosen)
+                packed = pack(chosen, self.share_prompts)
                 if policy is None:
                     logprobs, entropy = forward(model, packed, self.objective.temperature)
                 else:

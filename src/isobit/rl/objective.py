@@ -154,6 +154,12 @@ def without_preset(values: Any) -> Any:
     }
 
 
+def shares_prompts(wanted: bool, objective: Objective, mixture: bool) -> bool:
+    """Whether the completions of a prompt share its rows, where `optimizer.share_prompts` is `wanted`: not in a mixture
+    of experts that repeats each sample's own routes, or balances the load of all rows."""
+    return wanted and not (mixture and (objective.router_replay or objective.router_aux_coefficient > 0))
+
+
 def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> Objective:
     """Resolve `auto`: the precision's default correction; no recomputation where rollout and learner are one flow.
 

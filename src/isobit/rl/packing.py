@@ -1,19 +1,28 @@
 """Samples to packed rows, without padding: what the learner's forward takes.
 
 A sequence is prompt and completion without its last token, since nothing is predicted from that. Row i of `targets` is
-predicted from row `rows[i]`; given tokens are context and no targets. Deterministic, in the order
-of the samples.
+predicted from row `rows[i]`; given tokens are context and no targets. Deterministic, in the order of the samples.
+
+Completions of one prompt may share its rows: these are computed once, for the first of them, and the others' own rows
+follow them (Liu et al. 2025, arXiv 2506.05433; verl's `use_prefix_grouper`). A row's bits depend on what is before it
+and on nothing else, so log-probabilities are the same bits; of the gradient, the sums over the copies of a row are
+rounded elsewhere (tests/rl/test_shared_prompts.py). Left out: completions that begin alike.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from isobit.kernels import Layout
+from isobit.kernels import Copies, Keys, Layout
+from isobit.kernels.truncation import Context
+
+MOST_KEYS = 4
+"""Tokens of whole sequences in a micro-batch over its rows, at most: a backward has gradients for each as a key."""
 
 
 class Trainable(Protocol):
@@ -31,51 +40,106 @@ class Trainable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """tokens [T] int64 with their layout; for each of C trained tokens its row, its id and its sequence [C] int64."""
+    """tokens [T] int64 with their layout; for each of C trained tokens its row, its id and its sequence [C] int64.
+
+    `whole` [T] int64 are the places of the rows among those of all sequences, W; where none is shared, all in turn.
+    `context`: the tokens before each target.
+    """
 
     tokens: Tensor
     layout: Layout
     rows: Tensor
     targets: Tensor
     sequence: Tensor
+    whole: Tensor
+    context: Context
 
     @property
     def num_targets(self) -> int:
         return self.targets.shape[0]
 
+    @property
+    def rows_shared(self) -> int:
+        """Rows of sequences that are those of an earlier one."""
+        return self.context.tokens.shape[0] - self.tokens.shape[0]
 
-def pack(samples: Sequence[Trainable]) -> PackedBatch:
+
+def pack(samples: Sequence[Trainable], share_prompts: bool = False) -> PackedBatch:
     """Pack samples with a prompt of at least one token; empty completions contribute no rows to predict."""
     prompts = np.array([len(s.prompt_ids) for s in samples], np.int64)
     completions = np.array([len(s.completion_ids) for s in samples], np.int64)
     assert bool((prompts > 0).all()), "every sample needs a prompt token to predict from"
     lengths = prompts + completions - (completions > 0)
-    tokens = [t for s in samples for t in (*s.prompt_ids, *s.completion_ids[:-1])]
+    tokens = np.array([t for s in samples for t in (*s.prompt_ids, *s.completion_ids[:-1])], np.int64)
     targets = np.array([t for s in samples for t in s.completion_ids], np.int64)
     starts = np.cumsum(lengths) - lengths
     sequence = np.repeat(np.arange(len(samples)), completions)
     offset = np.arange(len(targets)) - (np.cumsum(completions) - completions)[sequence]
-    rows = (starts + prompts - 1)[sequence] + offset
+    places = (starts + prompts - 1)[sequence] + offset
     masks = [s.completion_mask or (True,) * len(s.completion_ids) for s in samples]
     trained = np.array([trained for mask in masks for trained in mask], bool)
+    first = _first_of_prompt(samples) if share_prompts else np.arange(len(samples))
+    row, whole = _rows_of(first, starts, prompts, lengths)
     return PackedBatch(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        layout=Layout.packed(lengths.tolist()),
-        rows=torch.from_numpy(rows[trained]),
+        tokens=torch.from_numpy(tokens[whole]),
+        layout=_layout(first, row, starts, prompts, lengths),
+        rows=torch.from_numpy(row[places[trained]]),
         targets=torch.from_numpy(targets[trained]),
         sequence=torch.from_numpy(sequence[trained]),
+        whole=torch.from_numpy(whole),
+        context=Context(*map(torch.from_numpy, (tokens, starts[sequence[trained]], places[trained]))),
     )
 
 
-def micro_batches(samples: Sequence[Trainable], budget: int) -> Iterator[range]:
-    """Consecutive ranges of samples of at most `budget` tokens each; a longer sample stands alone."""
-    start, tokens = 0, 0
+_Ints = NDArray[np.int64]
+
+
+def _first_of_prompt(samples: Sequence[Trainable]) -> _Ints:
+    """Of each sample the first that has its prompt."""
+    seen: dict[tuple[int, ...], int] = {}
+    return np.array([seen.setdefault(sample.prompt_ids, index) for index, sample in enumerate(samples)], np.int64)
+
+
+def _rows_of(first: _Ints, starts: _Ints, prompts: _Ints, lengths: _Ints) -> tuple[_Ints, _Ints]:
+    """(the row that computes each place of the whole sequences [W], the place of each row [T])."""
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    offset = np.arange(len(sequence)) - starts[sequence]
+    shared = (first[sequence] != sequence) & (offset < prompts[sequence])
+    row = np.cumsum(~shared) - 1
+    row[shared] = row[(starts[first[sequence]] + offset)[shared]]
+    return row, np.flatnonzero(~shared)
+
+
+def _layout(first: _Ints, row: _Ints, starts: _Ints, prompts: _Ints, lengths: _Ints) -> Layout:
+    """Of the rows that are computed: each sequence's follow the shared ones. A page is a row's slot then."""
+    contexts = np.where(first == np.arange(len(first)), 0, prompts)
+    if not contexts.any():
+        return Layout.packed(lengths.tolist())
+    own = [s for s in range(len(lengths)) if lengths[s] > contexts[s]]
+    keys = [row[starts[s] : starts[s] + lengths[s]] for s in own]
+    table = np.zeros((len(own), max(map(len, keys))), np.int32)
+    for place, slots in enumerate(keys):
+        table[place, : len(slots)] = slots
+    layout = Layout.build((lengths - contexts)[own].tolist(), contexts[own].tolist(), torch.from_numpy(table), 1)
+    start = torch.from_numpy(np.cumsum([0, *map(len, keys)]))
+    copies = Copies.of(torch.from_numpy(np.concatenate(keys)), layout.num_rows)
+    return replace(layout, keys=Keys(start, copies))
+
+
+def micro_batches(samples: Sequence[Trainable], budget: int, share_prompts: bool = False) -> Iterator[range]:
+    """Consecutive ranges of samples of at most `budget` tokens each, those of a shared prompt counted once; a longer
+    sample stands alone."""
+    start, rows, keys, prompts = 0, 0, 0, set[tuple[int, ...]]()
     for index, sample in enumerate(samples):
         length = len(sample.prompt_ids) + len(sample.completion_ids)
-        if index > start and tokens + length > budget:
+        own = len(sample.completion_ids) if sample.prompt_ids in prompts else length
+        if index > start and (rows + own > budget or keys + length > MOST_KEYS * budget):
             yield range(start, index)
-            start, tokens = index, 0
-        tokens += length
+            start, rows, keys, own = index, 0, 0, length
+            prompts.clear()
+        rows, keys = rows + own, keys + length
+        if share_prompts:
+            prompts.add(sample.prompt_ids)
     if start < len(samples):
         yield range(start, len(samples))
 

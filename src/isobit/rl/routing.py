@@ -126,6 +126,7 @@ class PolicyForward:
         if experts is None:
             return *forward(model, packed, *distribution, recompute=self.recompute), None
         tape, recorded = _tape(model, samples, self.objective.router_replay)
+        recorded = None if recorded is None else recorded[packed.whole]
         compared = self.sampled and all(s.weights_version == model.weights_version for s in samples)
         found = forward(model, packed, *distribution, tape, self.recompute)
         self.totals.see(tape, experts.count, recorded if compared else None)

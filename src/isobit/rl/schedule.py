@@ -51,6 +51,11 @@ class OptimizerSettings:
         "samples whose advantage is 0 in micro-batches of their own, which cost nothing. Decides how gradients are "
         "rounded",
     ] = False
+    share_prompts: Annotated[
+        bool,
+        "compute the rows of a prompt once for all its completions in a micro-batch. Log-probabilities have the same "
+        "bits; decides how gradients are rounded. Not where a mixture of experts repeats routes or balances its load",
+    ] = True
     total_steps: Internal[int] = 1
     """Calls of `learning_rate`."""
     seed: Internal[int] = 0

@@ -14,7 +14,8 @@ from isobit.rl.loss import LossOutputs
 class Totals:
     """Sums over the tokens of one or more optimizer steps, and the norm of each step's gradient. `named` are sums of
     the loss function's own metrics. `tokens` are trained tokens, `computed` those with a forward, whose `entropy` is
-    known; `rows` are the tokens of prompts and completions, `rows_left_out` those without a backward."""
+    known; `rows` are the tokens of prompts and completions, `rows_left_out` those without a backward, `rows_shared`
+    those of prompts that were computed for an earlier completion."""
 
     loss: float = 0.0
     kl: float = 0.0
@@ -24,6 +25,7 @@ class Totals:
     computed: int = 0
     rows: int = 0
     rows_left_out: int = 0
+    rows_shared: int = 0
     named: dict[str, float] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -53,6 +55,7 @@ class Totals:
         self.computed += other.computed
         self.rows += other.rows
         self.rows_left_out += other.rows_left_out
+        self.rows_shared += other.rows_shared
         self._add_named(other.named)
 
     def add(self, step: "Totals", norm: float) -> None:
@@ -78,6 +81,7 @@ class Totals:
             "clip_fraction": self.clipped / tokens,
             "grad_norm": sum(self.norms) / steps,
             "learn/skipped_share": self.rows_left_out / (self.rows or math.nan),
+            "learn/shared_share": self.rows_shared / (self.rows or math.nan),
             "learning_rate": rate,
             "steps/skipped": float(self.skipped),
             **{f"loss/{name}": value / tokens for name, value in self.named.items()},

@@ -24,6 +24,7 @@ METRICS: dict[str, str] = {
     "loss/*": "a metric of a loss function of your own: its mean over the trained tokens",
     "grad_norm": "global L2 norm of the gradient before clipping; mean over the step's optimizer steps",
     "learn/skipped_share": "prompt and completion tokens without a backward: micro-batches whose advantages are all 0",
+    "learn/shared_share": "prompt and completion tokens whose rows were those of an earlier completion of the prompt",
     "learning_rate": "of this step",
     "entropy": "mean entropy of the policy's distribution per completion token that the learner computes, in nats",
     "clip_fraction": "completion tokens whose gradient the clip of the loss cuts off; none where the advantage is 0",

@@ -48,7 +48,9 @@ def _where(found: Disagreement, learner: Learner) -> str:
     except Corruption as changed:
         return str(changed)
     index = next(i for i, sample in enumerate(batch) if sample is first.sample)
-    span = next(part for part in micro_batches(batch, learner.micro_batch_tokens) if index in part)
+    span = next(
+        part for part in micro_batches(batch, learner.micro_batch_tokens, learner.share_prompts) if index in part
+    )
     inputs = [
         [*batch[i].prompt_ids, *batch[i].completion_ids[: max(len(batch[i].completion_ids) - 1, 0)]] for i in span
     ]

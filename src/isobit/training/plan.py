@@ -18,6 +18,7 @@ from isobit.model import Model
 from isobit.model.recompute import Recompute
 from isobit.rl.optim_8bit import quantizable
 from isobit.rl.optim_masters import AT_ONCE
+from isobit.rl.packing import MOST_KEYS
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveBytes
 from isobit.training.parts import Parts
@@ -150,6 +151,12 @@ def plan(parts: Parts, learning: LearningMemory, process: int, tokens: int) -> M
     if parts.objective.truncation is not None:
         taken += WORKING_BYTES * min(rows * model.config.vocab_size, LOGITS_AT_ONCE)
     several = tokens < batch or parts.objective.updates_per_batch > 1
+    if (
+        parts.learner.share_prompts and parts.sampling.n > 1
+    ):  # keys, values and their gradients, for each that sees them
+        copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
+        width = model.config.num_kv_heads * model.config.head_dim
+        taken += 4 * copies * width * model.precision.learner.compute.itemsize
     label = f"learning: gradients, and saved activations of {max(tokens, longest)} tokens"
     during = [
         (label, gradients + taken if several else max(taken, gradients + learning.at(0))),

@@ -23,6 +23,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.model.families import FAMILIES
+from isobit.precision import precision_from
 from isobit.report.intervals import Estimate, proportion
 from isobit.rewards.pool import RewardPool
 from isobit.rl import learning_rate
@@ -105,10 +106,11 @@ def cached_model(path: str, *, quiet: bool = False) -> Path:
 
 
 def _identity(config: SftConfig, task: Task) -> str:
-    """A hash of all that the model is made from: the config, the examples, the weights it starts from, isobit's
-    version."""
+    """A hash of all that the model is made from: the config, what its precision is, the examples, the weights it
+    starts from, isobit's version."""
     settings = dump_config(replace(config, out="")).replace("adapter: null\n", "")  # as before there were adapters
-    digest = hashlib.sha256(f"{__version__}\n{settings}".encode())
+    formats = precision_from(config.precision).formats()
+    digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
     files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))

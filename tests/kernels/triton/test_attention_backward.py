@@ -19,6 +19,7 @@ from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
 from ..helpers import draw, same
+from ..test_shared_keys import Case as SharedCase
 from .helpers import DEVICE, moved
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -173,3 +174,28 @@ def test_a_sequence_has_the_same_gradients_alone_and_in_a_batch(monkeypatch: pyt
     alone = run((*(x[20:] for x in case[:4]), store, layout, case[6]))
     assert all(same(x, y[20:]) for x, y in zip(alone, found))
     assert all(same(x, y) for x, y in zip(run(case), found))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("cache", ["bf16", "fp32", "int8"])
+def test_rows_that_sequences_share(cache: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence's keys have their own gradients: those of whole sequences, up to rounding. In the control they are
+    of other rows."""
+    case = SharedCase(cache, (2, 1, 16))
+    layout, rows = case.shared.layout, torch.arange(len(case.q))
+    store = case.store(OPS, layout, rows)
+    out, lse = OPS.attention(case.q, store, layout, 0.3, window)
+    wanted = OPS.attention_backward(case.dout, case.q, out, lse, store, layout, 0.3, window)
+
+    def distances() -> list[float]:
+        given = [x.to(DEVICE) for x in (case.dout, case.q, out, lse)]
+        found = implementation.attention_backward(*given, moved(store), layout.to(DEVICE), 0.3, window)
+        return [
+            float((ours.cpu().double() - theirs.double()).norm() / theirs.double().norm())
+            for ours, theirs in zip(found, wanted, strict=True)
+        ]
+
+    near = 2.0**-6 if case.q.dtype == torch.bfloat16 else 2.0**-17
+    assert max(distances()) < near
+    monkeypatch.setattr(Layout, "key_slots", property(lambda self: self.slots[self.keys.copies.index.roll(1)]))
+    assert min(distances()) > 4 * near

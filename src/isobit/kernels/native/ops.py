@@ -21,6 +21,7 @@ from isobit.kernels.native.build import BuildFailed, origin
 from isobit.kernels.native.interface import ALL_KEYS, KINDS, PLAIN, AttentionArguments, grid, pointer, product_arguments
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.native.rows import RowOperators, check_rows
+from isobit.kernels.reference.attention import assert_whole
 from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.reference.tdp32 import computes
 from isobit.kernels.types import KVStore, Layout, Temperature
@@ -189,7 +190,9 @@ class NativeOps(RowOperators):
             return self._reference.attention_backward(dout, q, out, lse, store, layout, scale, window)
         q, out, lse, dout = q.contiguous(), out.contiguous(), lse.contiguous(), dout.contiguous()
         dq = torch.empty_like(q)
-        dk = torch.empty((q.shape[0], store.k.shape[1], q.shape[2]), dtype=q.dtype)
+        assert_whole(layout)
+        keys = layout.num_rows if layout.keys is None else layout.keys.copies.index.shape[0]
+        dk = torch.empty((keys, store.k.shape[1], q.shape[2]), dtype=q.dtype)
         dv = torch.empty_like(dk)
         arguments = _attention_arguments(q, store, layout, scale, window, out, lse)
         arguments.dout, arguments.dq = dout.data_ptr(), dq.data_ptr()

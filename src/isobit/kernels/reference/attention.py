@@ -174,9 +174,9 @@ def attention_backward(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from recomputed probabilities (Dao et al. 2022, section 3.1): dS = P·(dP - Σ dO·O)."""
-    assert not layout.context.any(), "the backward takes packed layouts: every sequence from its position 0 on"
+    assert_whole(layout)
     dq = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    dk = torch.zeros((q.shape[0], *store.k.shape[1:]), dtype=torch.float64, device=q.device)
+    dk = torch.zeros((len(layout.key_slots), *store.k.shape[1:]), dtype=torch.float64, device=q.device)
     dv = torch.zeros_like(dk)
     for batch in _batches(layout, q.shape[1], store, torch.float64, window):
         keys, values = batch.read(store)
@@ -192,9 +192,14 @@ def attention_backward(
     return round_once(dq, q.dtype), round_once(dk, q.dtype), round_once(dv, q.dtype)
 
 
+def assert_whole(layout: Layout) -> None:
+    """A backward needs the rows that stored the keys."""
+    assert layout.keys is not None or not layout.context.any(), "a backward takes packed layouts, or such with keys"
+
+
 class _Piece(NamedTuple):
     """Consecutive `rows` of one sequence, from row `first` of the batch on; the last of them sees `keys` keys. The
-    sequence's own rows begin at `start`."""
+    sequence's own keys begin at `start`."""
 
     sequence: int
     first: int
@@ -204,11 +209,11 @@ class _Piece(NamedTuple):
 
 
 def _pieces(layout: Layout) -> Iterator[_Piece]:
-    start, context = layout.row_start.tolist(), layout.context.tolist()
+    start, context, key_start = layout.row_start.tolist(), layout.context.tolist(), layout.key_start.tolist()
     for sequence, stored in enumerate(context):
         for first in range(start[sequence], start[sequence + 1], _PIECE_ROWS):
             last = min(first + _PIECE_ROWS, start[sequence + 1])
-            yield _Piece(sequence, first, last - first, stored + last - start[sequence], start[sequence])
+            yield _Piece(sequence, first, last - first, stored + last - start[sequence], key_start[sequence])
 
 
 def _batches(
@@ -292,6 +297,6 @@ class _Batch:
         out[self.rows[self.valid]] = ungrouped.reshape(pieces, self.valid.shape[1], -1, dim)[self.valid]
 
     def add_to_keys(self, padded: Tensor, out: Tensor) -> None:
-        """Add [S, KV, K, D] to the rows of `out` [T, KV, D] that these keys belong to, piece by piece."""
+        """Add [S, KV, K, D] to `out` [all keys, KV, D], piece by piece."""
         for piece, gradient in zip(self.pieces, padded.transpose(1, 2)):
             out[piece.start : piece.start + piece.keys] += gradient[: piece.keys]

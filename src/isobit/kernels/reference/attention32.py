@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.codes import decode
+from isobit.kernels.reference.attention import assert_whole
 from isobit.kernels.reference.rows32 import CHAIN, HEAD_LANES, blocked_sum, dot, exp, fma, log, tree
 from isobit.kernels.types import KVStore, Layout
 from isobit.precision import INT8
@@ -78,12 +79,13 @@ def attention_backward(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `Ops.attention_backward`."""
-    assert not layout.context.any(), "the backward takes packed layouts: every sequence from its position 0 on"
+    assert_whole(layout)
     kv_heads = store.k.shape[1]
-    dq, dk = torch.empty_like(q), q.new_empty(q.shape[0], kv_heads, q.shape[2])
+    dq, dk = torch.empty_like(q), q.new_empty(len(layout.key_slots), kv_heads, q.shape[2])
     dv, group, factor = torch.empty_like(dk), q.shape[1] // kv_heads, torch.tensor(scale, device=q.device)
     for sequence, (start, stop) in enumerate(_bounds(layout)):
-        slots = _slots(layout, sequence, stop - start)
+        own = slice(*layout.key_start[sequence : sequence + 2].tolist())
+        slots = layout.key_slots[own]
         chains = _ELEMENTS // (CHAIN * max(1, len(slots)) * HEAD_LANES)  # a sequence may have no rows
         step = CHAIN * max(1, chains)  # whole chains, so sums keep their order
         for head in range(kv_heads):
@@ -102,7 +104,7 @@ def attention_backward(
                 for place, (left, right) in enumerate(((dscores, query), (weights, gradient))):
                     for x, y in zip(left.split(CHAIN), right.split(CHAIN)):
                         sums[place] = sums[place] + blocked_sum(x.unsqueeze(-1), y.unsqueeze(1))
-            dk[start:stop, head], dv[start:stop, head] = (x.to(q.dtype) for x in sums)
+            dk[own, head], dv[own, head] = (x.to(q.dtype) for x in sums)
     return dq, dk, dv
 
 

@@ -1,4 +1,4 @@
-"""Backward of causal grouped-query attention over packed sequences: FlashAttention-2 (Dao 2023, arXiv 2307.08691,
+"""Backward of causal grouped-query attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691,
 section 3.1, algorithm 2), without atomics.
 
 With P = exp(scale · q·kᵀ - lse): dv = Pᵀ·dout, dP = dout·vᵀ, dS = P · (dP - Σ dout · out), dq = scale · dS·k, dk =
@@ -12,8 +12,9 @@ quantization of keys and values.
 Keys and values are read from the store once, 1 byte an element and 2 written, so that the products, which read them
 once for every block of queries, neither look up pages nor decode. There are seven products, the scores and dP being
 computed twice; they, not memory, bound it from some hundred tokens a sequence on. P and dS are rounded to the type of
-the queries for the tensor cores; float32 is multiplied in float32. Left out: the forward, and rows that follow stored
-ones (`context` is 0).
+the queries for the tensor cores; float32 is multiplied in float32. Rows may follow keys that other rows stored, which
+several sequences see: each sequence has a copy then, with gradients of its own. Left out: the forward, and adding the
+copies' gradients (`isobit.kernels.Copies`).
 """
 
 import torch
@@ -40,12 +41,12 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq [T, H, D], dk, dv [T, KV, D]) in q's dtype, of dout, q, out [T, H, D] and lse [T, H] float32, for a packed
-    layout: every sequence from its position 0 on; with a `window` rows see the last `window` keys."""
+    """(dq [T, H, D], dk, dv [K, KV, D]) in q's dtype, of dout, q, out [T, H, D] and lse [T, H] float32, for a packed
+    layout, or the layout's `keys`; with a `window` rows see the last `window` keys."""
     dout, q, out, lse = (x.contiguous() for x in (dout, q, out, lse))
     rows, heads, dim = q.shape
     kv_heads, width = store.k.shape[1], max(16, triton.next_power_of_2(dim))
-    k, v = _read(store, layout.slots, q.dtype)
+    k, v = _read(store, layout.key_slots, q.dtype)
     exponent, inner = (torch.empty((heads, rows), dtype=torch.float32, device=q.device) for _ in range(2))
     launch(
         _row_sums, (-(-rows * heads // _TILE_ROWS),), dout, out, lse, exponent, inner, rows, num_warps=4,
@@ -53,17 +54,17 @@ def attention_backward(
     )  # fmt: skip
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": width, "WINDOW": window}
-    sequences = layout.row_start.shape[0] - 1
+    sequences, where = layout.row_start.shape[0] - 1, (layout.row_start, layout.key_start)
     m, n, warps, stages = _query_blocks(width, q.dtype)
     blocks = -(-layout.max_rows // m)
     launch(
-        _dq, (blocks * sequences, heads), dq, dout, q, k, v, exponent, inner, layout.row_start, rows, blocks, scale,
+        _dq, (blocks * sequences, heads), dq, dout, q, k, v, exponent, inner, *where, rows, blocks, scale,
         num_warps=warps, num_stages=stages, M=m, N=n, **shape,
     )  # fmt: skip
     m, n, warps, stages = _key_blocks(width, q.dtype)
-    blocks = -(-layout.max_rows // n)
+    blocks = -(-layout.max_keys // n)
     launch(
-        _dkv, (blocks * sequences, kv_heads), dk, dv, dout, q, k, v, exponent, inner, layout.row_start, rows, blocks,
+        _dkv, (blocks * sequences, kv_heads), dk, dv, dout, q, k, v, exponent, inner, *where, rows, blocks,
         scale, num_warps=warps, num_stages=stages, M=m, N=n, **shape,
     )  # fmt: skip
     return dq, dk, dv
@@ -192,14 +193,21 @@ def _dq_step(
     return numbers.dot(ds, keys, dq)
 
 
+@triton.jit
+def _sequence(row_start, key_start, sequence):
+    """(its first row, its first key, how many rows, how many keys)."""
+    row, key = tl.load(row_start + sequence), tl.load(key_start + sequence)
+    rows = (tl.load(row_start + sequence + 1) - row).to(tl.int32)
+    return row, key, rows, (tl.load(key_start + sequence + 1) - key).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _dq(
-    dq, dout, q, k, v, exponent, inner, row_start, rows, blocks, scale, M: tl.constexpr, N: tl.constexpr,
+    dq, dout, q, k, v, exponent, inner, row_start, key_start, rows, blocks, scale, M: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // blocks, tl.program_id(1)
-    start = tl.load(row_start + sequence)
-    count = (tl.load(row_start + sequence + 1) - start).to(tl.int32)
+    start, key_at, count, keys = _sequence(row_start, key_start, sequence)
     # the last block has the most keys, and so comes first
     first = (blocks - 1 - tl.program_id(0) % blocks) * M
     if first >= count:
@@ -207,8 +215,8 @@ def _dq(
     KV_STRIDE: tl.constexpr = KV_HEADS * DIM
     STRIDE: tl.constexpr = HEADS * DIM
     kv_head = head // (HEADS // KV_HEADS)
-    k += start * KV_STRIDE + kv_head * DIM
-    v += start * KV_STRIDE + kv_head * DIM
+    k += key_at * KV_STRIDE + kv_head * DIM
+    v += key_at * KV_STRIDE + kv_head * DIM
     queries = _block(q + start * STRIDE + head * DIM, first, count, STRIDE, M, DIM, WIDTH)
     gradient = _block(dout + start * STRIDE + head * DIM, first, count, STRIDE, M, DIM, WIDTH)
     row = first + tl.arange(0, M)
@@ -217,18 +225,19 @@ def _dq(
     high = tl.load(exponent + at, mask=row < count, other=float("inf"))
     delta = tl.load(inner + at, mask=row < count, other=0.0)
     total = tl.zeros((M, WIDTH), tl.float32)
+    position = keys - count + first
     if WINDOW is None:
-        whole = first // N
+        whole = position // N
         for step in range(numbers.steps(whole)):
             total = _dq_step(
-                total, queries, gradient, high, delta, k, v, first, step, count, scale, KV_STRIDE, M, N, DIM, WIDTH,
+                total, queries, gradient, high, delta, k, v, position, step, keys, scale, KV_STRIDE, M, N, DIM, WIDTH,
                 WINDOW, False,
             )  # fmt: skip
     else:
-        whole = tl.maximum(first - WINDOW + 1, 0) // N  # the first block that a row sees, and all are masked
-    for step in range(numbers.steps(whole), numbers.steps((tl.minimum(first + M, count) + N - 1) // N)):
+        whole = tl.maximum(position - WINDOW + 1, 0) // N  # the first block that a row sees, and all are masked
+    for step in range(numbers.steps(whole), numbers.steps((tl.minimum(position + M, keys) + N - 1) // N)):
         total = _dq_step(
-            total, queries, gradient, high, delta, k, v, first, step, count, scale, KV_STRIDE, M, N, DIM, WIDTH,
+            total, queries, gradient, high, delta, k, v, position, step, keys, scale, KV_STRIDE, M, N, DIM, WIDTH,
             WINDOW, True,
         )  # fmt: skip
     _keep(dq + start * STRIDE + head * DIM, total * scale, first, count, STRIDE, M, DIM, WIDTH)
@@ -236,10 +245,11 @@ def _dq(
 
 @triton.jit
 def _dkv_step(
-    dk, dv, keys, values, q, dout, exponent, inner, first, step, count, scale, STRIDE: tl.constexpr,
+    dk, dv, keys, values, q, dout, exponent, inner, first, step, count, before, scale, STRIDE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """dk (not yet scaled) and dv [N, WIDTH] plus what a block of queries of one head gives."""
+    """dk (not yet scaled) and dv [N, WIDTH] plus what a block of queries of one head gives; `before`: keys before the
+    first of its rows."""
     queries = _block(q, step * M, count, STRIDE, M, DIM, WIDTH)
     gradient = _block(dout, step * M, count, STRIDE, M, DIM, WIDTH)
     row = step * M + tl.arange(0, M)
@@ -248,9 +258,9 @@ def _dkv_step(
     scores = numbers.dot(keys, tl.trans(queries), tl.zeros((N, M), tl.float32))
     p = tl.exp2(scores * (scale * _LOG2E) - high[None, :])
     key = first + tl.arange(0, N)[:, None]
-    p = tl.where(key <= row[None, :], p, 0.0)
+    p = tl.where(key <= row[None, :] + before, p, 0.0)
     if WINDOW is not None:
-        p = tl.where(key > row[None, :] - WINDOW, p, 0.0)
+        p = tl.where(key > row[None, :] + before - WINDOW, p, 0.0)
     dv = numbers.dot(numbers.cast(p, q.dtype.element_ty), gradient, dv)
     dp = numbers.dot(values, tl.trans(gradient), tl.zeros((N, M), tl.float32))
     ds = numbers.cast(p * (dp - delta[None, :]), q.dtype.element_ty)
@@ -259,38 +269,38 @@ def _dkv_step(
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _dkv(
-    dk, dv, dout, q, k, v, exponent, inner, row_start, rows, blocks, scale, M: tl.constexpr, N: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    dk, dv, dout, q, k, v, exponent, inner, row_start, key_start, rows, blocks, scale, M: tl.constexpr,
+    N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0) // blocks, tl.program_id(1)
-    start = tl.load(row_start + sequence)
-    count = (tl.load(row_start + sequence + 1) - start).to(tl.int32)
-    first = (tl.program_id(0) % blocks) * N
-    if first >= count:
+    start, key_at, count, all_keys = _sequence(row_start, key_start, sequence)
+    first, before = (tl.program_id(0) % blocks) * N, all_keys - count
+    if first >= all_keys:
         return
     KV_STRIDE: tl.constexpr = KV_HEADS * DIM
     STRIDE: tl.constexpr = HEADS * DIM
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    here = start * KV_STRIDE + kv_head * DIM
-    keys = _block(k + here, first, count, KV_STRIDE, N, DIM, WIDTH)
-    values = _block(v + here, first, count, KV_STRIDE, N, DIM, WIDTH)
+    here = key_at * KV_STRIDE + kv_head * DIM
+    keys = _block(k + here, first, all_keys, KV_STRIDE, N, DIM, WIDTH)
+    values = _block(v + here, first, all_keys, KV_STRIDE, N, DIM, WIDTH)
     key_sum, value_sum = tl.zeros((N, WIDTH), tl.float32), tl.zeros((N, WIDTH), tl.float32)
     q += start * STRIDE + kv_head * (GROUP * DIM)
     dout += start * STRIDE + kv_head * (GROUP * DIM)
     exponent += start + kv_head * (GROUP * rows)
     inner += start + kv_head * (GROUP * rows)
     # one loop over the blocks of queries of one head after the other
-    lowest = first // M
+    lowest = tl.maximum(first - before, 0) // M
     highest = count
     if WINDOW is not None:
-        highest = tl.minimum(count, first + N + WINDOW - 1)
-    blocks_of_head = (highest + M - 1) // M - lowest
+        highest = tl.minimum(count, tl.maximum(first + N + WINDOW - 1 - before, 0))
+    blocks_of_head = tl.maximum((highest + M - 1) // M - lowest, 0)
     for index in range(numbers.steps(GROUP * blocks_of_head)):
         member, step = index // blocks_of_head, lowest + index % blocks_of_head
         at, row = member * DIM, member * rows
         key_sum, value_sum = _dkv_step(
             key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first, step, count,
-            scale, STRIDE, M, N, DIM, WIDTH, WINDOW,
+            before, scale, STRIDE, M, N, DIM, WIDTH, WINDOW,
         )  # fmt: skip
-    _keep(dk + here, key_sum * scale, first, count, KV_STRIDE, N, DIM, WIDTH)
-    _keep(dv + here, value_sum, first, count, KV_STRIDE, N, DIM, WIDTH)
+    _keep(dk + here, key_sum * scale, first, all_keys, KV_STRIDE, N, DIM, WIDTH)
+    _keep(dv + here, value_sum, first, all_keys, KV_STRIDE, N, DIM, WIDTH)
