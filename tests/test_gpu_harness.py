@@ -158,7 +158,7 @@ def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.M
     cases = {line["case"]: line for line in _lines(tmp_path) if line.get("status") in ("done", "failed")}
     failed = {name for name, line in cases.items() if line["status"] == "failed"}
     assert failed == {name for name in cases if name.startswith(("attention", "gate_mul_quantized"))}
-    assert len(cases) == 12
+    assert len(cases) == 13
     (failure,) = cases["gate_mul_quantized, 4 rows"]["failures"]
     assert (failure["error"], failure["message"]) == ("CompilationError", "PassManager::run failed")
     assert "test_gpu_harness.py" in failure["where"]

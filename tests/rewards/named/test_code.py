@@ -236,15 +236,17 @@ def test_no_file_outside_is_written_or_read(tmp_path: Path) -> None:
     assert run(everywhere).output == "[] [] False\n"
 
 
-def test_the_working_directory_is_fresh_writable_and_gone_afterwards() -> None:
+def test_the_working_directory_is_fresh_writable_and_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where no other process makes any
     source = "import os, tempfile\nprint(os.getcwd(), os.listdir())\nopen('a', 'w').write('x')\ntempfile.mkdtemp()"
-    before = set(Path(__import__("tempfile").gettempdir()).glob("isobit-code-*"))
     for isolation in ("namespaces", "none"):
         first, second = run(source, isolation=isolation), run(source, isolation=isolation)
         assert first.status == second.status == 0
         assert first.output.endswith(" []\n")
         assert second.output.endswith(" []\n")
-    assert set(Path(__import__("tempfile").gettempdir()).glob("isobit-code-*")) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_limited() -> None:
