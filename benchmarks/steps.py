@@ -37,9 +37,10 @@ def open_run(
     prompts: int = PROMPTS,
     new: int = NEW,
     reward: str = "digits",
+    changes: Sequence[str] = (),
 ) -> Session:
-    """An open run of such steps in `folder`, which `stack` closes; with other counts of prompts and of new tokens, and
-    another function of `rewards`, if given."""
+    """An open run of such steps in `folder`, which `stack` closes; with other counts of prompts and of new tokens,
+    another function of `rewards`, and changed keys of the config, if given."""
     name = run_name(model, precision, consistency)
     values = {
         "model": {"path": str(model)},
@@ -55,7 +56,7 @@ def open_run(
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(values))
-    return stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=quiet, ranks=ranks))
+    return stack.enter_context(open_session(load_config(config, changes), NO_OBJECTS, quiet=quiet, ranks=ranks))
 
 
 def run_name(model: Path, precision: str, consistency: str = "bitwise") -> str:

@@ -38,6 +38,7 @@ class Learning:
     parts: int
     threads: int
     recompute: bool
+    share_prompts: bool
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def draw(seed: int) -> Case:
     sampling = _sampling(rng)
     ids = tuple(rng.sample([*range(40), *(2**32 - 1 - i for i in range(20))], len(prompts)))
     schedules = _schedule(rng, lengths, sampling, config), _schedule(rng, lengths, sampling, config)
-    learning = Learning(rng.randrange(2**31), rng.choice((1, 1, 2, 3, 7)), rng.choice((1, 2)), rng.random() < 0.3)
+    learning = Learning(
+        rng.randrange(2**31), rng.choice((1, 1, 2, 3, 7)), rng.choice((1, 2)), rng.random() < 0.3, rng.random() < 0.5
+    )
     flow, weights = precision_from(_flow(rng)), rng.choice(KINDS)
     if "input_norm" not in config.norms and weights == "cancelling":  # what no norm has made small would overflow
         weights = "heavy tails"

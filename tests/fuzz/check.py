@@ -114,9 +114,8 @@ def _learner(model: Model, case: Case, completions: list[Completion], update: bo
     temperature = 1.0 if case.sampling.greedy else case.sampling.temperature
     results: dict[Key, torch.Tensor] = {}
     for part in parts:
-        logprobs, entropy = forward(
-            model, pack(part), temperature, case.sampling.truncation, recompute=learning.recompute
-        )
+        packed = pack(part, learning.share_prompts)
+        logprobs, entropy = forward(model, packed, temperature, case.sampling.truncation, recompute=learning.recompute)
         if update:
             (logprobs.sum() + 0.1 * entropy.sum()).backward()
         rows = logprobs.detach().split([len(s.completion_ids) for s in part])

@@ -145,6 +145,7 @@ def test_cases_repeat_and_cover_what_they_should() -> None:
         [case.config.sliding_rope is not None for case in drawn],
         [case.updates > 0 for case in drawn],
         [case.learning.recompute for case in drawn],
+        [case.learning.share_prompts for case in drawn],
         [any(len(set(prompt)) == 1 < len(prompt) for prompt in case.prompts) for case in drawn],
         [max(map(len, case.prompts)) > 256 for case in drawn],
     ):  # fmt: skip

@@ -103,7 +103,9 @@ def test_truncated_rollout_and_learner_have_the_same_bits() -> None:
         own, fused, other = (
             forward(model, pack(samples), 0.7, given)[0] for given in (asked.truncation, None, (9, 0.85, 0.01, 1.0))
         )
+        shared = forward(model, pack(samples, share_prompts=True), 0.7, asked.truncation)[0]
     assert torch.equal(own.view(torch.int32), rolled.view(torch.int32))
+    assert torch.equal(shared, own)
     assert not torch.equal(fused, rolled)
     assert not torch.equal(other, rolled)
 
