@@ -17,8 +17,8 @@ from .test_invariance import PROMPT_IDS, PROMPTS
 
 MakeEngine = Callable[..., Engine]
 EXCEPTED = {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 1}
-INT8 = "fp8[kv_cache=int8]"
-UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", EXCEPTED, "fp8[bf16_layers=[o, down]]", "mxfp8", "nvfp4", INT8]
+E4M3 = "fp8[kv_cache=e4m3]"
+UNIFIED = ["float32", "bf16", "fp8-unified", "fp8", EXCEPTED, "fp8[bf16_layers=[o, down]]", "mxfp8", "nvfp4", E4M3]
 FLOWS = [(preset, backend) for backend in ("reference", "native") for preset in UNIFIED]
 HARD = {"kv_pages": 24, "page_size": 4, "max_batch_tokens": 23, "max_sequences": 9}  # preemption, chunks, sharing
 
@@ -39,7 +39,7 @@ def test_zero_bits_differ(preset: object, backend: str, temperature: float, make
     assert count == 0
 
 
-@pytest.mark.parametrize("preset", ["float32", "bf16", "fp8-unified", "fp8", INT8])
+@pytest.mark.parametrize("preset", ["float32", "bf16", "fp8-unified", "fp8", E4M3])
 def test_zero_bits_differ_on_a_real_model(preset: str, stories: Path, make_engine: MakeEngine) -> None:
     model = Model.load(stories, preset)
     engine = make_engine(model, kv_pages=24, page_size=8, max_batch_tokens=31)
@@ -75,7 +75,7 @@ def test_negative_control_another_rounding_of_int8(
     backend: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner whose cache has a step of amax / 128 in place of amax / 127, is noticed."""
-    model = tiny(INT8, backend)
+    model = tiny("fp8", backend)
     groups = make_engine(model).generate(PROMPTS, Sampling(n=2, max_new_tokens=20, seed=3), PROMPT_IDS)
     assert differing(model, groups)[0] == 0
     attention = type(model.ops).attention

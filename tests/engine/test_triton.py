@@ -35,7 +35,7 @@ def _completions(model: Model) -> list[list[Completion]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8", "fp8-unified", "bf16", "fp8[kv_cache=int8]"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8-unified", "bf16", "fp8[kv_cache=e4m3]"])
 def test_zero_bits_differ(precision: str) -> None:
     assert differing(*_sampled(precision)) == (0, 12)
 

@@ -37,7 +37,7 @@ FLOWS = (
     "fp8[bf16_first_layers=1]",
     "fp8[bf16_layers=[o, down]]",
     "fp8[learner={kv_cache: bf16}]",
-    "fp8[kv_cache=int8]",
+    "fp8[kv_cache=e4m3]",
     "bf16[engines=separate]",
 )
 

@@ -30,7 +30,7 @@ def run(folder: Path, model: Path, *overrides: str, **changes: object) -> TrainR
     return train(load_config(write_config(folder, model, **changes), overrides))
 
 
-@pytest.mark.parametrize("preset", ["fp8", "fp8-unified", "bf16", "float32", "mxfp8", "nvfp4", "fp8[kv_cache=int8]"])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-unified", "bf16", "float32", "mxfp8", "nvfp4", "fp8[kv_cache=e4m3]"])
 def test_unified_presets_have_no_differing_token_in_any_step(tmp_path: Path, base_model: Path, preset: str) -> None:
     """The claim of docs/numerics.md, section 1, in a run, after optimizer steps; the control is the next test."""
     result = run(tmp_path, base_model, f"precision={preset}")
