@@ -84,6 +84,28 @@ def test_an_adapter_by_the_kernels(tmp_path: Path) -> None:
     assert _distance(found, wanted) < 0.1 * _distance(bare, wanted)
 
 
+@pytest.mark.slow
+def test_several_adapters_by_the_kernels(tmp_path: Path) -> None:
+    """Rows of two adapters and of the base alone have the bits that they have alone. The control: the other one's."""
+    _model("reference", "fp8").save(tmp_path / "base")
+    given = {"a": NewAdapter(4, 8), "b": NewAdapter(2, 8, ["q_proj", "down_proj"])}
+    for name, new in given.items():
+        model = Model.load(tmp_path / "base", "fp8", "native", adapter=new)
+        for number, parameter in enumerate(model.parameters()):
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+        model.save(tmp_path / name)
+    base = Model.load(tmp_path / "base", "fp8", "triton")
+    models = [Model.load(tmp_path / "base", "fp8", "triton", adapter=tmp_path / name) for name in given]
+    ids, layout, numbers = torch.arange(3, 9), Layout.packed([2, 2, 2]), torch.tensor([1, 1, -1, -1, 0, 0])
+    with torch.no_grad():
+        served = base.serving({name: tmp_path / name for name in given}).transformer
+        found = served.hidden(ids, layout, use="rollout", adapters=numbers)
+        first, second, bare = (m.transformer.hidden(ids, layout, use="rollout") for m in (*models, base))
+    assert torch.equal(found, torch.cat((second[:2], bare[2:4], first[4:])))
+    assert not torch.equal(found[:2], first[:2])
+    assert not torch.equal(found[:2], bare[:2])
+
+
 def test_a_wrong_gradient_would_be_found() -> None:
     """The control: without its last four tokens a gradient is further off than the noise of the flow."""
     _, wanted = _learned(_model("reference", "fp8"))

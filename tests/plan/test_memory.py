@@ -10,7 +10,7 @@ from isobit.config.sections import AdapterConfig
 from isobit.distributed.shards import ownership
 from isobit.engine.engine import Engine
 from isobit.model import Experts, ModelConfig
-from isobit.model.transformer import parameter_shapes
+from isobit.model.shapes import parameter_shapes
 from isobit.plan.memory import (
     cache_bytes_of_a_token,
     gradient_bucket,

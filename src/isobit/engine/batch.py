@@ -16,6 +16,7 @@ from isobit.engine.sampler import Draws, kinds_of
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import StepPlan
 from isobit.kernels import Layout
+from isobit.model.serving import Serving
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,16 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
         None if source is None else torch.from_numpy(source),
         draws,
     )
+
+
+def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: Serving | None) -> Tensor | None:
+    """Of each row of the step the number of its request's adapter, [T] int64; None where the model serves none."""
+    if served is None:
+        return None
+    decoding = [scheduler.at[slot] for slot in scheduler.rows.slot[: plan.decode].tolist()]
+    pairs = [(sequence, 1) for sequence in decoding] + [(c.sequence, c.stop - c.start) for c in plan.chunks]
+    numbers = torch.tensor([served.number(sequence.group.ticket.adapter) for sequence, _ in pairs], dtype=torch.int64)
+    return numbers.repeat_interleave(torch.tensor([count for _, count in pairs], dtype=torch.int64))
 
 
 def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: int) -> Draws:

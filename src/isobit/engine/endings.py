@@ -74,6 +74,7 @@ class Endings:
             finish_reason=reason,
             weights_version=self._model.weights_version,
             routes=None if routes is None else encode_routes(routes.of(pages, computed)),
+            adapter=ticket.adapter,
         )
         return completion if ticket.extends is None else _joined(ticket.extends, completion)
 

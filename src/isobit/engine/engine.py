@@ -168,9 +168,15 @@ class Engine:
             self.stores = [self._allocate(layer) for layer in range(self.model.config.num_layers)]
 
     def submit(
-        self, prompt: Prompt, sampling: Sampling = _DEFAULT, prompt_id: int = 0, sample_index: int = 0
+        self,
+        prompt: Prompt,
+        sampling: Sampling = _DEFAULT,
+        prompt_id: int = 0,
+        sample_index: int = 0,
+        adapter: str | None = None,
     ) -> Ticket:
-        """Ask for `sampling.n` completions of a prompt, while others run or not.
+        """Ask for `sampling.n` completions of a prompt, while others run or not; by an `adapter` that the model serves
+        (`Model.serving`), by default by the base alone.
 
         The same (prompt, sampling, prompt_id, sample_index) gives the same completions whatever else runs: token t of
         the prompt and what follows it, in sample s, is drawn with the random numbers of (seed, prompt_id,
@@ -180,7 +186,7 @@ class Engine:
         token_ids = encode_prompt("the prompt", prompt, self.model.tokenizer, self.model.config.vocab_size)
         check_id("prompt_id", prompt_id)
         check_id("sample_index", sample_index)
-        return self._submit(Ticket(token_ids, sampling, prompt_id, sample_index))
+        return self._submit(Ticket(token_ids, sampling, prompt_id, sample_index, None, self._known(adapter)))
 
     def extend(self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT) -> Ticket:
         """Go on from a completion after given `tokens`: a tool's answer, a user's next turn, or none.
@@ -201,7 +207,8 @@ class Engine:
         so_far = [*completion.prompt_token_ids, *completion.token_ids, *tokens]
         token_ids = encode_prompt("the prompt", so_far, self.model.tokenizer, self.model.config.vocab_size)
         one = replace(sampling, n=1)
-        return self._submit(Ticket(token_ids, one, completion.prompt_id, completion.sample_index, completion))
+        numbers, adapter = (completion.prompt_id, completion.sample_index), self._known(completion.adapter)
+        return self._submit(Ticket(token_ids, one, *numbers, completion, adapter))
 
     @torch.no_grad()
     def step(self) -> list[tuple[Ticket, Completion]]:
@@ -240,6 +247,7 @@ class Engine:
         prompt_ids: Sequence[int] | None = None,
         progress: Progress | None = None,
         on_group: OnGroup | None = None,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[list[Completion]]:
         """Sample `sampling.n` completions for each prompt: one group of completions per prompt, in order.
 
@@ -247,7 +255,7 @@ class Engine:
         sampling keys (default: 0, 1, ...): the same id, prompt and seed give the same completion in any call.
         `progress(tokens, completions)` is called after every step with how many tokens were sampled and completions
         finished; `on_group(index, completions)` once for each group, as soon as its last completion is finished, in
-        whatever order that is, while the others are still sampled.
+        whatever order that is, while the others are still sampled. `adapters`: of each prompt, as in `submit`.
 
         Raises IsobitError, before anything is computed, for a prompt that can never be answered.
         """
@@ -256,10 +264,13 @@ class Engine:
         _check_sampling(sampling)
         token_ids = encode(prompts, self.model.tokenizer, self.model.config.vocab_size)
         ids, places = check_ids(prompt_ids, len(token_ids)), dict[Ticket, int]()
+        if adapters is not None and len(adapters) != len(token_ids):
+            raise IsobitError(f"adapters: expected one for each of {len(token_ids)} prompts, got {len(adapters)}")
+        named = [None] * len(token_ids) if adapters is None else [self._known(name) for name in adapters]
         groups: list[list[Completion]] = [[] for _ in token_ids]
         try:
-            for index, (tokens, prompt_id) in enumerate(zip(token_ids, ids)):
-                places[self._submit(Ticket(tokens, sampling, prompt_id, 0), f"prompt {index}")] = index
+            for index, (tokens, prompt_id, name) in enumerate(zip(token_ids, ids, named)):
+                places[self._submit(Ticket(tokens, sampling, prompt_id, 0, None, name), f"prompt {index}")] = index
             completed = 0
             while self.num_open:
                 finished = self.step()
@@ -303,6 +314,14 @@ class Engine:
     def integrity(self) -> None:
         """Prove that every page is either free or held by whom it should be, at any moment. Raises AssertionError."""
         self.scheduler.integrity()
+
+    def _known(self, adapter: str | None) -> str | None:
+        """Raises IsobitError for an adapter that the model does not serve."""
+        served = self.model.transformer.served
+        if adapter is None or (served is not None and adapter in served.names):
+            return adapter
+        known = "none; open it with Model.serving" if served is None else ", ".join(served.names)
+        raise IsobitError(f"adapter: {adapter!r} is not served by this model; it serves {known}")
 
     def _submit(self, ticket: Ticket, where: str = "the prompt") -> Ticket:
         sampling, positions = ticket.sampling, self.model.config.max_positions

@@ -67,9 +67,10 @@ class CudaGraph:
 
 
 def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
-    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait for it."""
+    """How decode steps are captured; None: not at all. On a GPU only, by operators that never wait for it; not where
+    rows are of several adapters, which are other rows in each step."""
     ops = model.transformer.ops["rollout"]
-    captured = ops.backend == "triton" and ops.device.type == "cuda"
+    captured = ops.backend == "triton" and ops.device.type == "cuda" and model.transformer.served is None
     return CudaGraph if wanted and captured else None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isobit.engine.batch import build, stage
+from isobit.engine.batch import adapter_numbers, build, stage
 from isobit.engine.graphs import DecodeGraphs, Launch
 from isobit.engine.routes import RouteStore
 from isobit.engine.sampler import draw
@@ -95,7 +95,8 @@ class Runner:
         on_host = build(plan, self.scheduler, self.model.config.vocab_size)
         batch = on_host.to(ops.device)
         tape = RouteTape() if self.routes is not None else None
-        hidden = transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout", tape=tape)
+        numbers = adapter_numbers(plan, self.scheduler, transformer.served)
+        hidden = transformer.hidden(batch.tokens, batch.layout, self.stores, use="rollout", tape=tape, adapters=numbers)
         if self.routes is not None and tape is not None:
             self.routes.write(on_host.layout.slots.numpy(), tape.routes().cpu().numpy())
         if not plan.sampled.size:

@@ -209,7 +209,9 @@ class Scheduler:
         self.pages.remember(self._root(sequence), self.tokens(sequence, 0, computed), sequence.pages)
 
     def _root(self, sequence: Sequence) -> Hashable:
-        return self.root if self.prefix_cache else (self.root, sequence.group.number)
+        root = self.root if self.prefix_cache else (self.root, sequence.group.number)
+        adapter = sequence.group.ticket.adapter
+        return root if adapter is None else (root, adapter)
 
     def _stop(self, sequence: Sequence) -> None:
         """Take a running sequence out of the steps, with its pages."""

@@ -81,13 +81,15 @@ class EngineSize:
 class Ticket:
     """A request to an engine: `sampling.n` completions of a prompt, whose sample indices begin at `sample_index`.
 
-    `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so far."""
+    `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so far. `adapter`: the
+    name of one that the model serves, None: the base alone."""
 
     prompt_token_ids: list[int]
     sampling: Sampling
     prompt_id: int
     sample_index: int
     extends: "Completion | None" = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Completion:
     After `Engine.extend` the given tokens are among `token_ids`: `completion_mask` is True for each sampled token and
     False for each given one, whose entry in `logprobs` is 0.0; None: all were sampled. `text` is the last turn's.
     `routes`, where the engine records them, are the experts that served prompt and completion (`model/moe.py`).
-    `finish_reason` is "stop" (end of sequence or a stop string) or "length".
+    `finish_reason` is "stop" (end of sequence or a stop string) or "length". `adapter` is the request's.
     """
 
     prompt_id: int
@@ -113,6 +115,7 @@ class Completion:
     weights_version: int
     routes: str | None = None
     completion_mask: list[bool] | None = None
+    adapter: str | None = None
 
     @property
     def sampled(self) -> list[bool]:

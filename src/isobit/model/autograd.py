@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Weight, ops: Ops, *, kept: bool = False, dtype: to
     dtype = dtype or x.dtype
     if torch.is_grad_enabled():
         return _Linear.apply(x, weight.master, weight.bias_master, weight, ops, kept, dtype, *weight.adapter_masters)
-    return low_rank.product(_quantized(x.to(dtype), weight, ops), weight, ops, dtype)[0]
+    return _product(_quantized(x.to(dtype), weight, ops), weight, ops, dtype)
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops: Ops) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def norm_linear(
         masters = norm.master, weight.master, weight.bias_master
         return _NormLinear.apply(x, residual, *masters, norm, eps, weight, ops, *weight.adapter_masters)
     operand, summed, _ = _normed(x, residual, norm, eps, weight, ops)
-    return low_rank.product(operand, weight, ops, x.dtype)[0], summed
+    return _product(operand, weight, ops, x.dtype), summed
 
 
 def gated_linear(
@@ -66,7 +66,13 @@ def gated_linear(
     if torch.is_grad_enabled():
         masters = weight.master, weight.bias_master
         return _GatedLinear.apply(gate_up, *masters, activation, weight, ops, again, *weight.adapter_masters)
-    return low_rank.product(_gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype)[0]
+    return _product(_gated(gate_up, activation, weight, ops), weight, ops, gate_up.dtype)
+
+
+def _product(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
+    if weight.several is not None:
+        return weight.several.product(x, weight, ops, dtype)
+    return low_rank.product(x, weight, ops, dtype)[0]
 
 
 def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended", ops: Ops) -> Tensor:

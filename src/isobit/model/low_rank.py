@@ -89,13 +89,19 @@ def product(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> tuple[T
     if not weight.adapters:
         return ops.product(x, weight.prepared, weight.bias, dtype), ()
     total = ops.product(x, weight.prepared, weight.bias, torch.float32)
+    kept = add(total, x, weight.adapters, ops, dtype)
+    return total.to(dtype), kept
+
+
+def add(total: Tensor, x: Operand, adapters: Iterable[LowRank], ops: Ops, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Add to W·x̂ + bias, `total` [T, N] float32, what the adapters of a weight make of x [T, K]; the u of each."""
     values, kept = plain(x, dtype), []
-    for one in weight.adapters:
+    for one in adapters:
         u = ops.product(values, one.a.prepared, None, dtype)
         delta = ops.product(u, one.b.prepared, None, torch.float32)
         total[:, one.lo : one.hi] += delta.mul_(one.scale)  # two operations: one that fuses them would round once
         kept.append(u)
-    return total.to(dtype), tuple(kept)
+    return tuple(kept)
 
 
 def backward(

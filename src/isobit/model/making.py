@@ -15,7 +15,7 @@ from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter
 from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight, working_vector
 from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
-from isobit.precision import Flow, Precision
+from isobit.precision import Flow, Format, Precision
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
 """The parts made so far, by layer and flow; uses with the same flow share them."""
@@ -48,6 +48,17 @@ class Sources:
             LowRank(factor(one.masters[0]), factor(one.masters[1]), one.lo, one.hi, self.adapter.scale)
             for one in self.adapter.of(name)
         )
+
+
+def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[LowRank, ...]:
+    """An adapter's factors of one weight that nothing trains, prepared for `ops`."""
+
+    def factor(name: str) -> Weight:
+        working = adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)
+        return Weight(name, NO_MASTER, ops.prepare(working), None, None)
+
+    pairs = [(one, tuple(map(factor, one.masters))) for one in adapter.of(name)]
+    return tuple(LowRank(a, b, one.lo, one.hi, adapter.scale) for one, (a, b) in pairs)
 
 
 def make_working(

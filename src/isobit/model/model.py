@@ -33,8 +33,9 @@ from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter
 from isobit.model.masters import MASTERS, own_rows
 from isobit.model.peft import base_of, brings_tokenizer, is_adapter, read_peft, write_peft
+from isobit.model.shapes import parameter_shapes
 from isobit.model.tokenizer import Tokenizer
-from isobit.model.transformer import USES, Transformer, parameter_shapes
+from isobit.model.transformer import USES, Transformer
 from isobit.precision import Precision, precision_from
 
 _PASS_TOKENS = 8192
@@ -148,6 +149,17 @@ class Model:
     def without_adapter(self) -> "Model":
         """The frozen model over the same storage, with its adapter switched off."""
         model = Model(self.transformer.without_adapter(), self.tokenizer)
+        model.generation = self.generation
+        return model
+
+    def serving(self, adapters: Mapping[str, str | Path]) -> "Model":
+        """The frozen model over the same storage, for an engine whose requests each name one of several `adapters`, or
+        none: PEFT folders or runs, by name. Raises IsobitError for one that is not an adapter, or not for this
+        architecture, and for a precision with a calibrated KV cache."""
+        if not isinstance(adapters, Mapping) or not adapters:
+            raise IsobitError(f"serving: expected folders of adapters by name, got {adapters!r:.80}")
+        found = {name: read_peft(model_folder(path, "adapter"), self.config) for name, path in adapters.items()}
+        model = Model(self.transformer.serving(found), self.tokenizer)
         model.generation = self.generation
         return model
 

@@ -21,8 +21,8 @@ from isobit.errors import IsobitError, brief
 from isobit.model.checkpoint import Shapes
 from isobit.model.config import ModelConfig
 from isobit.model.families import FAMILIES
+from isobit.model.shapes import parameter_shapes
 from isobit.model.together import Place, Read, apart, in_files, joined, place
-from isobit.model.transformer import parameter_shapes
 
 _OUTSIDE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)

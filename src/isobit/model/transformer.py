@@ -26,11 +26,13 @@ from isobit.model.head import head_logprobs
 from isobit.model.kv_scales import KVScales, scales_of
 from isobit.model.layers import Pass, Watch, forward
 from isobit.model.low_rank import Adapter
-from isobit.model.making import Made, Sources, make_working
+from isobit.model.making import Made, Sources, factors, make_working
 from isobit.model.masters import Masters, own_rows
 from isobit.model.moe import RouteTape
 from isobit.model.recompute import Recompute
 from isobit.model.rope import Tables, make_tables
+from isobit.model.serving import Serving, Several
+from isobit.model.shapes import parameter_shapes
 from isobit.model.weight_sync import Receiver
 from isobit.model.weights import Vector, Weight
 from isobit.model.working import Working, map_parts, nbytes, remake, tensors_of
@@ -74,6 +76,8 @@ class Transformer:
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
         ops.check_precision(precision)
         self._version = 0
+        self.served: Serving | None = None
+        """The adapters that rollouts name, in a model that serves several (`serving`)."""
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
         self._ropes = {config.rope_of(layer) for layer in range(config.num_layers)}
@@ -167,6 +171,31 @@ class Transformer:
         found.checksums = Checksums(found._written_by_sync)
         return found
 
+    def serving(self, adapters: Mapping[str, Adapter]) -> "Transformer":
+        """A frozen model over the same storage that rolls out several adapters at once, each by its name. Raises
+        IsobitError for a flow whose KV cache is calibrated."""
+        if self.precision.calibrated:
+            raise IsobitError(
+                f"precision {self.precision.name} calibrates its KV cache, and each of several adapters would need "
+                "scales of its own; serve them one at a time, or take fp8"
+            )
+        found, serving = (self if self.adapter is None else self.without_adapter()), Serving(tuple(adapters))
+        found = copy(found)
+        compute = self.precision.rollout.compute
+
+        def change(part: Weight | Vector) -> Weight | Vector:
+            if not isinstance(part, Weight):
+                return part
+            made = {n: factors(part.name, one, compute, self.ops["rollout"]) for n, one in enumerate(adapters.values())}
+            own = {number: each for number, each in made.items() if each}
+            return replace(part, several=Several(serving, own)) if own else part
+
+        found._working = {**found._working, "rollout": map_parts(found._working["rollout"], change)}
+        found.served, found._watches = serving, {}
+        found.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
+        found.checksums = Checksums(found._written_by_sync)
+        return found
+
     @property
     def sync_bytes(self) -> int:
         """Bytes that the last sync sent to the rollout: 0 if the engines share one storage."""
@@ -182,13 +211,17 @@ class Transformer:
         *,
         recompute: Recompute = False,
         calibrating: bool = False,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
         `stores` hold the keys and values of earlier rows and receive the new ones, one per layer; without them the rows
-        are whole packed sequences, stored for this forward only. The other arguments are described in `Pass`.
+        are whole packed sequences, stored for this forward only. `adapters` [T] int64, on the CPU, are the numbers of
+        those that are `served`. The other arguments are described in `Pass`.
         """
         ops = self.ops[use]
+        if self.served is not None and use == "rollout":
+            self.served.take(adapters, len(tokens), ops.device)
         tokens, layout = tokens.to(ops.device), layout.to(ops.device)
         one = Pass(
             config=self.config,
@@ -330,63 +363,3 @@ class Transformer:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
             self._tables = make_tables(self._ropes, size, self.config.head_dim, layout.positions.device)
         return self._tables
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name to shape of every master, in order.
-
-    `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D, C], `q_norm` and
-    `k_norm` [D], or [H · D] and [KV · D], `sinks` [H], `o` [C, H · D], `attention_out_norm`, `post_norm`, then
-    `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C] and `experts.e.gate_up` and `experts.e.down` of each expert
-    e, and `mlp_out_norm`; `final_norm`; `head` [V, C], unless it is the embedding. Norms are those of
-    `ModelConfig.norms`. A bias has the name of its weight and `_bias`.
-    """
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
-    for index in range(config.num_layers):
-        inside = _attention_shapes(config) | _mlp_shapes(config, config.is_mixture(index))
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
-    shapes["final_norm"] = (config.hidden_size,)
-    if not config.tie_embeddings:
-        shapes["head"] = (config.vocab_size, config.hidden_size)
-    return shapes
-
-
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, dim = config.hidden_size, config.head_dim
-    heads, kv_heads = (config.num_heads, config.num_kv_heads) if config.norms_all_heads else (1, 1)
-    shapes: dict[str, tuple[int, ...]] = {"input_norm": (hidden,), "qkv": (config.qkv_size, hidden)}
-    if config.qkv_bias:
-        shapes["qkv_bias"] = (config.qkv_size,)
-    if config.qk_norm:
-        shapes |= {"q_norm": (heads * dim,), "k_norm": (kv_heads * dim,)}
-    if config.sinks:
-        shapes["sinks"] = (config.num_heads,)
-    shapes["o"] = (hidden, config.num_heads * dim)
-    if config.o_bias:
-        shapes["o_bias"] = (hidden,)
-    shapes["attention_out_norm"] = (hidden,)
-    return _with_norms_of(config, shapes)
-
-
-def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
-    if mixture and config.experts is not None:
-        own: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
-        for number in range(config.experts.count):
-            own[f"experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
-            own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
-        for name, shape in own.items():
-            shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
-    else:
-        shapes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
-        if config.mlp_bias:
-            shapes |= {"gate_up_bias": (2 * inner,), "down_bias": (hidden,)}
-    shapes["mlp_out_norm"] = (hidden,)
-    return _with_norms_of(config, shapes)
-
-
-def _with_norms_of(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Without the norms that the architecture does not have."""
-    kept = {"q_norm", "k_norm", *config.norms}
-    return {name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept}

@@ -5,11 +5,12 @@ gradient. A frozen weight has no master, and none of its inputs is kept for the 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Prepared, weight_of
+from isobit.kernels import Operand, Ops, Prepared, weight_of
 from isobit.precision import QuantSpec, along_rows
 
 NO_MASTER = torch.empty(0)
@@ -21,7 +22,7 @@ class Weight:
     """One linear layer's weights [N, K]: masters, working copies, and how its three products run.
 
     `prepared` is the working weight as the forward's product takes it, with what the backend packed of it. `adapters`
-    are added to its result (`low_rank.py`).
+    are added to its result (`low_rank.py`), or `several` in a model that serves them, each to its own rows.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Weight:
     wgrad: str = "bf16"
     own_copy: bool = False  # WGrad takes the unquantized activation, quantized along the tokens
     adapters: tuple["LowRank", ...] = ()
+    several: "OfRows | None" = None
 
     @property
     def working(self) -> Operand:
@@ -50,6 +52,12 @@ class Weight:
     def adapter_masters(self) -> tuple[Tensor, ...]:
         """A and B of each adapter in turn."""
         return tuple(factor.master for one in self.adapters for factor in (one.a, one.b))
+
+
+class OfRows(Protocol):
+    """A product whose rows are of several adapters (`serving.py`)."""
+
+    def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from isobit.model import ModelConfig
 from isobit.model.adapter import targeted
 from isobit.model.low_rank import factor_shapes
 from isobit.model.masters import MASTERS
-from isobit.model.transformer import parameter_shapes
+from isobit.model.shapes import parameter_shapes
 from isobit.plan.job import Job
 from isobit.precision import Flow, Precision, QuantSpec
 from isobit.precision.flow import LINEAR_LAYERS

@@ -1,0 +1,121 @@
+"""Requests of several adapters and of the base alone in one batch: each has the bits that it has alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isobit.engine.engine import Engine
+from isobit.engine.types import Completion, Sampling
+from isobit.errors import IsobitError
+from isobit.model import Model
+from isobit.model.adapter import NewAdapter
+from isobit.model.serving import Serving
+from tests.models import level, require, tiny_model
+
+PROMPTS = ["1+1=", "23*4=", "1+1=", "9-", "567+89=567+89=", "1+1="]
+NAMES = ["a", "b", None, "a", "b", "b"]
+ADAPTERS = {"a": NewAdapter(4, 8), "b": NewAdapter(3, 2, ["q_proj", "down_proj"])}
+SAMPLING = Sampling(n=2, max_new_tokens=6, seed=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and the two adapters after an update, as their folders."""
+    where = tmp_path_factory.mktemp("adapters")
+    tiny_model("bf16", scale=4).save(where / "base")
+    for number, (name, given) in enumerate(ADAPTERS.items()):
+        model = Model.load(where / "base", "bf16", adapter=given)
+        random = torch.Generator().manual_seed(number)
+        for key, parameter in model.named_parameters().items():
+            if key.endswith("lora_B"):
+                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=random))
+        model.save(where / name)
+    return where
+
+
+def served(folder: Path, precision: str = "fp8", backend: str = "native", consistency: str | None = None) -> Model:
+    base = Model.load(folder / "base", precision, backend, consistency or level(backend))
+    return base.serving({name: folder / name for name in ADAPTERS})
+
+
+def alone(folder: Path, name: str | None, precision: str, backend: str, consistency: str) -> Engine:
+    given = None if name is None else folder / name
+    return Engine(Model.load(folder / "base", precision, backend, consistency, adapter=given), page_size=4)
+
+
+def drawn(groups: list[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
+    return [[(c.token_ids, c.logprobs) for c in group] for group in groups]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16", "fp8-rollout"])
+@pytest.mark.parametrize(
+    ("backend", "consistency"), [("native", "bitwise"), ("native", "exact"), ("reference", "exact")]
+)
+def test_each_request_has_the_bits_that_it_has_alone(
+    folder: Path, backend: str, consistency: str, precision: str
+) -> None:
+    require(backend)
+    wanted: list[list[Completion]] = []
+    for index, (prompt, name) in enumerate(zip(PROMPTS, NAMES)):
+        wanted += alone(folder, name, precision, backend, consistency).generate([prompt], SAMPLING, [index])
+    model = served(folder, precision, backend, consistency)
+    for sizes in ({}, {"max_batch_tokens": 3, "max_sequences": 3}):  # prompts in chunks
+        engine = Engine(model, page_size=4, **sizes)
+        found = engine.generate(PROMPTS, SAMPLING, range(len(PROMPTS)), adapters=NAMES)
+        assert drawn(found) == drawn(wanted)
+        assert [group[0].adapter for group in found] == NAMES
+        again = engine.generate(PROMPTS, SAMPLING, range(len(PROMPTS)), adapters=NAMES)  # from the prefix cache
+        assert drawn(again) == drawn(wanted)
+        assert engine.stats.cached_tokens > 0
+
+
+def test_rows_of_another_adapter_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    model = served(folder)
+    wanted = drawn(Engine(model).generate(PROMPTS, SAMPLING, adapters=NAMES))
+    number = Serving.number
+    monkeypatch.setattr(Serving, "number", lambda self, name: {0: 1, 1: 0, -1: -1}[number(self, name)])
+    found = drawn(Engine(model).generate(PROMPTS, SAMPLING, adapters=NAMES))
+    assert [ours == theirs for ours, theirs in zip(found, wanted)] == [name is None for name in NAMES]
+
+
+def test_pages_of_another_adapter_are_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control looks pages up by their tokens alone."""
+    model, prompt = served(folder), ["567+89=567+89="]
+    wanted = drawn(Engine(model, page_size=4).generate(prompt, SAMPLING, adapters=["b"]))
+
+    def after_another(engine: Engine) -> list[list[tuple[list[int], list[float]]]]:
+        engine.generate(prompt, SAMPLING, adapters=["a"])
+        return drawn(engine.generate(prompt, SAMPLING, adapters=["b"]))
+
+    assert after_another(Engine(model, page_size=4)) == wanted
+    monkeypatch.setattr("isobit.engine.scheduler.Scheduler._root", lambda self, sequence: self.root)
+    assert after_another(Engine(model, page_size=4)) != wanted
+
+
+def test_a_completion_goes_on_with_its_adapter(folder: Path) -> None:
+    model = served(folder)
+    engine = Engine(model)
+    first = engine.generate(["1+1="], SAMPLING, adapters=["b"])[0][0]
+    ticket = engine.extend(first, [3, 4], SAMPLING)
+    assert ticket.adapter == "b"
+    while not (done := engine.step()):
+        pass
+    assert done[0][1].adapter == "b"
+
+
+def test_what_cannot_be_served_is_said(folder: Path, tmp_path: Path) -> None:
+    model = served(folder)
+    with pytest.raises(IsobitError, match="adapter: 'c' is not served by this model; it serves a, b"):
+        Engine(model).submit("1+1=", adapter="c")
+    with pytest.raises(IsobitError, match=r"it serves none; open it with Model\.serving"):
+        Engine(tiny_model()).submit("1+1=", adapter="a")
+    with pytest.raises(IsobitError, match="adapters: expected one for each of 2 prompts, got 1"):
+        Engine(model).generate(["1", "2"], adapters=["a"])
+    with pytest.raises(IsobitError, match="calibrates its KV cache"):
+        served(folder, "fp8-rollout-kv")
+    with pytest.raises(IsobitError, match="serving: expected folders of adapters by name"):
+        model.serving({})
+    with pytest.raises(IsobitError, match="nothing"):
+        model.serving({"a": tmp_path / "nothing"})
