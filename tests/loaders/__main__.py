@@ -16,7 +16,7 @@ from typing import Any
 
 from isobit.errors import LEFT_OUT, IsobitError
 
-CASE_SECONDS, SILENT_SECONDS, MEMORY_BYTES = 8, 60, 12 << 30
+CASE_SECONDS, SILENT_SECONDS, MEMORY_BYTES = 20, 60, 12 << 30
 
 
 class Hang(BaseException):

@@ -111,8 +111,8 @@ def test_a_rank_takes_what_was_planned(ranks: int, family: str, tmp_path: Path) 
     weights, which a CPU packs for its products besides."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 4, "head_dim": 64}
     tiny_model("fp8", family, **sizes).save(tmp_path / "model")
-    given = ("optimizer.micro_batch_tokens=64", "evaluation.every=0", f"run.dir={tmp_path / 'run'}")
-    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
+    given = ("optimizer.micro_batch_tokens=64", "optimizer.share_prompts=false", "evaluation.every=0")
+    config = load_config(write_config(tmp_path, tmp_path / "model"), [*given, f"run.dir={tmp_path / 'run'}"])
 
     def taken(each: Ranks) -> tuple[int, Session]:
         with LiveBytes() as live, open_session(config, NO_OBJECTS, quiet=True, ranks=each) as session:
@@ -138,9 +138,10 @@ def _of_a_step(job: Job) -> float:
 
 
 def _learning(model: Model, checkpointing: str, adapter: AdapterConfig | None) -> float:
-    """Bytes of a micro-batch of 4,096 tokens."""
+    """Bytes of a micro-batch of 4,096 tokens in whole sequences."""
     values = {"model": {"path": "x"}, "prompts_per_step": 64, "sampling": {"group_size": 16, "max_new_tokens": 64}}
     changes = ["optimizer.micro_batch_tokens=4096", f"optimizer.activation_checkpointing={checkpointing}"]
+    changes.append("optimizer.share_prompts=false")
     config = replace(load_config(values, changes), adapter=adapter)
     job = Job(config, model.config, model.precision, Lengths(64, 64, 64), device_named("h200"))
     return next(size for label, size in memory(job).parts if label.startswith("learning"))
