@@ -1,5 +1,6 @@
 """Requests of several adapters and of the base alone in one batch: each has the bits that it has alone."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def drawn(groups: list[list[Completion]]) -> list[list[tuple[list[int], list[flo
     return [[(c.token_ids, c.logprobs) for c in group] for group in groups]
 
 
-@pytest.mark.parametrize("precision", ["fp8", "bf16", "fp8-rollout"])
+@pytest.mark.parametrize("precision", ["fp8", "bf16", "nvfp4"])
 @pytest.mark.parametrize(
     ("backend", "consistency"), [("native", "bitwise"), ("native", "exact"), ("reference", "exact")]
 )
@@ -68,6 +69,22 @@ def test_each_request_has_the_bits_that_it_has_alone(
         again = engine.generate(PROMPTS, SAMPLING, range(len(PROMPTS)), adapters=NAMES)  # from the prefix cache
         assert drawn(again) == drawn(wanted)
         assert engine.stats.cached_tokens > 0
+
+
+def test_the_learner_computes_the_bits_of_a_mixed_batch(folder: Path) -> None:
+    """Of each adapter and of the base, by a model that has it alone. The control: by the other adapter's."""
+    groups = Engine(served(folder), page_size=4).generate(PROMPTS, SAMPLING, adapters=NAMES)
+    models = {name: alone(folder, name, "fp8", "native", "bitwise").model for name in (*ADAPTERS, None)}
+    other = {"a": "b", "b": None, None: "a"}
+
+    def of(name: str | None, completion: Completion) -> list[float]:
+        rows = models[name].logprobs([[*completion.prompt_token_ids, *completion.token_ids]])[0].tolist()
+        return rows[len(completion.prompt_token_ids) - 1 :]
+
+    for group, name in zip(groups, NAMES):
+        for completion in group:
+            assert of(name, completion) == completion.logprobs
+            assert of(other[name], completion) != completion.logprobs
 
 
 def test_rows_of_another_adapter_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +132,31 @@ def test_what_cannot_be_served_is_said(folder: Path, tmp_path: Path) -> None:
         Engine(model).generate(["1", "2"], adapters=["a"])
     with pytest.raises(IsobitError, match="calibrates its KV cache"):
         served(folder, "fp8-rollout-kv")
+    tensorwise = {"preset": "fp8", "activation_granularity": "tensor"}
+    with pytest.raises(
+        IsobitError, match=r"scale is shared by the rows of a batch .*of several adapters; serve them one"
+    ):
+        Model.load(folder / "base", tensorwise, "native", "fast").serving({"a": folder / "a"})
     with pytest.raises(IsobitError, match="serving: expected folders of adapters by name"):
         model.serving({})
     with pytest.raises(IsobitError, match="nothing"):
         model.serving({"a": tmp_path / "nothing"})
+
+
+def test_folders_that_belong_elsewhere_are_refused(folder: Path, tmp_path: Path) -> None:
+    """The controls: the model's copy, and an adapter whose model is gone."""
+    for seed, name in ((0, "copy"), (1, "other")):
+        tiny_model("bf16", seed=seed, scale=4).save(tmp_path / name)
+    with pytest.raises(IsobitError, match="copy: a whole model, merged or never adapted"):
+        served(folder).serving({"merged": tmp_path / "copy"})
+    other = Model.load(tmp_path / "other", "fp8", "native")
+    with pytest.raises(IsobitError, match=r"a: of the model .*base, whose weights are not those of .*other"):
+        other.serving({"a": folder / "a"})
+    Model.load(tmp_path / "copy", "fp8", "native").serving({"a": folder / "a"})
+    shutil.copytree(folder / "a", tmp_path / "a")
+    config = (tmp_path / "a" / "adapter_config.json").read_text()
+    (tmp_path / "a" / "adapter_config.json").write_text(config.replace(str(folder / "base"), str(tmp_path / "gone")))
+    other.serving({"a": tmp_path / "a"})
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(IsobitError, match="a: its chat template is not the model's; serve it alone"):
+        other.serving({"a": tmp_path / "a"})

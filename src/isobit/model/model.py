@@ -32,7 +32,7 @@ from isobit.model.checkpoint import (
 from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter
 from isobit.model.masters import MASTERS, own_rows
-from isobit.model.peft import base_of, brings_tokenizer, is_adapter, read_peft, write_peft
+from isobit.model.peft import base_of, brings_tokenizer, check_served, is_adapter, read_peft, write_peft
 from isobit.model.shapes import parameter_shapes
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.transformer import USES, Transformer
@@ -63,6 +63,7 @@ class Model:
         self.transformer = transformer
         self.tokenizer = tokenizer
         self.generation: dict[str, object] = {}  # generation_config.json, kept for `save`
+        self.directory: Path | None = None  # where its weights were read; of an adapter, its model's
         self.config = config
         self.precision = transformer.precision
         self.ops = transformer.ops["learner"]
@@ -103,7 +104,7 @@ class Model:
             flow, ops, given = ranks.together(read)
             transformer = Transformer(given.config, flow, ops, given.masters, ranks, given.adapter, dtype)
         model = Model(transformer, given.tokenizer)
-        model.generation = given.generation
+        model.generation, model.directory = given.generation, given.directory
         return model
 
     @staticmethod
@@ -154,14 +155,21 @@ class Model:
 
     def serving(self, adapters: Mapping[str, str | Path]) -> "Model":
         """The frozen model over the same storage, for an engine whose requests each name one of several `adapters`, or
-        none: PEFT folders or runs, by name. Raises IsobitError for one that is not an adapter, or not for this
-        architecture, and for a precision with a calibrated KV cache."""
+        none: PEFT folders by name. An adapter that this model has itself is not among them. Raises IsobitError for one
+        that is not an adapter, is another model's or comes with another tokenizer, and for a precision with a
+        calibrated KV cache, or with scales that the rows of a batch share."""
         if not isinstance(adapters, Mapping) or not adapters:
             raise IsobitError(f"serving: expected folders of adapters by name, got {adapters!r:.80}")
-        found = {name: read_peft(model_folder(path, "adapter"), self.config) for name, path in adapters.items()}
+        found = {name: self._served(model_folder(path, "adapter")) for name, path in adapters.items()}
         model = Model(self.transformer.serving(found), self.tokenizer)
-        model.generation = self.generation
+        model.generation, model.directory = self.generation, self.directory
         return model
+
+    def _served(self, folder: Path) -> Adapter:
+        check_served(folder, self.directory)
+        if brings_tokenizer(folder) and (what := self.tokenizer.differs(Tokenizer.load(folder))) is not None:
+            raise IsobitError(f"adapter {folder}: its {what} is not the model's; serve it alone, or give both the same")
+        return read_peft(folder, self.config)
 
     @property
     def ranks(self) -> Ranks:
@@ -276,6 +284,7 @@ class _Read:
     masters: Mapping[str, Tensor]
     generation: dict[str, object]
     adapter: Adapter | None
+    directory: Path
 
 
 def _read(
@@ -307,7 +316,7 @@ def _read(
     if given is None:
         masters = names.fuse(weights.rows, config, ranks, dtype)
     more = own / "generation_config.json"
-    return _Read(config, tokenizer, masters, read_json(more) if exists(more) else {}, given)
+    return _Read(config, tokenizer, masters, read_json(more) if exists(more) else {}, given, directory)
 
 
 def _dtype_of(masters: str) -> torch.dtype:

@@ -5,6 +5,7 @@ here, and its folders load here (`tests/model/test_peft.py`). What an adapter's 
 is taken only where it changes nothing; the rest is refused by name. Left out: the arithmetic (`low_rank.py`).
 """
 
+import filecmp
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,28 @@ def base_of(directory: Path) -> Path:
         f"{directory}: its model {base or '(base_model_name_or_path is missing)'} is not here; give the model's "
         "directory, and this one as its adapter (--adapter, or Model.load(path, adapter=...))"
     )
+
+
+def check_served(directory: Path, base: Path | None) -> None:
+    """Raise IsobitError for a directory that no model at `base` can serve: a whole model, or an adapter of another one
+    that is here too; a copy of `base` is none, and where the model has moved nobody can say."""
+    if exists(directory / "config.json") and not exists(directory / CONFIG):
+        raise IsobitError(f"adapter {directory}: a whole model, merged or never adapted; give it as the model itself")
+    named = read_json(directory / CONFIG).get("base_model_name_or_path")
+    if base is None or not isinstance(named, str) or not named or not exists(Path(named)):
+        return
+    other = Path(named)
+    if other.resolve() != base.resolve() and not _same_weights(other, base):
+        raise IsobitError(f"adapter {directory}: of the model {other}, whose weights are not those of {base}; "
+                          "serve each beside its own")  # fmt: skip
+
+
+def _same_weights(first: Path, second: Path) -> bool:
+    """Whether two models' files of weights are the same bytes."""
+    names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (first, second)]
+    same = names[0] == names[1] and all((first / name).stat().st_size == (second / name).stat().st_size
+                                        for name in names[0])  # fmt: skip
+    return same and all(filecmp.cmp(first / name, second / name, shallow=False) for name in names[0])
 
 
 def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:

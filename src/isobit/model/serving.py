@@ -1,9 +1,10 @@
 """Several adapters in one forward over one frozen base: each row is of one of them, or of the base alone.
 
-A row's bits are those that it has where its adapter is the only one (tests/engine/test_adapters.py): products are row
-by row, and the rows of every adapter go through its own factors in the order of `low_rank.py`. The base is multiplied
-at most twice, once for the rows with an adapter, whose sums stay in float32 until the adapters' are added, and once for
-those without. Left out: gradients, for which there is one adapter.
+A row's bits are those that it has where its adapter is the only one (tests/engine/test_adapters.py), in every flow and
+at every level under which they do not depend on its batch: products are then row by row, and the rows of every adapter
+go through its own factors in the order of `low_rank.py`. The base is multiplied at most twice, once for the rows with
+an adapter, whose sums stay in float32 until the adapters' are added, and once for those without. Left out: gradients,
+for which there is one adapter.
 """
 
 from collections.abc import Mapping

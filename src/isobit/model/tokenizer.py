@@ -145,6 +145,14 @@ class Tokenizer:
         self.chat_template = text
         self.settings.pop("chat_template", None)
 
+    def differs(self, other: "Tokenizer") -> str | None:
+        """In what another one would write or end texts differently; None: in nothing."""
+        if self.fast.to_str() != other.fast.to_str():
+            return "tokenizer"
+        if set(self.eos_ids) != set(other.eos_ids):
+            return "end-of-sequence ids"
+        return "chat template" if self.chat_template != other.chat_template else None
+
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat template."""
         directory = Path(directory)

@@ -173,7 +173,12 @@ class Transformer:
 
     def serving(self, adapters: Mapping[str, Adapter]) -> "Transformer":
         """A frozen model over the same storage that rolls out several adapters at once, each by its name. Raises
-        IsobitError for a flow whose KV cache is calibrated."""
+        IsobitError for a flow whose KV cache is calibrated, or in which rows of one batch share scales."""
+        if (reason := self.precision.varies_with_batch()) is not None:
+            raise IsobitError(
+                f"precision {self.precision.name}: {reason}, so also by those of several adapters; serve them one at a "
+                "time, or take activation_granularity: 1x128 or row"
+            )
         if self.precision.calibrated:
             raise IsobitError(
                 f"precision {self.precision.name} calibrates its KV cache, and each of several adapters would need "
