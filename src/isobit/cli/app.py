@@ -1,6 +1,7 @@
 """The typer application, and what several commands share: options, and the syntax of lists."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,6 +44,15 @@ Column = Annotated[
 ]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="a stop string; may be given several times")]
 
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="[NAME=]DIR",
+        help="a PEFT folder, or a run that trained one; may be given several times, over one MODEL",
+    ),
+]
+
 
 def _version(value: bool) -> None:
     if value:
@@ -69,3 +79,21 @@ def columns(given: list[str] | None) -> dict[str, str]:
         if not (name and sign and column):
             raise IsobitError(f"--column {name + sign + column!r}: expected NAME=COLUMN, such as prompt=question")
     return {name: column for name, _, column in pairs}
+
+
+def adapters(given: list[str] | None) -> dict[str, Path]:
+    """Folder by name of `--adapter [NAME=]DIR`; without a name it is that of the folder. Raises IsobitError for a name
+    that is none, and for one that two of them have."""
+    found: dict[str, Path] = {}
+    for text in given or []:
+        name, sign, folder = text.partition("=")
+        if not sign or "/" in name or Path(text).exists():
+            name, folder = Path(text).resolve().name, text
+        if not re.fullmatch(r"[\w.-]+", name) or not folder:
+            raise IsobitError(
+                f"--adapter {text!r}: expected NAME=DIR, with a name of letters, digits, '.', '_' and '-', or DIR"
+            )
+        if name in found:
+            raise IsobitError(f"--adapter {text!r}: {found[name]} is called {name} too; give each a name: NAME=DIR")
+        found[name] = Path(folder)
+    return found

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from isobit.cli import completion
-from isobit.cli.app import Column, Stop, app, columns
+from isobit.cli.app import Adapters, Column, Stop, adapters, app, columns
 from isobit.errors import IsobitError
 
 _Side = Annotated[Path | None, typer.Argument(help="a Hugging Face directory, a run, or a saved result (.json)")]
@@ -65,6 +65,7 @@ _Backend = Annotated[
 def evaluate(
     model: _Side = None,
     against: _Against = None,
+    adapter: Adapters = None,
     best: _Best = False,
     task: _Task = None,
     data: _Data = None,
@@ -98,6 +99,7 @@ def evaluate(
     isobit eval MODEL --data mine.jsonl --reward rewards.py:score --tag level -n 8 --pass-at 1,4,8
     isobit eval RUN                                  the newest checkpoint, on the run's task by its rewards
     isobit eval RUN --best --against BASE_MODEL      paired: same prompts, same seeds, a significance test
+    isobit eval MODEL --adapter math=RUN --adapter code=DIR --data test.jsonl   one pass, each against MODEL alone
     isobit eval a.json --against b.json              the same, from two results saved with --out
     isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
     """
@@ -119,7 +121,7 @@ def evaluate(
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }
     values |= {"seed": seed, "precision": precision, "consistency": consistency, "backend": backend}
-    _evaluate_or_show(model, against, _given(values), best, completions, out)
+    _evaluate_or_show(model, against, _given(values), best, completions, adapters(adapter), out)
 
 
 def _evaluate_or_show(
@@ -128,6 +130,7 @@ def _evaluate_or_show(
     given: dict[str, Any],
     best: bool,
     completions: str | None,
+    of: dict[str, Path],
     out: Path | None,
 ) -> None:
     """Results that are saved are shown without what an evaluation needs to import."""
@@ -135,10 +138,10 @@ def _evaluate_or_show(
 
     check_out(out)
     if first is not None and is_saved(first) and (second is None or is_saved(second)):
-        return show_saved(first, second, out, changed=bool(given or best or completions))
+        return show_saved(first, second, out, changed=bool(given or best or completions or of))
     from isobit.commands.evaluate import Request, evaluate_command
 
-    return evaluate_command(first, second, Request(given, best, completions), out)
+    return evaluate_command(first, second, Request(given, best, completions, of), out)
 
 
 def _reward(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from isobit.cli import completion
-from isobit.cli.app import Backend, Column, Consistency, Precision, Stop, app, columns, names
+from isobit.cli.app import Adapters, Backend, Column, Consistency, Precision, Stop, adapters, app, columns, names
 
 
 @app.command()
@@ -29,9 +29,7 @@ def generate(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template")
     ] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="a PEFT folder, where the model is elsewhere than it says")
-    ] = None,
+    adapter: Adapters = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="one JSON object per completion, with tokens and logprobs")
     ] = False,
@@ -44,6 +42,7 @@ def generate(
     \b
     isobit generate MODEL --prompt "Once upon a time" --max-new-tokens 64 -n 2
     echo "12+34=" | isobit generate MODEL --temperature 0
+    isobit generate MODEL --adapter math=DIR --adapter code=RUN --prompt "Hello"   each answers, in one batch
     """
     from isobit.commands.generate import print_completions
     from isobit.engine.types import Sampling
@@ -68,7 +67,7 @@ def generate(
         (precision, backend, consistency),
         chat=chat,
         chat_template=chat_template,
-        adapter=adapter,
+        adapters={name: model_directory(path) for name, path in adapters(adapter).items()},
         as_json=as_json,
     )
 

@@ -7,18 +7,19 @@ saved results (`evaluation/shown.py`).
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from isobit.commands.serving import open_serving
 from isobit.config import Config, load_run_config, parse_config
 from isobit.data.dataset import Example
 from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.comparison import check_same_prompts
-from isobit.evaluation.measure import grade_given, measure, tags_of
+from isobit.evaluation.measure import grade_given, measure_each, tags_of
 from isobit.evaluation.progress import ProgressLine
 from isobit.evaluation.result import Question, Result, read_result
-from isobit.evaluation.shown import is_saved, show
+from isobit.evaluation.shown import is_saved, show, show_adapters
 from isobit.model import Model
 from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
@@ -35,11 +36,13 @@ _EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
 @dataclass(frozen=True)
 class Request:
     """What the command line asks. `given`: sections of a run's configuration, as far as they are given; `best`: a run's
-    best model instead of its newest; `completions`: a column to score instead of a model's answers."""
+    best model instead of its newest; `completions`: a column to score instead of a model's answers; `adapters`: PEFT
+    folders or runs by name, each asked over the model, which is asked alone too."""
 
     given: Mapping[str, Any]
     best: bool = False
     completions: str | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 def evaluate_command(first: Path | None, second: Path | None, request: Request, out: Path | None) -> None:
@@ -50,8 +53,16 @@ def evaluate_command(first: Path | None, second: Path | None, request: Request, 
             "give a model to evaluate, a run, or a saved result; or none of them, and --completions COLUMN to score a "
             "column of the data"
         )
+    if request.adapters and (first is None or second is not None or is_saved(first)):
+        raise IsobitError(
+            "--adapter: give the model that the adapters are for, without --against and --completions; each is "
+            "compared with that model alone"
+        )
     results = _evaluate([path for path in (first, second) if path is not None], request)
-    show(results[0], results[1] if len(results) > 1 else None, out)
+    if request.adapters:
+        show_adapters(results[0], dict(zip(request.adapters, results[1:])), out)
+    else:
+        show(results[0], results[1] if len(results) > 1 else None, out)
 
 
 def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
@@ -75,16 +86,17 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
 
 
 def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
-    """The result of each side; of given completions where there is none."""
-    run = next((path for path in sides if _is_run(path)), None)
+    """The result of each side; of given completions where there is none; after a side those of its adapters."""
+    run = next((path for path in (*sides, *request.adapters.values()) if _is_run(path)), None)
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
     config = evaluation_config(run, request.given)
     models = {path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)}
+    adapters = {name: runs.model_directory(path, request.best) for name, path in request.adapters.items()}
     saved = {path: read_result(path) for path in sides if is_saved(path)}
     task, plan = load_task(replace(config.task, seed=config.seed)), evaluation_plan(config)
     if run is not None and config.task.too_long == "drop":  # what training left out is left out here
-        model = Model.load(models[run], "float32")
+        model = Model.load(models[run] if run in models else models[sides[0]], "float32")
         model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
         task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
     examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
@@ -104,23 +116,32 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
             if path in saved:
                 results.append(saved[path])
             else:
-                questions = _ask(models[path], config, examples, scorer)
-                results.append(_result(str(models[path]), config, questions, pool))
+                answered = _ask(models[path], adapters, config, examples, scorer)
+                for answerer, questions in zip((models[path], *adapters.values()), answered):
+                    results.append(_result(str(answerer), config, questions, pool))
     return results
 
 
-def _ask(path: Path, config: Config, examples: Sequence[Example], scorer: Scorer) -> tuple[Question, ...]:
+def _ask(
+    path: Path, adapters: Mapping[str, Path], config: Config, examples: Sequence[Example], scorer: Scorer
+) -> list[tuple[Question, ...]]:
+    """The answers of a model, and of each of its adapters."""
     gc.collect()  # of a model that was asked before
-    plan = evaluation_plan(config)
-    model = Model.load(path, config.precision, config.backend, config.consistency)
-    if config.model.chat_template is not None:
-        model.tokenizer.use_template(config.model.chat_template)
+    plan, template, names = evaluation_plan(config), config.model.chat_template, [None, *adapters]
+    if adapters:
+        flow = (config.precision, config.backend, config.consistency)
+        model = open_serving(path, adapters, flow, template)
+    else:
+        model = Model.load(path, config.precision, config.backend, config.consistency)
+        if template is not None:
+            model.tokenizer.use_template(template)
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     say_special_tokens(examples, model)
-    engine = sized_engine(config, model, [e.prompt for e in examples], len(examples) * max(1, plan.num_samples))
+    sequences = len(names) * len(examples) * max(1, plan.num_samples)
+    engine = sized_engine(config, model, [e.prompt for e in examples], sequences)
     engine.calibrate([example.prompt for example in examples])
     with ProgressLine(str(path)) as progress:
-        return measure(engine, examples, held_out_judge(scorer), plan, progress.update)
+        return measure_each(engine, examples, held_out_judge(scorer), plan, names, progress.update)
 
 
 def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:

@@ -14,10 +14,12 @@ from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.paired import mcnemar, sign_flip
 from isobit.evaluation.result import Result
-from isobit.evaluation.summary import LENGTHS, number, values_per_prompt
+from isobit.evaluation.summary import LENGTHS, beside_each_other, number, results_table, values_per_prompt
 from isobit.report.intervals import Estimate, bootstrap_mean
 from isobit.report.tables import text_table
 
+ALONE = "(none)"
+"""The line of a model without an adapter."""
 LEVEL = 0.05
 FEWEST = math.ceil(math.log2(2 / LEVEL))
 """Prompts from which on a test can fall below LEVEL: both tests give 2 · 2^-n where one side is better on all n."""
@@ -75,14 +77,38 @@ def comparison_table(first: Result, second: Result) -> str:
     return "\n\n".join(lines)
 
 
-def conclusion(differences: Mapping[str, PairedDifference]) -> str:
+def adapters_table(base: Result, adapters: Mapping[str, Result]) -> str:
+    """Of a model alone and with each of several adapters: a line for each, then each paired with the model alone, and a
+    sentence for each."""
+    differences = {name: compare(result, base) for name, result in adapters.items()}
+    rows = [["adapter - none", "measure", "difference", "95 % interval", "p"]]
+    for name, found in differences.items():
+        for measure in (measure for measure in beside_each_other(base.ks) if measure in found):
+            one = found[measure]
+            value, low, high = (
+                _signed(x, measure) for x in (one.difference.value, one.difference.low, one.difference.high)
+            )
+            rows.append([name, measure, value, f"{low} to {high}", f"{one.p:.2g}"])
+    sentences = [conclusion(found, name, ALONE) for name, found in differences.items()]
+    lines = [
+        f"{base.model}, with {len(adapters)} adapters and alone",
+        results_table("adapter", {ALONE: base, **adapters}),
+        text_table(rows, rule=True),
+        "p: exact McNemar test for accuracy, sign-flip test of the paired differences for the rest; not corrected for "
+        f"being {len(rows) - 1} tests",
+        "\n".join(f"{name}: {sentence}" for name, sentence in zip(differences, sentences)),
+    ]
+    return "\n\n".join(lines)
+
+
+def conclusion(differences: Mapping[str, PairedDifference], first: str = "A", second: str = "B") -> str:
     """What follows, in a sentence: of accuracy; of the measure after it where no prompt tells the two apart; and so
-    on."""
+    on. `first` and `second` are what the sentence calls the two."""
     scores = {name: found for name, found in differences.items() if name not in LENGTHS}
     count = max(found.difference.prompts for found in scores.values())
     if (smallest := 2 * 0.5**count) > LEVEL:
         return (
-            f"Too few prompts to tell: of {count}, p is {smallest:.2g} even if A is better on every one; below "
+            f"Too few prompts to tell: of {count}, p is {smallest:.2g} even if {first} is better on every one; below "
             f"{FEWEST} no difference can be shown, and small ones take hundreds."
         )
     telling = [name for name, found in scores.items() if (found.difference.low, found.difference.high) != (0, 0)]
@@ -92,9 +118,12 @@ def conclusion(differences: Mapping[str, PairedDifference]) -> str:
     low, high = (_signed(x, name) for x in (found.difference.low, found.difference.high))
     size = f"{_signed(found.difference.value, name)} (95 % interval {low} to {high}), p = {found.p:.2g}"
     if found.p > LEVEL:
-        return f"No difference is shown in {name}: A - B is {size}; a difference inside the interval is not ruled out."
-    better, worse = ("A", "B") if found.difference.value > 0 else ("B", "A")
-    return f"{better} is better than {worse} in {name}: A - B is {size}."
+        return (
+            f"No difference is shown in {name}: {first} - {second} is {size}; a difference inside the interval is not "
+            "ruled out."
+        )
+    better, worse = (first, second) if found.difference.value > 0 else (second, first)
+    return f"{better} is better than {worse} in {name}: {first} - {second} is {size}."
 
 
 def _difference(name: str, pairs: list[tuple[float, float]]) -> PairedDifference:

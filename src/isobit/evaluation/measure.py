@@ -82,14 +82,28 @@ def measure(
 ) -> tuple[Question, ...]:
     """Ask, score and extract; calls `progress` on the way. Every rank takes some of the prompts, and returns all.
     Raises IsobitError for a tag that no example has."""
+    return measure_each(engine, examples, judge, plan, [None], progress, ranks)[0]
+
+
+def measure_each(
+    engine: Engine,
+    examples: Sequence[Example],
+    judge: Judge,
+    plan: EvaluationPlan,
+    adapters: Sequence[str | None],
+    progress: OnProgress | None = None,
+    ranks: Ranks = ALONE,
+) -> list[tuple[Question, ...]]:
+    """`measure` of each of several adapters that the engine's model serves, None: the base alone, in one pass."""
     tags, size = tags_of(examples, plan.tag), 1 + plan.num_samples
-    places = range(ranks.rank, len(examples), ranks.size)
-    own = [examples[place] for place in places]
+    rows = [(name, place) for name in adapters for place in range(len(examples))]
+    own_rows = rows[ranks.rank :: ranks.size]
+    own, places, named = [examples[p] for _, p in own_rows], [p for _, p in own_rows], [name for name, _ in own_rows]
 
     def ask(what: str, sampling: Sampling) -> list[list[Completion]]:
         asked = len(own) * sampling.n
         told = None if progress is None else lambda tokens, completions: progress(what, completions, asked)
-        return engine.generate([example.prompt for example in own], sampling, list(places), progress=told)
+        return engine.generate([e.prompt for e in own], sampling, places, progress=told, adapters=named)
 
     def grade() -> list[Graded]:
         if not own:
@@ -101,11 +115,13 @@ def measure(
         return _grade(repeated, [completion for group in groups for completion in group], judge, plan)
 
     graded: list[Graded] = ranks.together(grade)
-    parts: list[list[Graded]] = [[] for _ in examples]
+    parts: list[list[Graded]] = [[] for _ in rows]
     for rank, values in enumerate(ranks.gather([asdict(one) for one in graded])):
         for index, one in enumerate(values):
             parts[rank + index // size * ranks.size].append(Graded(**one))
-    return tuple(Question(e.prompt, tag, part[0], tuple(part[1:])) for e, tag, part in zip(examples, tags, parts))
+    found = [Question(examples[p].prompt, tags[p], part[0], tuple(part[1:])) for (_, p), part in zip(rows, parts)]
+    count = len(examples)
+    return [tuple(found[number * count : (number + 1) * count]) for number in range(len(adapters))]
 
 
 def grade_given(

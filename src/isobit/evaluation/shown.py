@@ -1,11 +1,12 @@
 """What `isobit eval` prints and writes of one result, or of two side by side. Imports no torch, so that saved
 results appear at once."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError, printable
-from isobit.evaluation.comparison import compare, comparison_json, comparison_table
+from isobit.evaluation.comparison import adapters_table, compare, comparison_json, comparison_table
 from isobit.evaluation.result import Result, read_result, write_result
 from isobit.evaluation.summary import summarize, summary_json, summary_table
 
@@ -25,6 +26,16 @@ def show(result: Result, against: Result | None, out: Path | None) -> None:
         print(printable(comparison_table(result, against)))
     if out is not None:
         write_result(out, _content(result, against))
+
+
+def show_adapters(base: Result, adapters: Mapping[str, Result], out: Path | None) -> None:
+    """Print a model alone and with each of several adapters; write each result to a file of its own: the model's to
+    `out`, an adapter's beside it, with the adapter's name after a hyphen."""
+    print(printable(adapters_table(base, adapters)))
+    if out is not None:
+        write_result(out, _content(base))
+        for name, result in adapters.items():
+            write_result(out.with_name(f"{out.stem}-{name}{out.suffix}"), _content(result))
 
 
 def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool) -> None:

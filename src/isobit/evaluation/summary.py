@@ -73,18 +73,32 @@ def summary_table(result: Result) -> str:
         rows.append([label, value, f"{low} to {high}", str(estimate.prompts)])
     tables = [text_table(rows, rule=True)]
     if len(summary) > 1:
-        ends = [f"pass@{k}" for k in sorted({*result.ks[:1], *result.ks[-1:]})]
-        names = ["accuracy", *(ends if ends else ["reward"]), *(f"maj@{k}" for k in result.ks[-1:] if k > 1)]
-        heads = [str(result.settings.get("tag", "tag")), "prompts", *names]
-        cells = [
-            [tag, str(row["accuracy"].prompts), *(_cell(row, name) for name in names)] for tag, row in summary.items()
-        ]
-        tables.append(text_table([heads, *cells], rule=True))
+        tables.append(_rows(str(result.settings.get("tag", "tag")), result.ks, summary))
     unscored = [g for q in result.questions for g in _completions(q) if g.reward is None]
     if unscored:
         why = f"; the first: {unscored[0].error}" if unscored[0].error is not None else ""
         tables.append(f"unscored completions, wrong and in no mean reward: {len(unscored)}{why}")
     return "\n\n".join(tables)
+
+
+def results_table(head: str, results: Mapping[str, Result]) -> str:
+    """A line for each of several results by the same measures, with those that fit beside each other."""
+    ks = next(iter(results.values())).ks
+    return _rows(head, ks, {name: summarize(result)[ALL] for name, result in results.items()})
+
+
+def beside_each_other(ks: Sequence[int]) -> list[str]:
+    """The measures that a line shows."""
+    ends = [f"pass@{k}" for k in sorted({*ks[:1], *ks[-1:]})]
+    return ["accuracy", *(ends if ends else ["reward"]), *(f"maj@{k}" for k in ks[-1:] if k > 1)]
+
+
+def _rows(head: str, ks: Sequence[int], rows: Mapping[str, Mapping[str, Estimate]]) -> str:
+    names = beside_each_other(ks)
+    cells = [
+        [label, str(row["accuracy"].prompts), *(_cell(row, name) for name in names)] for label, row in rows.items()
+    ]
+    return text_table([[head, "prompts", *names], *cells], rule=True)
 
 
 def number(value: float, name: str) -> str:

@@ -139,7 +139,7 @@ class Transformer:
 
     @torch.no_grad()
     def _send(self, names: Collection[str]) -> None:
-        if self._receiver is not None:
+        if self._receiver is not None and names:  # a frozen model without an adapter has none
             self._receiver.receive(
                 self._working["rollout"], self.ops["learner"], self.ops["rollout"], self.masters, names
             )
