@@ -96,6 +96,13 @@ def test_eval_gives_each_adapter_a_row_and_a_file(isobit: Isobit, base_model: Pa
     assert next(row.split()[2:] for row in pairs if re.match(r"math +accuracy", row)) == found
 
 
+def test_unscored_completions_are_told_of_each(isobit: Isobit, base_model: Path, folder: Path) -> None:
+    (folder / "threes.py").write_text("def threes(prompts, completions, **k):\n    raise ValueError('no')\n")
+    printed = isobit("eval", base_model, "--adapter", "math", *ASKED).splitlines()
+    for name in (ALONE, "math"):
+        assert sum(line.startswith(f"{name}: unscored completions, wrong") for line in printed) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

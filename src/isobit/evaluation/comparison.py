@@ -14,7 +14,7 @@ from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.paired import mcnemar, sign_flip
 from isobit.evaluation.result import Result
-from isobit.evaluation.summary import LENGTHS, beside_each_other, number, results_table, values_per_prompt
+from isobit.evaluation.summary import LENGTHS, beside_each_other, number, results_table, unscored, values_per_prompt
 from isobit.report.intervals import Estimate, bootstrap_mean
 from isobit.report.tables import text_table
 
@@ -98,7 +98,8 @@ def adapters_table(base: Result, adapters: Mapping[str, Result]) -> str:
         f"being {len(rows) - 1} tests",
         "\n".join(f"{name}: {sentence}" for name, sentence in zip(differences, sentences)),
     ]
-    return "\n\n".join(lines)
+    notes = [f"{name}: {note}" for name, one in ({ALONE: base} | dict(adapters)).items() for note in unscored(one)]
+    return "\n\n".join([*lines, *notes])
 
 
 def conclusion(differences: Mapping[str, PairedDifference], first: str = "A", second: str = "B") -> str:

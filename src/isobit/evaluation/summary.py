@@ -74,11 +74,14 @@ def summary_table(result: Result) -> str:
     tables = [text_table(rows, rule=True)]
     if len(summary) > 1:
         tables.append(_rows(str(result.settings.get("tag", "tag")), result.ks, summary))
-    unscored = [g for q in result.questions for g in _completions(q) if g.reward is None]
-    if unscored:
-        why = f"; the first: {unscored[0].error}" if unscored[0].error is not None else ""
-        tables.append(f"unscored completions, wrong and in no mean reward: {len(unscored)}{why}")
-    return "\n\n".join(tables)
+    return "\n\n".join([*tables, *unscored(result)])
+
+
+def unscored(result: Result) -> list[str]:
+    """A line about completions without a reward, where there are any."""
+    found = [g for q in result.questions for g in _completions(q) if g.reward is None]
+    why = f"; the first: {found[0].error}" if found and found[0].error is not None else ""
+    return [f"unscored completions, wrong and in no mean reward: {len(found)}{why}"] if found else []
 
 
 def results_table(head: str, results: Mapping[str, Result]) -> str:
