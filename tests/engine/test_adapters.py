@@ -71,6 +71,16 @@ def test_each_request_has_the_bits_that_it_has_alone(
         assert engine.stats.cached_tokens > 0
 
 
+def test_neither_preemption_nor_pages_of_ones_own_change_a_bit(folder: Path) -> None:
+    model = served(folder)
+    wanted = drawn(Engine(model, page_size=4).generate(PROMPTS, SAMPLING, adapters=NAMES))
+    small = Engine(model, page_size=4, kv_pages=7)
+    assert drawn(small.generate(PROMPTS, SAMPLING, adapters=NAMES)) == wanted
+    assert small.stats.preemptions > 0
+    small.integrity()
+    assert drawn(Engine(model, page_size=4, prefix_cache=False).generate(PROMPTS, SAMPLING, adapters=NAMES)) == wanted
+
+
 def test_the_learner_computes_the_bits_of_a_mixed_batch(folder: Path) -> None:
     """Of each adapter and of the base, by a model that has it alone. The control: by the other adapter's."""
     groups = Engine(served(folder), page_size=4).generate(PROMPTS, SAMPLING, adapters=NAMES)
