@@ -13,6 +13,7 @@ NAMES = (
     "saved_bytes",
     "step_memory",
     "fits",
+    "frozen_base",
     "decode_scaling",
     "growth",
     "recipes",

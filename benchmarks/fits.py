@@ -19,6 +19,8 @@ from isobit.precision import precision_from
 MEMORIES = {"24 GB": 23.5, "48 GB": 47.4, "80 GB": 79.1, "141 GB": 139.8}
 """GiB that a program finds on a GPU that is sold with so many GB."""
 PRESETS = ("bf16", "fp8", "fp8-e2e")
+FROZEN = ("nvfp4[activation=bf16]",)
+"""Of a base that nothing trains, besides: two codes to a byte."""
 TRAINED = {
     "all weights": (),
     "all weights, 8-bit moments": ("optimizer.state=8bit",),
@@ -26,6 +28,7 @@ TRAINED = {
     "all weights, BF16 masters, 8-bit moments": ("optimizer.masters=bf16", "optimizer.state=8bit"),
     "an adapter of rank 32": ("adapter.rank=32",),
 }
+ADAPTED = tuple(TRAINED)[-1]
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
 _LEFT = 0.1
 
@@ -39,7 +42,7 @@ def table() -> list[str]:
     """In Markdown: what is trained, the preset, and for each memory the fewest GPUs with the GiB of each."""
     lines = [f"| trained | preset | {' | '.join(MEMORIES)} |", f"|---|---|{'---|' * len(MEMORIES)}"]
     for what, changes in TRAINED.items():
-        for preset in PRESETS:
+        for preset in (*PRESETS, *(FROZEN if what == ADAPTED else ())):
             cells = (_fewest(preset, changes, size * GIB) for size in MEMORIES.values())
             lines.append(f"| {what} | `{preset}` | {' | '.join(cells)} |")
     return lines

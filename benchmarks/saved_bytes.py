@@ -18,10 +18,9 @@ from torch import Tensor
 from benchmarks.common import Claim, Result
 from benchmarks.models import tokenizer
 from isobit import Model
-from isobit.kernels import Layout
+from isobit.kernels import Layout, tensors_of
 from isobit.model import ModelConfig
 from isobit.model.recompute import Recompute
-from isobit.model.working import tensors_of
 
 SIZES = {512: (1536, 8, 64), 2048: (6144, 16, 128)}
 """Hidden size to intermediate size, query heads and head dimension."""

@@ -1,12 +1,16 @@
 """The tables of memory in the documentation are those of the results, and of the planner."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks import fits
+from benchmarks.plan_jobs import MODELS
 from benchmarks.step_memory import LEVELS, PRESETS
+from isobit.model.shapes import parameter_shapes
+from isobit.precision.flow import LINEAR_LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -14,13 +18,27 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_page_has_what_fits() -> None:
     page = (ROOT / "docs/how-to/plan.md").read_text()
     lines = fits.table()
-    assert len(lines) == 2 + len(fits.PRESETS) * len(fits.TRAINED)
+    assert len(lines) == 2 + len(fits.PRESETS) * len(fits.TRAINED) + len(fits.FROZEN)
     assert "\n".join(lines) in page
 
 
 def test_a_table_of_another_job_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "_LEFT", 0.3)
     assert "\n".join(fits.table()) not in (ROOT / "docs/how-to/plan.md").read_text()
+
+
+def test_the_page_has_the_counted_bytes_of_a_frozen_base() -> None:
+    parts = json.loads((ROOT / "benchmarks/results/frozen_base.json").read_text())["parts"]
+    page = (ROOT / "docs/how-to/adapters.md").read_text()
+    config = MODELS["Qwen3-8B"]
+    linear = sum(
+        math.prod(s) for name, s in parameter_shapes(config).items() if name.rpartition(".")[2] in LINEAR_LAYERS
+    )
+    for preset, found in parts.items():
+        stored, packs = found["codes and scales"], found["packs of the native backend"]
+        line = f"| `{preset}` | {stored:.1f} | {packs:.1f} | {stored * linear / 2**33:.1f} GiB |"
+        assert line in page
+        assert line.replace(f"{stored:.1f}", f"{stored + 1:.1f}") not in page  # the control
 
 
 def test_the_page_has_the_counted_steps() -> None:

@@ -16,6 +16,7 @@ EXPORT int64_t isobit_rows32_self_test();
 EXPORT void isobit_tdp32_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64_t row_stride,
                               int64_t column_stride, void* out, int64_t threads);
 EXPORT void isobit_tdp32_product(const Product* arguments);
+EXPORT void isobit_product(const Product* arguments);
 EXPORT int64_t isobit_quantize(int64_t kind, const void* x, int64_t rows, int64_t columns, int64_t block_rows,
                                int64_t block_columns, int64_t power_of_two, void* codes, void* scales, int64_t threads);
 EXPORT int64_t isobit_kv_write(int64_t kind, const void* k, const void* v, int64_t k_stride, int64_t v_stride,
@@ -81,7 +82,8 @@ void products(int64_t isa) {
     isobit_tdp32_pack(E4M3, b_codes.data(), N, K, K, 1, packed_codes.data(), 1);
     std::vector<uint16_t> out(M * N);
     std::vector<float> exact(M * N);
-    Product g{BF16, M, N, K, a.data(), K, 1, BF16, packed.data(), nullptr, 0, out.data(), BF16, 2, 0, {}, {}, isa};
+    Product g{BF16, M, N, K, a.data(), K, 1, BF16, packed.data(), nullptr, 0, out.data(), BF16, 2, 0, {}, {}, isa,
+              nullptr, nullptr};
     isobit_tdp32_product(&g);
     print("bf16", out);
     g.kind_a = E4M3, g.a = a_codes.data(), g.kind_b = E4M3, g.packed = packed_codes.data(), g.scaled = BLOCKS;
@@ -94,6 +96,16 @@ void products(int64_t isa) {
     g.scaled = FOLD_A | FOLD_B;
     isobit_tdp32_product(&g);
     print("folded", exact);
+    const float common = 0.37f;
+    const auto small_scales = drawn<uint8_t>(N * K / 16);
+    const auto block_scales = drawn<float>(M * K / 16);
+    g.kind_b = E2M1, g.packed = b_codes.data(), g.small_scales = small_scales.data(), g.common = &common, g.scaled = 1;
+    g.scale_a = {block_scales.data(), 1, 16, K / 16, 1};
+    isobit_product(&g);
+    print("nibbles", exact);
+    g.kind_a = BF16, g.a = a.data(), g.scaled = 0;
+    isobit_product(&g);
+    print("nibbles and bf16", exact);
 }
 
 void rows() {

@@ -47,6 +47,26 @@ for preset in ("bf16", "fp8"):
             found[kernel_table.signature(launch)] = launch
 print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch)) for launch in found.values()]))
 """
+_NIBBLES = """
+import json, torch
+from benchmarks import kernel_table
+from isobit.kernels.gpu import ARCHITECTURES
+from isobit.kernels.triton.launch import compile_for, record_launches
+from isobit.kernels.triton.product import product
+from isobit.precision import Nibbles
+
+rows = []
+for (major, minor), architecture in ARCHITECTURES.items():
+    compile_for(architecture)
+    for columns, inner in ((6144, 4096), (256, 1040)) if architecture.fp8 else ():
+        parts = [torch.empty(columns, inner // each, dtype=torch.uint8, device="meta") for each in (2, 16)]
+        weight = Nibbles(*parts, torch.empty(1, device="meta"))
+        with record_launches() as found:
+            for count in (1, 64, 2048):
+                product(torch.empty(count, inner, dtype=torch.bfloat16, device="meta"), weight)
+        rows += [kernel_table._row(kernel_table.compile_launch(each, 10 * major + minor)) for each in found]
+print(json.dumps(rows))
+"""
 _STOCHASTIC = """
 import json, torch
 from benchmarks.cross_compile import compile_launch
@@ -133,6 +153,17 @@ def test_sinks_clamped_gates_and_experts_biases_compile_too(tmp_path: Path) -> N
         "grouped_kernels.block_product": "QGMMA",
     }
     assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_weights_of_two_codes_to_a_byte_compile_too(tmp_path: Path) -> None:
+    """Of a frozen base in NVFP4, for every architecture with FP8: nothing spills. They are multiplied in float32, so on
+    no matrix instructions."""
+    rows = [row for row in json.loads(_python(_NIBBLES, tmp_path)) if row["kernel"] == "product_kernels.nibble_product"]
+    assert len(rows) == 6 * sum(architecture.fp8 for architecture in ARCHITECTURES.values())
+    assert {row["constants"]["PARTIAL"] for row in rows} == {"False", "True"}
+    assert all(row["spilled_bytes"] == row["stack_bytes"] == 0 for row in rows)
+    assert {row["instruction_class"] for row in rows} == {"none"}
 
 
 @pytest.mark.slow

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels import KVStore, Layout, Operand, Ops, Packed, get_ops
+from isobit.kernels import KVStore, Layout, Operand, Ops, Packed, get_ops, tensors_of
 from isobit.kernels.native import available, build, recipe
-from isobit.model.working import tensors_of
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec, quantize
 
 from .helpers import same, threads

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from isobit.errors import Corruption, IsobitError
-from isobit.kernels import Layout, Ops, get_ops, plain
-from isobit.model import Model, autograd
+from isobit.kernels import Layout, Ops, get_ops, plain, tensors_of
+from isobit.model import Experts, Model, autograd
 from isobit.model.adapter import NewAdapter
 from isobit.model.low_rank import product, update_norm
 from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight
-from isobit.precision import E4M3, QTensor, QuantSpec, quantize
+from isobit.precision import E4M3, Nibbles, QTensor, QuantSpec, nibbles, quantize
 from tests.models import require, tiny_model
 
 ROWS, IN, OUT, RANK = 37, 96, 80, 4
@@ -258,6 +258,81 @@ def test_the_frozen_working_weights_are_those_of_a_model_that_is_loaded_whole(tm
     for family in ("qwen2", "qwen3_moe"):
         whole = _load(tmp_path, "fp8", family=family, adapter=None)
         assert _same(_bits(_load(tmp_path, "fp8", family=family), base=True), _bits(whole, base=True))
+
+
+BYTES = {
+    "bf16": 2,
+    "fp8": 1 + 4 / 128**2,
+    "mxfp8": 1 + 4 / 32,
+    "nvfp4": 4.5 / 8,
+    "nvfp4[activation=bf16]": 4.5 / 8,
+    "nvfp4-rollout": 4.5 / 8,
+}
+"""A weight's, of a frozen base's linear layers: codes and scales."""
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_frozen_base_takes_these_bytes(tmp_path: Path, family: str) -> None:
+    """Counted in its storages. The control in NVFP4: where all weights are trained, a code takes a byte."""
+    experts = {"experts": Experts(4, 2, 256)} if family == "qwen3_moe" else {}
+    tiny_model(family=family, hidden_size=256, intermediate_size=256, **experts).save(tmp_path / family)
+
+    def each(precision: str, **given: Any) -> float:
+        model = _load(tmp_path, precision, family=family, **given)
+        weights = [w for w in model.transformer.rollout_weights() if "lora" not in w.name]
+        linear = [w for w in weights if not w.name.endswith("router")]
+        if precision.startswith("nvfp4"):
+            assert all(w.prepared is w.working for w in linear), "nothing is packed besides"
+        taken = sum(t.numel() * t.element_size() for w in linear for t in tensors_of(w.working))
+        return taken / sum(w.working.shape[0] * w.working.shape[1] for w in linear)
+
+    for precision, wanted in BYTES.items():
+        assert each(precision) == pytest.approx(wanted, rel=1e-2)
+    assert each("nvfp4", adapter=None) == 1 + 4 / 16
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "nvfp4[activation=bf16]"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_base_two_codes_to_a_byte_is_never_whole(
+    tmp_path: Path, family: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, whose gradients are those of a byte a code; the control exchanges the halves."""
+
+    def gradients(model: Model) -> dict[str, Tensor]:
+        ids = torch.arange(3, 15)
+        hidden = _trained(model).transformer.hidden(ids, Layout.packed([5, 7]))
+        model.transformer.head_logprobs(hidden, ids.roll(1))[0].sum().backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters().items()}
+
+    def whole(self: Nibbles) -> Tensor:
+        raise AssertionError(f"all of {self.shape} at once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nibbles, "holds", lambda spec, shape: False)
+        wanted = gradients(_load(tmp_path, precision, family=family))
+    monkeypatch.setattr(Nibbles, "dequantize", whole)
+    model = _load(tmp_path, precision, family=family)
+    assert _same(gradients(model), wanted)
+    frozen = [w.working for w in model.transformer.rollout_weights() if isinstance(w.working, Nibbles)]
+    assert len(frozen) >= 8
+    for one in frozen:
+        one.codes.copy_(one.codes << 4 | one.codes >> 4)
+    for parameter in model.parameters():
+        parameter.grad = None
+    assert not _same(gradients(model), wanted)
+
+
+def test_checksums_cover_all_of_nibbles(tmp_path: Path) -> None:
+    model = _load(tmp_path, "nvfp4")
+    model.transformer.checksums.begin()
+    model.transformer.checksums.compare()  # the control
+    found = dict(model.transformer.rollout_tensors())["layers.1.o"]
+    for part in tensors_of(found):
+        changed = part.view(torch.uint8).flatten()[:1]
+        changed ^= 1
+        with pytest.raises(Corruption, match=r"layers\.1\.o"):
+            model.transformer.checksums.compare()
+        changed ^= 1
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

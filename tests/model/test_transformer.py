@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout
+from isobit.kernels import KVStore, Layout, tensors_of
 from isobit.model import Model
-from isobit.model.working import tensors_of
 from isobit.precision import QTensor
 
 from .helpers import config, random_model, tokens

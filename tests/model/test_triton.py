@@ -12,6 +12,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model import Experts
 from isobit.model.adapter import NewAdapter
+from isobit.precision import Nibbles
 from isobit.rl.forward import forward
 from isobit.rl.packing import pack
 from tests.models import tiny_model
@@ -59,9 +60,11 @@ def test_values_and_gradients_are_the_references(precision: str, family: str) ->
 
 
 @pytest.mark.slow
-def test_an_adapter_by_the_kernels(tmp_path: Path) -> None:
-    """With B = 0 the model's bits; after an update a row's bits do not depend on its batch, and values are the
-    reference's. The control is the model alone."""
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4[activation=bf16]"])
+def test_an_adapter_by_the_kernels(tmp_path: Path, precision: str) -> None:
+    """With B = 0 the model's bits; after an update a row's bits do not depend on its batch, rollout and learner have
+    the same, and values are the reference's. The control is the model alone. In NVFP4 the frozen base has two codes to
+    a byte, and the model alone one."""
     _model("reference", "fp8").save(tmp_path)
     ids = torch.arange(3, 9)
 
@@ -70,8 +73,11 @@ def test_an_adapter_by_the_kernels(tmp_path: Path) -> None:
             layout = Layout.packed([2, 4] if rows == 6 else [2])
             return model.transformer.hidden(ids[:rows], layout).cpu().float()
 
-    bare = hidden(Model.load(tmp_path, "fp8", "triton"))
-    models = [Model.load(tmp_path, "fp8", backend, adapter=NewAdapter(4, 8)) for backend in ("triton", "native")]
+    bare = hidden(Model.load(tmp_path, precision, "triton"))
+    models = [Model.load(tmp_path, precision, backend, adapter=NewAdapter(4, 8)) for backend in ("triton", "native")]
+    for weight in models[0].transformer.rollout_weights():
+        frozen = "lora" not in weight.name and precision != "fp8"
+        assert isinstance(weight.working, Nibbles) == frozen
     assert torch.equal(hidden(models[0]), bare)
     for model in models:
         for number, (name, parameter) in enumerate(model.named_parameters().items()):
@@ -82,6 +88,10 @@ def test_an_adapter_by_the_kernels(tmp_path: Path) -> None:
     found, wanted = map(hidden, models)
     assert torch.equal(hidden(models[0], 2), found[:2])
     assert _distance(found, wanted) < 0.1 * _distance(bare, wanted)
+    samples = roll_out(models[0], length=2, sampling=Sampling(n=1, max_new_tokens=2, seed=3))
+    rolled = torch.tensor([x for s in samples for x in s.rollout_logprobs])
+    with torch.no_grad():
+        assert torch.equal(forward(models[0], pack(samples), 1.0)[0].cpu().view(torch.int32), rolled.view(torch.int32))
 
 
 @pytest.mark.slow
@@ -135,7 +145,7 @@ def test_truncated_rollout_and_learner_have_the_same_bits() -> None:
 def test_flows_without_kernels_are_refused() -> None:
     for precision, what in (
         ("mxfp8", "weights in e4m3 1x32"),
-        ("nvfp4", "weights in e2m1 1x16"),
+        ("nvfp4", "weights in e2m1 1x16.* and nvfp4 under activation: bf16"),
         ("bf16[kv_cache=int8, query=e4m3-calibrated]", "queries in e4m3 tensor"),
     ):
         with pytest.raises(IsobitError, match=f"backend: triton has no kernel for {what}.*use backend: native"):

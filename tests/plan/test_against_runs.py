@@ -36,6 +36,8 @@ RUNS = [
     ("fp8", "qwen3", ("optimizer.masters=bf16", "optimizer.state=8bit")),
     ("fp8", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
     ("fp8-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
+    ("nvfp4", "qwen3", ("adapter.rank=8", "algorithm.kl_coefficient=0.01")),
+    ("nvfp4-rollout", "qwen3_moe", ("adapter={rank: 4, targets: [q_proj, o_proj]}",)),
     ("fp8", "qwen3_moe", ("algorithm.kl_coefficient=0.01", "evaluation.every=1", "evaluation.samples=4")),
 ]
 

@@ -140,6 +140,21 @@ def test_one_gpu_trains_an_adapter_of_eight_billion_weights() -> None:
     assert num_parameters(MODELS["Qwen3-8B"], adapter) == 36 * 32 * sum(map(sum, shapes))
     assert 10.5e9 < held("adapter.rank=32") < 11.5e9
     assert 135e9 < held() < 145e9
+    linear = num_parameters(MODELS["Qwen3-8B"]) - 2 * 151936 * 4096
+    low = held("adapter.rank=32", "precision=nvfp4[activation=bf16]")
+    assert held("adapter.rank=32") - low == pytest.approx((1 + 4 / 128**2 - 4.5 / 8) * linear, rel=1e-3)
+
+
+def test_a_frozen_base_in_four_bits_is_named_so() -> None:
+    """The control is a base that is trained, whose codes take a byte each."""
+
+    def labels(precision: str, *changes: str) -> list[str]:
+        found = memory(job("Qwen3-8B", f"precision={precision}", *changes, ranks=1))
+        return [label for label, _ in found.held if "with scales" in label]
+
+    assert labels("nvfp4", "adapter.rank=32") == ["working weights in FP4, two codes to a byte, with scales"]
+    assert labels("nvfp4") == ["working weights in FP4, one code to a byte, with scales"]
+    assert labels("mxfp8", "adapter.rank=32") == ["working weights in FP8, with scales"]
 
 
 def test_keys_change_the_parts_that_they_are_about() -> None:

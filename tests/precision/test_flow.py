@@ -87,6 +87,19 @@ def test_options_of_one_side_change_that_side_only() -> None:
     assert not precision.unified
 
 
+def test_activations_may_stay_in_bf16() -> None:
+    """On both sides or on one; weights and cache are the preset's."""
+    precision, preset = precision_from("nvfp4[activation=bf16, kv_cache=int8]"), PRESETS["nvfp4"].rollout
+    wanted = dataclasses.replace(preset, activation=None, kv=QuantSpec(INT8, "row", "fp32"))
+    assert precision.rollout == precision.learner == wanted
+    assert precision.unified
+    assert precision.fprop == "bf16"
+    assert precision_from(precision.name) == precision
+    assert PRESETS["nvfp4"].fprop == "fp8"  # the control
+    one = precision_from("nvfp4[rollout={activation: bf16}]")
+    assert (one.rollout.activation, one.learner) == (None, PRESETS["nvfp4"].learner)
+
+
 def test_a_cache_beside_nvfp4_has_scales_of_its_own() -> None:
     kv = precision_from("nvfp4[kv_cache=e4m3]").rollout.kv
     assert kv is not None
@@ -185,6 +198,10 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "bf16", "bf16_layers": "o"}, "no linear layer"),
         ({"preset": "bf16", "weight_scale": "fp32"}, "no linear layer"),
         ({"preset": "nvfp4", "weight_scale": "fp32"}, "NVFP4 has its own blocks"),
+        ({"preset": "fp8", "activation": "bf16"}, "flows whose backward is not quantized, such as nvfp4"),
+        ({"preset": "bf16", "activation": "bf16"}, "no linear layer"),
+        ({"preset": "nvfp4", "activation": "fp8"}, "expected one of bf16"),
+        ({"preset": "fp8-rollout", "activation": "bf16", "activation_scale": "ue8m0"}, "leave one out"),
         ({"preset": "fp8", "kv_margin": 1.1}, "no calibrated KV cache"),
         ({"preset": "fp8-rollout-kv", "kv_percentile": 101}, "a percentage"),
         ({"preset": "fp8", "rollout": "bf16"}, "expected a mapping"),

@@ -1,10 +1,10 @@
 """The operators: one table with a column in PyTorch, one in C++, and one in Triton for NVIDIA GPUs; same names, same
 signatures."""
 
-from isobit.kernels.composed import Composed
+from isobit.kernels.composed import Composed, grouped_input_gradient, input_gradient
 from isobit.kernels.copies import Copies
 from isobit.kernels.gpu import computed_by, versions
-from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, plain, weight_of
+from isobit.kernels.matrices import Kept, Operand, Packed, Prepared, Stacked, plain, tensors_of, weight_of
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
 from isobit.kernels.types import Activation, Heads, Keys, KVStore, Layout, Ops
 from isobit.kernels.watching import Watching, unwatched
@@ -16,6 +16,7 @@ __all__ = [
     "Copies",
     "Heads",
     "KVStore",
+    "Kept",
     "Keys",
     "Layout",
     "Operand",
@@ -26,8 +27,11 @@ __all__ = [
     "Watching",
     "computed_by",
     "get_ops",
+    "grouped_input_gradient",
+    "input_gradient",
     "plain",
     "separate_ops",
+    "tensors_of",
     "unwatched",
     "versions",
     "weight_of",

@@ -8,9 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from isobit.kernels.matrices import Operand, Prepared, Stacked, plain, values
+from isobit.kernels.matrices import Kept, Operand, Prepared, Stacked, plain, values
 from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
-from isobit.precision import ErrorSums, Precision, QTensor, QuantSpec, along_rows, error_sums
+from isobit.precision import ErrorSums, Nibbles, Precision, QTensor, QuantSpec, along_rows, error_sums
+from isobit.precision.nibbles import panels
 
 _ROWS = 128  # that are in float64 at a time
 _SINK_ROWS = 1024  # likewise, of all heads
@@ -147,6 +148,25 @@ class Composed(Ops):
         logits = logits if source is None else logits.index_select(0, source)
         tokens = self.sample(logits, keys, temperature)
         return tokens, self.token_logprobs(logits, tokens, temperature)[0]
+
+
+def input_gradient(ops: Ops, dy: Tensor, weight: Kept, out: torch.dtype) -> Tensor:
+    """dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of nibbles some columns at a time."""
+    if not isinstance(weight, Nibbles):
+        return ops.gradient_product(dy, plain(weight, dy.dtype).t(), out)
+    columns = panels(weight.shape[1], weight.shape[0])
+    parts = (plain(weight.part(columns=some), dy.dtype) for some in columns)
+    return torch.cat([ops.gradient_product(dy, part.t(), out) for part in parts], 1)
+
+
+def grouped_input_gradient(ops: Ops, dy: Tensor, weights: Stacked, offsets: Tensor) -> Tensor:
+    """The same of every row's expert, in dy's type."""
+    if weights.common is None:
+        whole = weights if weights.spec is None else weights.map(lambda one: plain(one, dy.dtype))
+        return ops.grouped_product(dy, whole.transpose(), offsets, dy.dtype)
+    count, rows, inner = weights.shape
+    parts = (Stacked(weights.values(columns=some).to(dy.dtype)) for some in panels(inner, count * rows))
+    return torch.cat([ops.grouped_product(dy, part.transpose(), offsets, dy.dtype) for part in parts], 1)
 
 
 def bias_gradients(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:

@@ -1,5 +1,5 @@
 """Matrices as products take them: plain or quantized (`Operand`), a weight with what a backend packed of it (`Packed`),
-and the weights of several experts in one storage (`Stacked`).
+a frozen one with two codes to a byte (`Nibbles`), and the weights of several experts in one storage (`Stacked`).
 
 Left out: the products (`Ops`), and the layout of packs, which each backend chooses.
 """
@@ -7,13 +7,17 @@ Left out: the products (`Ops`), and the layout of packs, which each backend choo
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from isobit.precision import QTensor, QuantSpec
+from isobit.precision import Nibbles, QTensor, QuantSpec
+from isobit.precision.nibbles import GROUP, panels, unpacked, unpacked_scales
 
 Operand = Tensor | QTensor
+Kept = Operand | Nibbles
+"""A working weight as it is stored. Products unpack nibbles a part at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,24 +42,47 @@ class Packed:
         return sum(t.numel() * t.element_size() for t in (self.panels, self.values) if t is not None)
 
 
-Prepared = Operand | Packed
+Prepared = Kept | Packed
 """A weight as products take it."""
 
 
-def weight_of(prepared: Prepared) -> Operand:
+@overload
+def weight_of(prepared: Operand | Packed) -> Operand: ...
+@overload
+def weight_of(prepared: Nibbles) -> Nibbles: ...
+def weight_of(prepared: Prepared) -> Kept:
     """The weight without its packs."""
     return prepared.weight if isinstance(prepared, Packed) else prepared
 
 
+def tensors_of(kept: Kept) -> tuple[Tensor, ...]:
+    """The tensors of a matrix: itself, or codes and scales."""
+    if isinstance(kept, Tensor):
+        return (kept,)
+    return kept.tensors if isinstance(kept, Nibbles) else (kept.data, kept.scale)
+
+
 def values(operand: Prepared) -> Tensor:
     """The values of an operand: a plain tensor itself, or the dequantized float32 matrix."""
-    operand = weight_of(operand)
-    return operand.dequantize() if isinstance(operand, QTensor) else operand
+    kept = weight_of(operand)
+    return kept if isinstance(kept, Tensor) else kept.dequantize()
 
 
-def plain(operand: Operand, dtype: torch.dtype) -> Tensor:
+def plain(operand: Kept, dtype: torch.dtype) -> Tensor:
     """A plain tensor itself, or the dequantized matrix in `dtype`."""
-    return operand.dequantize().to(dtype) if isinstance(operand, QTensor) else operand
+    return operand if isinstance(operand, Tensor) else operand.dequantize().to(dtype)
+
+
+Product = Callable[[Operand, Operand, Tensor | None, torch.dtype], Tensor]
+
+
+def by_rows(product: Product, a: Operand, b: Nibbles, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    """`product` of a and some rows of b at a time: as an element's bits do not depend on the other rows of b, those of
+    the whole."""
+    parts = [
+        product(a, b.part(rows), None if bias is None else bias[rows], out) for rows in panels(b.shape[0], b.shape[1])
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +90,9 @@ class Stacked:
     """E matrices [N, K] of one shape and format, in one storage: the weights of a layer's experts.
 
     data [E, N, K]; quantized: E4M3 or another format of `spec`, with scale [E, block rows, block columns] float32. Else
-    a plain type, without scale and spec. `prepared`: every matrix as `Ops.prepare` returned it, if it was prepared.
-    `bias` [E, N]: what a forward's product adds, if anything; a stack that is made of this one has none.
+    a plain type, without scale and spec. With `common` [E, 1] they are `Nibbles`: data [E, N, K / 2] and scale uint8.
+    `prepared`: every matrix as `Ops.prepare` returned it, if it was prepared. `bias` [E, N]: what a forward's product
+    adds, if anything; a stack that is made of this one has none.
     """
 
     data: Tensor
@@ -72,39 +100,42 @@ class Stacked:
     spec: QuantSpec | None = None
     prepared: tuple[Prepared, ...] | None = None
     bias: Tensor | None = None
+    common: Tensor | None = None
 
     @staticmethod
-    def of(matrices: Iterable[Operand], count: int) -> "Stacked":
+    def of(matrices: Iterable[Kept], count: int) -> "Stacked":
         """Copies of `count` matrices, taken one after the other."""
         stacked: Stacked | None = None
         for index, matrix in enumerate(matrices):
             if stacked is None:
                 stacked = Stacked._like(matrix, count)
-            parts = (matrix.data, matrix.scale) if isinstance(matrix, QTensor) else (matrix,)
-            for target, part in zip((stacked.data, stacked.scale), parts):
+            for target, part in zip((stacked.data, stacked.scale, stacked.common), tensors_of(matrix)):
                 assert target is not None
                 target[index].copy_(part)
         assert stacked is not None
         return stacked
 
     @staticmethod
-    def _like(matrix: Operand, count: int) -> "Stacked":
+    def _like(matrix: Kept, count: int) -> "Stacked":
+        data, *scales = (part.new_empty((count, *part.shape)) for part in tensors_of(matrix))
         if isinstance(matrix, Tensor):
-            return Stacked(matrix.new_empty((count, *matrix.shape)))
-        data, scale = (part.new_empty((count, *part.shape)) for part in (matrix.data, matrix.scale))
-        return Stacked(data, scale, matrix.spec)
+            return Stacked(data)
+        return Stacked(data, scales[0], matrix.spec, common=scales[1] if isinstance(matrix, Nibbles) else None)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return (self.data.shape[0], self.data.shape[1], self.data.shape[2])
+        columns = self.data.shape[2] if self.common is None else 2 * self.data.shape[2]
+        return (self.data.shape[0], self.data.shape[1], columns)
 
     @cached_property
-    def experts(self) -> tuple[Operand, ...]:
+    def experts(self) -> tuple[Kept, ...]:
         """Every matrix as an operand over this storage; the same objects every time."""
         if self.prepared is not None:
             return tuple(weight_of(matrix) for matrix in self.prepared)
         if self.scale is None or self.spec is None:
             return self.data.unbind(0)
+        if self.common is not None:
+            return tuple(map(Nibbles, self.data.unbind(0), self.scale.unbind(0), self.common.unbind(0)))
         return tuple(QTensor(data, scale, self.spec) for data, scale in zip(self.data.unbind(0), self.scale.unbind(0)))
 
     @property
@@ -124,6 +155,14 @@ class Stacked:
         scale = None if self.scale is None else self.scale.transpose(1, 2)
         return Stacked(self.data.transpose(1, 2), scale, None if self.spec is None else self.spec.transpose())
 
-    def map(self, change: Callable[[Operand], Operand]) -> "Stacked":
+    def map(self, change: Callable[[Kept], Operand]) -> "Stacked":
         """Every matrix changed, in a new storage."""
         return Stacked.of((change(matrix) for matrix in self.experts), len(self.experts))
+
+    def values(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Some rows and columns of every expert's nibbles, dequantized: float32 [E, rows, columns]."""
+        assert self.scale is not None
+        assert self.common is not None
+        start, stop, _ = columns.indices(self.shape[2])
+        scale = unpacked_scales(self.scale[:, rows, start // GROUP : stop // GROUP], self.common.unsqueeze(2))
+        return unpacked(self.data[:, rows, start // 2 : stop // 2]).float() * scale.repeat_interleave(GROUP, 2)

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels.codes import decode
-from isobit.kernels.matrices import Operand, Prepared, values, weight_of
+from isobit.kernels.matrices import Operand, Prepared, by_rows, values, weight_of
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
 from isobit.kernels.reference.pointwise import bounded, inner
 from isobit.kernels.reference.sampling import scaled
 from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
-from isobit.precision import QTensor, QuantSpec, expand_scale
+from isobit.precision import Nibbles, QTensor, QuantSpec, expand_scale
 
 
 class SeparateOps(ReferenceOps):
@@ -59,6 +59,8 @@ class SeparateOps(ReferenceOps):
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is float32: the
         output head's logits are BF16."""
+        if isinstance(b, Nibbles):
+            return by_rows(self.product, a, b, bias, out)
         b = weight_of(b)
         if isinstance(a, QTensor) and isinstance(b, QTensor):
             total = _scaled_blocks(a, b)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Activation, Heads, KVStore, Layout, Operand, Ops, plain, unwatched
+from isobit.kernels import Activation, Heads, KVStore, Layout, Operand, Ops, input_gradient, plain, unwatched
 from isobit.model import low_rank
 from isobit.model.weights import Vector, Weight, copy_spec, has_own_copy
 from isobit.precision import QTensor, QuantSpec, quantize_with_scale
@@ -205,7 +205,7 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops, out: torch.dtype) -> Tensor:
             name = f"transposed {weight.name}"
             transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, name)
         return ops.gradient_product(quantized, transposed, out)
-    return ops.gradient_product(dy, plain(working, dy.dtype).t(), out)
+    return input_gradient(ops, dy, working, out)
 
 
 def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Operand, Ops, Stacked, plain, unwatched
+from isobit.kernels import Operand, Ops, Stacked, grouped_input_gradient, plain, unwatched
 from isobit.model import autograd
 from isobit.model.autograd import ALONG_INPUTS
 from isobit.model.weights import Weight, has_own_copy
@@ -150,8 +150,7 @@ def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tenso
             spec, name = stacked.spec, f"transposed {_name(weight)}"
             transposed = transposed.map(lambda w: ops.quantize(plain(w, torch.float32).contiguous(), spec, name))
         return ops.grouped_product(quantized, transposed, offsets, dy.dtype)
-    values = stacked if stacked.spec is None else stacked.map(lambda w: plain(w, dy.dtype))
-    return ops.grouped_product(dy, values.transpose(), offsets, dy.dtype)
+    return grouped_input_gradient(ops, dy, stacked, offsets)
 
 
 def _weight_gradients(

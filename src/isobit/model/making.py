@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.kernels import Operand, Ops, Stacked
+from isobit.kernels import Kept, Ops, Stacked
 from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter
 from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight, working_vector
 from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
-from isobit.precision import Flow, Format, Precision
+from isobit.precision import Flow, Format, Nibbles, Precision, QTensor, QuantSpec, nibbles
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
 """The parts made so far, by layer and flow; uses with the same flow share them."""
@@ -34,6 +34,11 @@ class Sources:
     def leaf(self, master: Tensor) -> Tensor:
         """That through which the gradient of a master returns."""
         return master if self.adapter is None else NO_MASTER
+
+    def kept(self, quantized: QTensor, master: Tensor, dgrad: str) -> Kept:
+        """A quantized weight as it is stored: what nothing writes again in nibbles, where these hold it."""
+        frozen = self.adapter is not None and in_nibbles(quantized.spec, quantized.shape, dgrad)
+        return nibbles.packed(quantized, master.detach()) if frozen else quantized
 
     def low_rank(self, name: str, flow: Flow) -> tuple[LowRank, ...]:
         """The adapters of a weight, their working factors in the compute format."""
@@ -59,6 +64,12 @@ def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[Low
 
     pairs = [(one, tuple(map(factor, one.masters))) for one in adapter.of(name)]
     return tuple(LowRank(a, b, one.lo, one.hi, adapter.scale) for one, (a, b) in pairs)
+
+
+def in_nibbles(spec: QuantSpec, shape: tuple[int, ...], dgrad: str) -> bool:
+    """Whether a frozen weight of this shape is stored with two codes to a byte. An FP8 DGrad quantizes the transposed
+    weight again, so it needs the whole."""
+    return dgrad != "fp8" and nibbles.holds(spec, shape)
 
 
 def make_working(
@@ -92,7 +103,9 @@ def _prepared(part: Layer | Outside, ops: Ops) -> Any:
     """The same with every linear layer's weight prepared for `ops`."""
 
     def change(part: Weight | Vector) -> Weight | Vector:
-        return replace(part, prepared=ops.prepare(part.working)) if isinstance(part, Weight) else part
+        if not isinstance(part, Weight) or isinstance(part.working, Nibbles):  # of nibbles there are no packs
+            return part
+        return replace(part, prepared=ops.prepare(part.working))
 
     return map_parts(part, change)
 
@@ -108,13 +121,13 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
     prefix, masters, leaf = f"layers.{index}.", sources.masters, sources.leaf
     dgrad, wgrad = precision.backward(index, config.num_layers)
 
-    def made_of(name: str, master: Tensor) -> Operand:
+    def made_of(name: str, master: Tensor) -> Kept:
         spec = precision.linear_flow(flow, name.rpartition(".")[2]).weight
-        if spec is not None:
-            return ops.quantize(master.detach(), spec, prefix + name)
-        return master.detach().to(flow.compute.dtype, copy=True)
+        if spec is None:
+            return master.detach().to(flow.compute.dtype, copy=True)
+        return sources.kept(ops.quantize(master.detach(), spec, prefix + name), master, dgrad)
 
-    def weight(name: str, master: Tensor, working: Operand | None = None) -> Weight:
+    def weight(name: str, master: Tensor, working: Kept | None = None) -> Weight:
         bias = masters.get(f"{prefix}{name}_bias")
         rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
         operand = made_of(name, master) if working is None else working
@@ -136,7 +149,7 @@ def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: So
         def stacked(role: str) -> tuple[Stacked, list[Weight]]:
             names, leaves = [f"experts.{number}.{role}" for number in range(count)], []
 
-            def matrices() -> Iterator[Operand]:
+            def matrices() -> Iterator[Kept]:
                 for name in names:
                     master = masters[prefix + name]
                     leaves.append(leaf(master))

@@ -20,7 +20,7 @@ from isobit.model.model import Model
 from isobit.model.peft import base_of, brings_tokenizer, read_peft
 from isobit.model.tokenizer import Tokenizer
 from isobit.model.working import made_like
-from isobit.precision import Precision
+from isobit.precision import Nibbles, Precision
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tupl
             a, b = (adapter.tensors[factor].to(update.device).double() for factor in one.masters)
             update[one.lo : one.hi] = adapter.scale * (b @ a)
         masters[name].copy_(before + update)
-        old, new = working[name], made_like(working[name], masters[name], model.ops, name)
+        old = working[name]
+        assert not isinstance(old, Nibbles)  # nothing is frozen here
+        new = made_like(old, masters[name], model.ops, name)
         error = plain(new, torch.float32).double() - plain(old, torch.float32).double() - update
         sums += torch.stack([_square(part) for part in (before, update, error)]).cpu()
     model.sync()

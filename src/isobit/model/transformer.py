@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.kernels import KVStore, Layout, Operand, Ops, Prepared, separate_ops
+from isobit.kernels import Kept, KVStore, Layout, Ops, Prepared, separate_ops, tensors_of
 from isobit.kernels.truncation import Context, Truncation
 from isobit.model.checksums import Checksums
 from isobit.model.config import ModelConfig
@@ -35,7 +35,7 @@ from isobit.model.serving import Serving, Several
 from isobit.model.shapes import parameter_shapes
 from isobit.model.weight_sync import Receiver
 from isobit.model.weights import Vector, Weight
-from isobit.model.working import Working, map_parts, nbytes, remake, tensors_of
+from isobit.model.working import Working, map_parts, nbytes, remake
 from isobit.precision import Precision
 
 USES = ("rollout", "learner")
@@ -273,7 +273,7 @@ class Transformer:
         """The output head [vocabulary, hidden], prepared for products."""
         return self._working[use].outside.head.prepared
 
-    def rollout_tensors(self) -> list[tuple[str, Operand]]:
+    def rollout_tensors(self) -> list[tuple[str, Kept]]:
         """(name, working tensor) of each that the rollout stores, in an order that depends on the model alone."""
         return [(name, operand) for name, operand, _ in self._working["rollout"].tensors()]
 
@@ -332,7 +332,7 @@ class Transformer:
             whose = "" if self._receiver is None else f"the {use}'s "
             for kind, second, tensors in (("working weight", "scales", stored), ("packed weight", "values", packed)):
                 for key, parts in tensors.items():
-                    for what, part in zip(("", f" ({second})"), parts):
+                    for what, part in zip(("", f" ({second})", " (their common factor)"), parts):
                         if part is not None and not part.is_mkldnn:
                             found.setdefault(part.data_ptr(), (f"{whose}{kind} {names[key]}{what}", part))
         return dict(found.values())

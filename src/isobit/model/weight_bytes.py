@@ -13,10 +13,9 @@ from torch import Tensor
 
 from isobit.distributed.weights import as_bytes, part_of
 from isobit.errors import RunFailed
-from isobit.kernels import Operand
+from isobit.kernels import Kept, tensors_of
 from isobit.model.transformer import Transformer
 from isobit.model.weight_sync import poison
-from isobit.model.working import tensors_of
 
 
 def weight_bytes(transformer: Transformer) -> dict[str, Tensor]:
@@ -47,9 +46,9 @@ def take_weights(transformer: Transformer, buffers: Mapping[str, Tensor], versio
     transformer.received(version)
 
 
-def _parts(transformer: Transformer) -> dict[str, list[Operand]]:
+def _parts(transformer: Transformer) -> dict[str, list[Kept]]:
     """What travels together: a layer; the embedding, the last norm and the head alone."""
-    found: dict[str, list[Operand]] = {}
+    found: dict[str, list[Kept]] = {}
     tensors = transformer.rollout_tensors()
     for part, group in groupby(tensors, lambda named: part_of(named[0])):
         found.setdefault(part, []).extend(operand for _, operand in group)

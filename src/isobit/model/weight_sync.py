@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from isobit.errors import RunFailed
-from isobit.kernels import Operand, Ops
+from isobit.kernels import Kept, Operand, Ops, tensors_of
 from isobit.model.masters import Masters
 from isobit.model.weights import working_vector
-from isobit.model.working import Working, nbytes, remake, tensors_of, write
+from isobit.model.working import Working, nbytes, remake, write
 from isobit.precision import QTensor
 
 _LARGEST_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "e4m3": 0.1}
@@ -32,7 +32,7 @@ class Receiver:
         """Overwrite the copies of these masters; `ops`, the learner's, quantize them, and `multiplying`, the rollout's,
         pack them. Raises RunFailed, naming the tensor, if one arrives broken: the rows that this rank keeps are
         compared with their masters, the others must be there."""
-        tensors = [(name, buffer) for name, buffer, _ in working.tensors() if name in names]
+        tensors = list(working.written(names))
         for _, buffer in tensors:
             poison(buffer)
         remake([working], ops, masters, names, self.transfer, multiplying)
@@ -50,7 +50,7 @@ class Receiver:
         write(buffer, source)
 
 
-def poison(buffer: Operand) -> None:
+def poison(buffer: Kept) -> None:
     """Make every element NaN."""
     for tensor in tensors_of(buffer):
         if tensor.element_size() == 1:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from isobit.distributed.weights import Stored, share_rows
-from isobit.kernels import Activation, Operand, Ops, Packed, Stacked
+from isobit.kernels import Activation, Kept, Operand, Ops, Packed, Stacked, tensors_of
 from isobit.model.masters import Masters
 from isobit.model.weights import LowRank, Vector, Weight, working_vector
-from isobit.precision import Flow, QTensor
+from isobit.precision import Flow, Nibbles, QTensor
 from isobit.precision.quantize import largest_of, quantize_part
 
 
@@ -115,7 +115,7 @@ class Working:
         """Every weight and vector, which stay what they are: a sync writes into their tensors."""
         return tuple(_parts((self.outside, *self.layers)))
 
-    def tensors(self) -> Iterator[tuple[str, Operand, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Kept, Tensor]]:
         """(name, working tensor, master) of each that is stored, once."""
         seen: set[int] = set()
         for part in self._all:
@@ -123,6 +123,13 @@ class Working:
                 if id(working) not in seen:
                     seen.add(id(working))
                     yield name, working, master
+
+    def written(self, names: Collection[str]) -> Iterator[tuple[str, Operand]]:
+        """(name, working tensor) of each that a sync makes of these masters; nibbles are frozen."""
+        for name, working, _ in self.tensors():
+            if name in names:
+                assert not isinstance(working, Nibbles)
+                yield name, working
 
     @cached_property
     def offsets(self) -> Mapping[str, float]:
@@ -154,7 +161,7 @@ def remake(
     finds NaN or infinity.
     """
     uses = list(uses)
-    targets = {id(t): (name, t) for use in uses for name, t, _ in use.tensors() if name in names}
+    targets = {id(t): (name, t) for use in uses for name, t in use.written(names)}
     shards = masters.shards
     largest = _largest(targets.values(), masters)
     offsets = {name: offset for use in uses for name, offset in use.offsets.items()}
@@ -249,14 +256,9 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
     return value
 
 
-def nbytes(operand: Operand) -> int:
+def nbytes(operand: Kept) -> int:
     """Bytes of a working tensor, scales included."""
-    return operand.nbytes if isinstance(operand, QTensor) else operand.numel() * operand.element_size()
-
-
-def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
-    """The tensors of an operand: itself, or codes and scales."""
-    return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
+    return operand.numel() * operand.element_size() if isinstance(operand, Tensor) else operand.nbytes
 
 
 def _parts(value: object) -> Iterator[Weight | Vector]:
@@ -272,7 +274,7 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
         yield from _parts(tuple(vars(value).values()))
 
 
-def _stored(value: Weight | Vector) -> Iterator[tuple[str, Operand, Tensor]]:
+def _stored(value: Weight | Vector) -> Iterator[tuple[str, Kept, Tensor]]:
     yield value.name, value.working, value.master
     if isinstance(value, Weight) and value.bias is not None and value.bias_master is not None:
         yield f"{value.name}_bias", value.bias, value.bias_master

@@ -19,10 +19,11 @@ from isobit.distributed.shards import MOMENT_BLOCK
 from isobit.model import ModelConfig
 from isobit.model.adapter import targeted
 from isobit.model.low_rank import factor_shapes
+from isobit.model.making import in_nibbles
 from isobit.model.masters import MASTERS
 from isobit.model.shapes import parameter_shapes
 from isobit.plan.job import Job
-from isobit.precision import Flow, Precision, QuantSpec
+from isobit.precision import E2M1, Flow, Precision, QuantSpec, nibbles
 from isobit.precision.flow import LINEAR_LAYERS
 from isobit.rl.optim_8bit import quantizable
 
@@ -70,7 +71,7 @@ def memory(job: Job) -> Memory:
     adapter, trained = job.config.adapter, job.config.optimizer.masters
     size, shard = weights(job.model, job.precision, adapter=adapter), largest_share(job.model, job.ranks, adapter)
     weighing = [
-        ("working weights in FP8, with scales", size.quantized),
+        (_weights_label(job), size.quantized),
         ("working weights in the compute format", size.plain),
         ("routers in FP32", size.router),
         ("working weights of the learner alone", size.own),
@@ -108,6 +109,14 @@ def memory(job: Job) -> Memory:
     label, size_out = _rolling_out(job)
     awake = (f"{label}, keys and values", size_out + sum(each for _, each in cache))
     return Memory(tuple(held), (_learning(job), awake), tokens, longest)
+
+
+def _weights_label(job: Job) -> str:
+    spec = job.precision.rollout.weight
+    if spec is None or spec.format is not E2M1:
+        return "working weights in FP8, with scales"
+    packed = job.config.adapter is not None and nibbles.holds(spec, (16, job.model.hidden_size))
+    return f"working weights in FP4, {'two codes' if packed else 'one code'} to a byte, with scales"
 
 
 def _fraction(job: Job, shard: float) -> float:
@@ -159,10 +168,11 @@ def weights(
     for (layer, role, shape), count in masters(config).items():
         rollout, learner = (precision.flow(use, layer, config.num_layers) for use in ("rollout", "learner"))
         exact = role in vectors
-        kind, size = _working(role, shape, learner if frozen else rollout, precision, exact)
+        dgrad = None if adapter is None else precision.backward(layer or 0, config.num_layers)[0]
+        kind, size = _working(role, shape, learner if frozen else rollout, precision, exact, dgrad)
         found[kind] += count * size
         if not frozen and not (precision.shared and rollout == learner):
-            found["own"] += count * _working(role, shape, learner, precision, exact)[1]
+            found["own"] += count * _working(role, shape, learner, precision, exact, dgrad)[1]
     if adapter is not None:
         factors = adapter_bytes(config, precision, adapter)
         found["plain"] += factors
@@ -175,13 +185,18 @@ def adapter_bytes(config: ModelConfig, precision: Precision, adapter: AdapterCon
     return float(precision.rollout.compute.itemsize * num_parameters(config, adapter))
 
 
-def _working(role: str, shape: tuple[int, ...], flow: Flow, precision: Precision, exact: bool) -> tuple[str, float]:
-    """(kind, bytes) of one working weight; `exact`: it is float32 in any case."""
+def _working(
+    role: str, shape: tuple[int, ...], flow: Flow, precision: Precision, exact: bool, dgrad: str | None
+) -> tuple[str, float]:
+    """(kind, bytes) of one working weight; `exact`: it is float32 in any case; `dgrad`: how that runs beside an
+    adapter, None without."""
     count = math.prod(shape)
     if role in ("router", "router_bias"):
         return "router", 4.0 * count
     if role in LINEAR_LAYERS:
         spec = precision.linear_flow(flow, role).weight
+        if spec is not None and dgrad is not None and in_nibbles(spec, shape, dgrad):
+            return "quantized", nibbles.nbytes(shape[0], shape[1])
         if spec is not None:
             return "quantized", quantized_bytes(shape[0], shape[1], spec)
     return "plain", float((4 if exact else flow.compute.itemsize) * count)

@@ -3,6 +3,7 @@
 from isobit.plan.devices import GIB
 from isobit.plan.estimate import MOST_RANKS, Estimate, fewest_ranks
 from isobit.plan.memory import gradient_bucket, memory, micro_batch_tokens
+from isobit.precision import E2M1
 
 HEAD_ROOM = 0.1
 """Of the memory: what allocators keep of freed memory, the driver's and collectives' buffers are not in the plan."""
@@ -65,7 +66,19 @@ def warnings(found: Estimate) -> list[str]:
             f"{left:.1f} s of the gradients' exchange are not hidden behind {learning:.1f} s of learning: sum them in "
             f"a machine first (optimizer.sum_group={job.per_node})"
         )
-    return lines + _cache_warnings(found)
+    return lines + _cache_warnings(found) + _low_warnings(found)
+
+
+def _low_warnings(found: Estimate) -> list[str]:
+    flows = (found.job.precision.rollout, found.job.precision.learner)
+    low = [flow for flow in flows if flow.weight is not None and flow.weight.format is E2M1]
+    if any(flow.activation is not None for flow in low):
+        return [
+            "no kernel for a GPU multiplies FP4 activations yet: leave them in BF16 (precision=nvfp4[activation=bf16])"
+        ]
+    if low:
+        return ["FP4 weights are multiplied in float32 on a GPU, without matrix units: the seconds count those of BF16"]
+    return []
 
 
 def _cache_warnings(found: Estimate) -> list[str]:

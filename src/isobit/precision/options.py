@@ -27,6 +27,7 @@ _FLOW_CHOICES: dict[str, tuple[str, ...]] = {
     "weight_granularity": ("128x128", "1x32", "row", "tensor"),
     "activation_scale": _SCALES,
     "activation_granularity": _ACTIVATIONS,
+    "activation": ("bf16",),  # of all choices that which leaves them unquantized
 }
 _CHOICES: dict[str, tuple[str, ...]] = _FLOW_CHOICES | {
     "dgrad": ("fp8", "bf16"),
@@ -38,6 +39,7 @@ _CHOICES: dict[str, tuple[str, ...]] = _FLOW_CHOICES | {
     "engines": ("shared", "separate"),
     "kv_calibration": ("rollout", "learner"),
 }
+_PLAIN = "activation"
 _COUNTS = ("bf16_first_layers", "bf16_last_layers")
 _NAMES = "bf16_layers"
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -54,8 +56,9 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
 
     Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated | int8),
     `query` (bf16 | e4m3 | e4m3-calibrated), `kv_scale`, `weight_scale`, `activation_scale` (fp32 | ue8m0),
-    `weight_granularity` (128x128 | 1x32 | row | tensor), `activation_granularity` (1x128 | row | tensor ...). Of the
-    whole: `dgrad`, `wgrad` (fp8 | bf16), `wgrad_activation` (requantized | own-copy), `gradient_scale`,
+    `weight_granularity` (128x128 | 1x32 | row | tensor), `activation_granularity` (1x128 | row | tensor ...),
+    `activation` (bf16: weights alone are quantized, where the backward is not). Of the whole: `dgrad`, `wgrad`
+    (fp8 | bf16), `wgrad_activation` (requantized | own-copy), `gradient_scale`,
     `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`
     (some of qkv, o, gate_up, down), `engines` (shared | separate), `kv_calibration` (rollout | learner),
     `kv_percentile`, `kv_margin`, `kv_calibration_prompts`. The name of the result, such as `fp8[wgrad=bf16]`, is
@@ -155,7 +158,10 @@ def _apply(precision: Precision, options: Mapping[str, Any]) -> Precision:
             f"precision.{_NAMES}: preset {precision.name!r} quantizes no linear layer; start from an fp8 preset"
         )
     for use in _USES:
-        flows[use] = _change_flow(flows[use], {**options, **options.get(use, {})}, precision.name, linear)
+        own = {**options, **options.get(use, {})}
+        if _PLAIN in own:
+            _check_plain(precision, own)
+        flows[use] = _change_flow(flows[use], own, precision.name, linear)
     changed = replace(precision, **flows)
     changed = replace(
         changed,
@@ -171,6 +177,17 @@ def _apply(precision: Precision, options: Mapping[str, Any]) -> Precision:
     if options.get("wgrad_activation") == "own-copy" and changed.wgrad != "fp8":
         raise IsobitError("precision.wgrad_activation: own-copy is for a WGrad in FP8; set wgrad: fp8")
     return replace(changed, calibration=_calibration(changed, options))
+
+
+def _check_plain(precision: Precision, options: Mapping[str, Any]) -> None:
+    """Raise IsobitError where activations cannot stay in the compute format."""
+    if precision.gradient is not None:
+        raise IsobitError(
+            f"precision.{_PLAIN}: bf16 is for flows whose backward is not quantized, such as nvfp4; "
+            f"{precision.name} quantizes gradients"
+        )
+    if beside := [key for key in options if key.startswith("activation_")]:
+        raise IsobitError(f"precision.{beside[0]}: activations stay in bf16, by precision.{_PLAIN}; leave one out")
 
 
 def _gradient(precision: Precision, options: Mapping[str, Any]) -> QuantSpec | None:
@@ -210,7 +227,7 @@ def _calibration(precision: Precision, options: Mapping[str, Any]) -> Calibratio
 
 def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bool) -> Flow:
     """Quantized operands as the options say; a plain operand stays plain."""
-    touched = [key for key in options if key.startswith(("weight_", "activation_"))]
+    touched = [key for key in options if key.startswith(("weight_", "activation"))]
     if touched and not linear:
         raise IsobitError(
             f"precision.{touched[0]}: preset {preset!r} quantizes no linear layer; start from an fp8 preset"
@@ -219,6 +236,7 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
         None if spec is None else _change_spec(spec, options, role)
         for spec, role in ((flow.weight, "weight"), (flow.activation, "activation"))
     )
+    activation = None if _PLAIN in options else activation
     kv, query = flow.kv, flow.query
     if "kv_cache" in options:
         kv = _kv_spec(options["kv_cache"], kv, activation)

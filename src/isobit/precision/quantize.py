@@ -168,9 +168,14 @@ def two_level_scales(amax: Tensor, spec: QuantSpec) -> Tensor:
     block's largest element may exceed the format's maximum by a little, and is clamped.
     """
     largest = amax.amax(1, keepdim=True) if spec.scale == "nvfp4-row" else amax.amax().reshape(1, 1)
-    common = torch.where(largest > 0, largest / (spec.format.max * E4M3.max), 1.0).clamp(min=_SMALLEST_SCALE)
+    common = common_scale(largest, spec)
     ratio = (amax / spec.format.max / common).clamp(2.0**-9, E4M3.max)
     return torch.where(amax == 0, 1.0, ratio.to(E4M3.dtype).float() * common)
+
+
+def common_scale(largest: Tensor, spec: QuantSpec) -> Tensor:
+    """The g of NVFP4's scales, of the largest magnitudes of tensors or rows."""
+    return torch.where(largest > 0, largest / (spec.format.max * E4M3.max), 1.0).clamp(min=_SMALLEST_SCALE)
 
 
 def quantize_part(x: Tensor, spec: QuantSpec, largest: float, name: str = "tensor") -> QTensor:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels.types import Activation
-from isobit.precision import QTensor
+from isobit.precision import Nibbles, QTensor
 
-KINDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3, torch.int8: 4}
-"""`enum Kind` of native.h."""
+KINDS = {
+    torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e5m2: 3, torch.int8: 4, torch.uint8: 5,
+}  # fmt: skip
+"""`enum Kind` of native.h; uint8 are nibbles."""
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "swiglu_clamped": 2}
@@ -31,7 +33,7 @@ class ProductArguments(ctypes.Structure):
         ("kind_a", _I), ("m", _I), ("n", _I), ("k", _I), ("a", _P), ("a_row", _I), ("a_column", _I),
         ("kind_b", _I), ("packed", _P), ("bias", _P), ("bias_kind", _I), ("out", _P), ("out_kind", _I),
         ("threads", _I), ("scaled", _I), ("scale_a", _I * 5), ("scale_b", _I * 5),
-        ("isa", _I),
+        ("isa", _I), ("small_scales", _P), ("common", _P),
     ]  # fmt: skip
 
 
@@ -40,12 +42,21 @@ def product_arguments(
 ) -> ProductArguments:
     """Of left [M, K] times right [N, K], which is packed in `panels`, plus a contiguous bias [N], into result [M, N];
     scales are left to be set. The tensors must live until the call."""
-    assert left.shape[1] == right.shape[1], f"product of {tuple(left.shape)} and {tuple(right.shape)}"
+    inner = 2 * right.shape[1] if right.dtype == torch.uint8 else right.shape[1]
+    assert left.shape[1] == inner, f"product of {tuple(left.shape)} and {tuple(right.shape)}"
     return ProductArguments(
         KINDS[left.dtype], *result.shape, left.shape[1], left.data_ptr(), *left.stride(),
         KINDS[right.dtype], panels.data_ptr(), None if bias is None else bias.data_ptr(),
         0 if bias is None else KINDS[bias.dtype], result.data_ptr(), KINDS[result.dtype], torch.get_num_threads(),
     )  # fmt: skip
+
+
+def nibble_arguments(left: Tensor, right: Nibbles, bias: Tensor | None, result: Tensor) -> ProductArguments:
+    """The same with a right that is read as it is stored, and has its scales."""
+    assert all(part.is_contiguous() for part in right.tensors)
+    found = product_arguments(left, right.codes, right.codes, bias, result)
+    found.small_scales, found.common = right.scales.data_ptr(), right.common.data_ptr()
+    return found
 
 
 def grid(x: QTensor) -> tuple[int, ...]:

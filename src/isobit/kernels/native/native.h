@@ -14,7 +14,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-enum Kind : int64_t { E4M3 = 0, BF16 = 1, FP32 = 2, E5M2 = 3, INT8 = 4 };
+enum Kind : int64_t { E4M3 = 0, BF16 = 1, FP32 = 2, E5M2 = 3, INT8 = 4, E2M1 = 5 };
 
 // ---- decoding ----
 
@@ -64,6 +64,13 @@ INLINE f32x16 decode(const int8_t* p) {
 #endif
 }
 INLINE f32x16 decode_off(const int8_t* p) { return decode(p); }
+
+// The E4M3 codes of E2M1's, which are in the low four bits: sign, two bits of exponent, one of mantissa; 0.5 is the only
+// subnormal number.
+INLINE u8x16 e4m3_of_e2m1(u8x16 code) {
+    u8x16 magnitude = code & 7, small = (u8x16)(magnitude < 2);
+    return ((((magnitude << 2) + 0x30) & ~small) | ((magnitude * 0x30) & small)) | ((code & 8) << 4);
+}
 
 // What `decode_off` leaves for the scale: E4M3 codes are off by 2^8, INT8's are as they should be.
 template <class T> constexpr float OFF = 1.0f;

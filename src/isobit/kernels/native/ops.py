@@ -16,16 +16,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, values, weight_of
+from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, by_rows, values, weight_of
 from isobit.kernels.native.build import BuildFailed, origin
-from isobit.kernels.native.interface import ALL_KEYS, KINDS, PLAIN, AttentionArguments, grid, pointer, product_arguments
+from isobit.kernels.native.interface import (
+    ALL_KEYS,
+    KINDS,
+    PLAIN,
+    AttentionArguments,
+    grid,
+    nibble_arguments,
+    pointer,
+    product_arguments,
+)
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.native.rows import RowOperators, check_rows
 from isobit.kernels.reference.attention import assert_whole
 from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.reference.tdp32 import computes
 from isobit.kernels.types import KVStore, Layout, Temperature
-from isobit.precision import BLOCK, QTensor
+from isobit.precision import BLOCK, Nibbles, QTensor
+from isobit.precision.nibbles import GROUP
 
 _KINDS = {torch.float8_e4m3fn: KINDS[torch.float8_e4m3fn], **PLAIN}
 _CODES = (torch.float8_e4m3fn, torch.int8)
@@ -74,6 +84,8 @@ class NativeOps(RowOperators):
         return kept or Packed(weight, panels)
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+        if isinstance(b, Nibbles):
+            return self._nibble_product(a, b, bias, out)
         if self._fast:
             return self._fast_product(a, b, bias, out)
         if self._ordered is not None:
@@ -88,8 +100,8 @@ class NativeOps(RowOperators):
         return self._product(values(a), None, values(b), None, None if isinstance(b, QTensor) else panels, bias, out)
 
     def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
-        bounds = offsets.tolist()
-        if self._ordered is None or not bounds[-1] or not computes(a, weights.experts[0]):
+        bounds, first = offsets.tolist(), weights.experts[0]
+        if self._ordered is None or not bounds[-1] or isinstance(first, Nibbles) or not computes(a, first):
             return super().grouped_product(a, weights, offsets, out)
         return self._ordered.grouped_product(a, weights, bounds, out)
 
@@ -109,6 +121,23 @@ class NativeOps(RowOperators):
             assert _blocks_are_native(scales_b)
             arguments.scaled = 1
             arguments.scale_a[:], arguments.scale_b[:] = grid(scales_a), grid(scales_b)
+        self._lib.isobit_product(ctypes.byref(arguments))
+        return result
+
+    def _nibble_product(self, a: Operand, b: Nibbles, bias: Tensor | None, out: torch.dtype) -> Tensor:
+        """With b decoded where it is read, in the order of the same codes a byte each; by parts where they have others:
+        against scales that are not for 16 columns, and under `fast`."""
+        data = a.data if isinstance(a, QTensor) else a
+        plain = [out] if bias is None else [out, bias.dtype]
+        fits = a.block[1] == GROUP if isinstance(a, QTensor) else True
+        if self._fast or not fits or data.dtype not in _KINDS or any(dtype not in PLAIN for dtype in plain):
+            return by_rows(self.product, a, b, bias, out)
+        result = torch.empty((a.shape[0], b.shape[0]), dtype=out)
+        bias = None if bias is None else bias.contiguous()
+        arguments = nibble_arguments(data, b, bias, result)
+        if isinstance(a, QTensor):
+            arguments.scaled = 1
+            arguments.scale_a[:] = grid(a)
         self._lib.isobit_product(ctypes.byref(arguments))
         return result
 
@@ -135,7 +164,7 @@ class NativeOps(RowOperators):
                 old.copy_(new)
         return kept
 
-    def _fast_product(self, a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    def _fast_product(self, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype) -> Tensor:
         left = self.dequantize(a) if isinstance(a, QTensor) else a
         packed, b = b if isinstance(b, Packed) else None, weight_of(b)
         if packed is not None and packed.values is not None:

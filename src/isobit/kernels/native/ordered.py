@@ -19,7 +19,7 @@ from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, values, 
 from isobit.kernels.native.build import differing, library
 from isobit.kernels.native.interface import KINDS, PLAIN, ProductArguments, grid, product_arguments
 from isobit.kernels.reference.tdp32 import has_block_scales
-from isobit.precision import QTensor
+from isobit.precision import Nibbles, QTensor
 
 ISAS = ("portable", "neon", "avx2", "avx512", "amx")
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
@@ -59,7 +59,7 @@ class OrderedProducts:
         panels = self._pack(data, None if kept is None else kept.panels)
         return kept or Packed(weight, panels)
 
-    def product(self, a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    def product(self, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype) -> Tensor:
         """As `Ops.product`."""
         result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
         arguments, _kept = self._arguments(a, b, bias, result)
@@ -82,6 +82,7 @@ class OrderedProducts:
         self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
     ) -> tuple[ProductArguments, tuple[object, ...]]:
         """What C++ takes, and what must live as long."""
+        assert not isinstance(b, Nibbles)  # their scales are no powers of two
         panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
         blocks = has_block_scales(a, b)
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))

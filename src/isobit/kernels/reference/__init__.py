@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.composed import Composed
-from isobit.kernels.matrices import Operand, Prepared, weight_of
+from isobit.kernels.matrices import Operand, Prepared, by_rows, weight_of
 from isobit.kernels.reference import (
     attention,
     attention32,
@@ -17,7 +17,7 @@ from isobit.kernels.reference import (
     tdp32,
 )
 from isobit.kernels.types import Activation, KVStore, Layout, Temperature
-from isobit.precision import QTensor, QuantSpec, quantize
+from isobit.precision import Nibbles, QTensor, QuantSpec, quantize
 
 ORDERS = {"exact": "exact", "bitwise": f"{tdp32.ORDER}+{rows32.ORDER}", "fast": "libraries"}
 """Of products, and of sums within a row, on a CPU, by `consistency`."""
@@ -42,10 +42,13 @@ class ReferenceOps(Composed):
         return quantize(x, spec, name)
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
+        if isinstance(b, Nibbles):
+            return by_rows(self.product, a, b, bias, out)
+        b = weight_of(b)
         if self.consistency == "fast":
             return product.fast_product(a, b, bias, out)
-        if self.consistency == "bitwise" and tdp32.computes(a, weight_of(b)):
-            return tdp32.product(a, weight_of(b), bias, out)
+        if self.consistency == "bitwise" and tdp32.computes(a, b):
+            return tdp32.product(a, b, bias, out)
         return product.product(a, b, bias, out)
 
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:

@@ -22,20 +22,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels.codes import decode
-from isobit.kernels.matrices import Operand, Prepared, values, weight_of
+from isobit.kernels.matrices import Operand, values
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import product_sums
 from isobit.precision import BLOCK, E5M2, QTensor, expand_scale
 
 
-def product(a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
+def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
     """a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`: [M, N].
 
     Both operands quantized: blocks, as above. Else a quantized operand is replaced by its dequantized float32
     values, and the sum is plain.
     """
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
-    b = weight_of(b)
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         total = _blocks(a, b)
         return round_once(total if bias is None else total + bias.double(), out)
@@ -49,10 +48,10 @@ def gradient_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     return round_once(values(a).double() @ values(b).double().t(), out)
 
 
-def fast_product(a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
+def fast_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
     """The same product in PyTorch's own arithmetic: BF16 operands and result, unless both operands are plain FP32."""
     left, right = values(a), values(b)
-    if left.dtype != right.dtype or isinstance(a, QTensor) or isinstance(weight_of(b), QTensor):
+    if left.dtype != right.dtype or isinstance(a, QTensor) or isinstance(b, QTensor):
         left, right = left.bfloat16(), right.bfloat16()
     return functional.linear(left, right, None if bias is None else bias.to(left.dtype)).to(out)
 

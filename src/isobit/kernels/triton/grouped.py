@@ -25,6 +25,7 @@ from isobit.kernels.triton.launch import launch, target
 from isobit.kernels.triton.operands import check_blocks, scale_strides
 from isobit.kernels.triton.product import values
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec
+from isobit.precision.nibbles import panels
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
 _SCHEDULED = 64  # tiles that one program of the schedule writes
@@ -89,6 +90,8 @@ def grouped_product(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dt
     """
     assert a.shape[1] == weights.shape[2], f"operands of {a.shape[1]} and {weights.shape[2]} columns"
     assert out in _OUTPUTS, f"a product has no result in {out}"
+    if weights.common is not None:
+        return _nibbles(a, weights, offsets, out)
     y = torch.empty((a.shape[0], weights.shape[1]), dtype=out, device=offsets.device)
     if isinstance(a, QTensor) and weights.spec is not None:
         _block_product(a, weights, offsets, y)
@@ -156,6 +159,20 @@ def sum_of_rows_backward(dy: Tensor, x: Tensor, place: Tensor, gates: Tensor) ->
         dx, dgates, num_warps=4, COLUMNS=columns, SLOTS=slots, BLOCK=triton.next_power_of_2(columns),
     )  # fmt: skip
     return dx, dgates
+
+
+def _nibbles(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+    """Some rows of every expert at a time, dequantized. Tiles are constants, so the bits are those of all at once."""
+    if isinstance(a, QTensor):
+        raise IsobitError("backend: triton multiplies nvfp4 weights with plain activations: choose backend: native")
+    experts, columns, inner = weights.shape
+    left, parts = a.float(), []
+    for rows in panels(columns, experts * inner):
+        bias = None if weights.bias is None else weights.bias[:, rows].contiguous()
+        part = torch.empty((a.shape[0], rows.stop - rows.start), dtype=out, device=offsets.device)
+        _plain_product(left, weights.values(rows), bias, offsets, part)
+        parts.append(part)
+    return torch.cat(parts, 1)
 
 
 def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> None:

@@ -80,6 +80,20 @@ def from_e4m3(code):
 
 
 @triton.jit
+def from_nibbles(pair, k, scale, common):
+    """The values, in float32, of NVFP4 codes two to a byte (uint8), of which an even `k` is in the low half, times
+    scales in E4M3 (uint8) times `common`, where 0 stands for 1: code times scale, rounded once, as `Nibbles` are."""
+    code = (pair >> ((k % 2) * 4).to(tl.uint8)) & 15
+    magnitude = (code & 7).to(tl.int32)
+    # two bits of exponent under a bias of 1, one of mantissa; 0.5 is the only subnormal number
+    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+    # a negation is 0 - value in the interpreter, which would lose the sign of zero
+    word = value.to(tl.uint32, bitcast=True) | ((code & 8).to(tl.uint32) << 28)
+    return word.to(tl.float32, bitcast=True) * tl.where(scale == 0, 1.0, from_e4m3(scale) * common)
+
+
+@triton.jit
 def to_int8(x):
     """float32 within 127 to whole numbers (int8), to nearest even; NaN to any."""
     # 1.5 * 2**23 leaves the rounded number in the last bits

@@ -5,10 +5,12 @@ are float32 in a fixed order where the reference has float64, so products, norms
 differ from the CPU's in the last places, and agree among themselves: a row's bits depend on the row, the weights and
 the position (`tests/kernels/triton`). Under `consistency: fast` products are cuBLAS's.
 
-An operator here never waits for the GPU. So NaN and infinity cannot be raised where they are met: a flag is set,
-results become NaN, and `raise_faults` raises where results are read.
+An operator here never waits for the GPU, except to quantize weights to NVFP4, which PyTorch does, at a sync. So NaN and
+infinity cannot be raised where they are met: a flag is set, results become NaN, and `raise_faults` raises where results
+are read.
 
-Left out: E5M2, MXFP8, NVFP4, and scales by tensor but those of a calibrated cache; `check_precision` refuses them.
+Left out: E5M2, MXFP8, NVFP4 but of weights against plain activations, and scales by tensor but those of a calibrated
+cache; `check_precision` refuses them.
 """
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels.composed import sink_gradients
-from isobit.kernels.matrices import Operand, Prepared, Stacked, values, weight_of
+from isobit.kernels.matrices import Operand, Prepared, Stacked, by_rows, plain, values, weight_of
 from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.triton import (
     attention,
@@ -36,7 +38,9 @@ from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults, target
 from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
-from isobit.precision import E4M3, INT8, ErrorSums, Precision, QTensor, QuantSpec, error_sums
+from isobit.precision import E4M3, INT8, ErrorSums, Nibbles, Precision, QTensor, QuantSpec, error_sums
+from isobit.precision import quantize as reference_quantize
+from isobit.precision.nibbles import NVFP4
 
 _CACHED = (E4M3, INT8)
 """Formats of keys and values; of all else E4M3 alone."""
@@ -47,6 +51,7 @@ _ALLOWED = {
     "keys and values": ("row", "tensor"),
     "queries": ("row",),
 }
+_BESIDES = {"weights": ", and nvfp4 under activation: bf16"}
 
 
 class TritonOps(Ops):
@@ -64,7 +69,8 @@ class TritonOps(Ops):
     def check_precision(self, precision: Precision) -> None:
         specs: list[tuple[str, QuantSpec | None]] = []
         for flow in (precision.rollout, precision.learner):
-            specs += [("weights", flow.weight), ("activations", flow.activation)]
+            decoded = flow.weight == NVFP4 and flow.activation is None and target().fp8
+            specs += [("weights", None if decoded else flow.weight), ("activations", flow.activation)]
             specs += [("keys and values", flow.kv), ("queries", flow.query)]
         specs.append(("output gradients", precision.gradient))
         for role, spec in specs:
@@ -81,7 +87,7 @@ class TritonOps(Ops):
                 names, allowed = " or ".join(form.name for form in forms), " or ".join(_ALLOWED[role])
                 raise IsobitError(
                     f"backend: triton has no kernel for {role} in {spec} (preset {precision.name}): it takes "
-                    f"{names}, {allowed}, with fp32 or ue8m0 scales; use backend: native"
+                    f"{names}, {allowed}, with fp32 or ue8m0 scales{_BESIDES.get(role, '')}; use backend: native"
                 )
 
     def raise_faults(self) -> None:
@@ -91,6 +97,8 @@ class TritonOps(Ops):
         return self._faults.of("keys and values", E4M3 if store.kv is None else store.kv.format)
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
+        if spec == NVFP4:  # of weights alone, at a sync
+            return reference_quantize(x, spec, name)
         return quantize.quantize(x, spec, self._faults.of(name))
 
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
@@ -103,9 +111,12 @@ class TritonOps(Ops):
         return weight
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
-        if self._cublas:
-            return cublas_product(a, weight_of(b), bias, out)
-        return product.product(a, b, bias, out)
+        if not self._cublas:
+            return product.product(a, b, bias, out)
+        if isinstance(b, Nibbles):
+            return by_rows(self.product, a, b, bias, out)
+        b = weight_of(b)
+        return cublas_product(a, plain(b, a.dtype) if isinstance(a, Tensor) else b, bias, out)
 
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
         return product.gradient_product(a, b, out)

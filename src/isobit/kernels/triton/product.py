@@ -4,7 +4,8 @@ FP8 (`block_product`): a block of 128 along K is summed by the matrix unit from 
 added in ascending order in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3). Hopper's FP8 unit aligns the products
 of an instruction and keeps 13 to 14 bits of them (same section), so a block sum is not exact on a GPU. Plain operands
 (`plain_product`): float32 sums over ascending K. Long K over few columns is summed in chunks, as `product_plan.py`
-says. With one operand quantized and one plain, the product is that of the float32 values, as in the reference.
+says. With one operand quantized and one plain, the product is that of the float32 values, as in the reference; nibbles
+are decoded as they are loaded (`nibble_product`), with the bits of `plain_product` over the values.
 
 Tests: tests/kernels/triton/test_product.py. Left out: cuBLAS (`cublas.py`), experts (grouped products).
 """
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.errors import IsobitError
 from isobit.kernels.matrices import Operand, Prepared, values, weight_of
 from isobit.kernels.triton import cublas
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.operands import check_blocks, codes_along_inner, padded, row_stride, scale_strides
-from isobit.kernels.triton.product_kernels import block_product, ordered_sum, plain_product
+from isobit.kernels.triton.product_kernels import block_product, nibble_product, ordered_sum, plain_product
 from isobit.kernels.triton.product_plan import FEW_ROWS, ProductPlan, plan
-from isobit.precision import QTensor
+from isobit.precision import Nibbles, QTensor
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
 _SUM_BLOCK = 1024
@@ -34,6 +36,8 @@ def product(a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtyp
     """
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     assert out in _OUTPUTS, f"a product has no result in {out}"
+    if isinstance(b, Nibbles):
+        return _nibbles(a, b, bias, out)
     b = weight_of(b)
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return _blocks(a, b, bias, out)
@@ -82,6 +86,16 @@ def _plain(a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype) -> Tenso
         (row_stride(a), a.stride(1), row_stride(b), b.stride(1)),
         constants,
     )
+
+
+def _nibbles(a: Operand, b: Nibbles, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    if isinstance(a, QTensor):
+        raise IsobitError("backend: triton multiplies nvfp4 weights with plain activations: choose backend: native")
+    assert a.dtype in _OUTPUTS, f"a product of {a.dtype}"
+    sizes = (a.shape[0], b.shape[0], a.shape[1])
+    chosen = plan(*sizes, torch.float32)
+    constants = {"EVEN_K": sizes[2] % chosen.step == 0, "BLOCK_K": chosen.step}
+    return _run(nibble_product, chosen, (a, *b.tensors), bias, out, sizes, (row_stride(a), a.stride(1)), constants)
 
 
 def _run(

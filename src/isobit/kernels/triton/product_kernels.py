@@ -1,4 +1,4 @@
-"""The kernels of matrix products: FP8 blocks, plain operands, and the ordered sum of chunks.
+"""The kernels of matrix products: FP8 blocks, plain operands, nibbles, and the ordered sum of chunks.
 
 A tile of b (weights) [BLOCK_N, step] times a tile of a (tokens) [step, BLOCK_M]: b on the 64-high side of the matrix
 instruction whatever M is, the sum transposed on its way out. K ascends. A chunk's sum starts from zero; chunk sums are
@@ -120,6 +120,47 @@ def plain_product(
         b, a = numbers.load_step(b_tile, a_tile, k, inner - step * BLOCK_K, EVEN_K)
         acc = numbers.dot(b, a, acc)
         b_tile += BLOCK_K * b_column
+        a_tile += BLOCK_K * a_column
+    total = total + acc if IN_CHUNKS else acc
+    _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def nibble_product(
+    a_ptr, b_ptr, b_scale_ptr, common_ptr, bias_ptr, y_ptr, rows, columns, inner, a_row, a_column, steps, chunk_steps,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, IN_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """`plain_product` in float32 of b's values: codes two to a byte [N, K / 2] with scales [N, K / 16], decoded as they
+    are loaded; a in any type."""
+    tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    start = tl.program_id(1) * chunk_steps
+    stop = tl.minimum(start + chunk_steps, steps) if PARTIAL else steps
+    first = (start * BLOCK_K + k).to(tl.int64)
+    b_row = tl.minimum(n, columns - 1).to(tl.int64)[:, None]
+    b_tile = b_ptr + b_row * (inner // 2) + (first // 2)[None, :]
+    b_scales = b_scale_ptr + b_row * (inner // 16) + (first // 16)[None, :]
+    a_tile = a_ptr + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * a_row + first[:, None] * a_column
+    common = tl.load(common_ptr)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(numbers.steps(start), numbers.steps(stop)):
+        if IN_CHUNKS:
+            fresh = step % chunk_steps == 0
+            if fresh:
+                total += acc
+                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        b, a = numbers.load_step(b_tile, a_tile, k, inner - step * BLOCK_K, EVEN_K)
+        if EVEN_K:
+            scales = tl.load(b_scales)
+        else:
+            scales = tl.load(b_scales, mask=(k < inner - step * BLOCK_K)[None, :], other=0)
+        acc = numbers.dot(numbers.from_nibbles(b, k[None, :], scales, common), a.to(tl.float32), acc)
+        b_tile += BLOCK_K // 2
+        b_scales += BLOCK_K // 16
         a_tile += BLOCK_K * a_column
     total = total + acc if IN_CHUNKS else acc
     _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL)
