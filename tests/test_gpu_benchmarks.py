@@ -14,7 +14,8 @@ from benchmarks.gpu.shapes import SHAPES, shortened
 from benchmarks.gpu.targets import NOT_MEASURED, bits_table, ceilings_table, table, targets
 from benchmarks.gpu.tests import GROUPS
 from benchmarks.roofline import H200, grpo_step, largest_batch
-from isobit.plan.memory import cache_bytes_of_a_token, num_parameters, saved_bytes, weights
+from isobit.plan.activations import saved_bytes
+from isobit.plan.memory import cache_bytes_of_a_token, num_parameters, weights
 from isobit.plan.work import Work, decode, floor, learn
 from isobit.precision import PRESETS
 

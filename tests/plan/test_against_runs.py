@@ -8,10 +8,11 @@ import pytest
 from isobit.config import load_config
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import Ranks
-from isobit.model import Model
+from isobit.model import Experts, Model
 from isobit.model.adapter import NewAdapter
 from isobit.plan import Job, Lengths, device_named, job_of
-from isobit.plan.memory import memory, moment_bytes, num_parameters, saved_bytes, weights
+from isobit.plan.activations import saved_bytes
+from isobit.plan.memory import memory, moment_bytes, num_parameters, weights
 from isobit.run.directory import METRICS, read_jsonl
 from isobit.training.assembly import open_parts
 from isobit.training.live_bytes import LiveBytes
@@ -26,6 +27,7 @@ from tests.models import tiny_model
 from tests.runs import write_config
 
 MIB = 2**20
+NARROW, WIDE, MANY = Experts(5, 2, 24), Experts(5, 2, 512), Experts(64, 4, 64)
 RUNS = [
     ("fp8", "qwen3", ()),
     ("bf16", "qwen3", ("optimizer.activation_checkpointing=true",)),
@@ -75,20 +77,24 @@ def test_a_run_reports_what_was_planned(flow: str, family: str, changes: tuple[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flow", "family"),
+    ("flow", "family", "experts"),
     [
-        *((flow, "qwen3") for flow in ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")),
-        *((flow, "qwen3_moe") for flow in ("float32", "bf16", "fp8")),
-        *((flow, family) for family in ("olmo2", "gemma3_text") for flow in ("bf16", "fp8")),
+        *((flow, "qwen3", None) for flow in ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")),
+        *((flow, "qwen3_moe", experts) for flow in ("float32", "bf16", "fp8") for experts in (NARROW, WIDE)),
+        *((flow, "qwen3_moe", MANY) for flow in ("bf16", "fp8")),
+        *((flow, family, None) for family in ("olmo2", "gemma3_text") for flow in ("bf16", "fp8")),
     ],
 )
 @pytest.mark.parametrize(
     "adapter", [None, AdapterConfig(8, 16, ("q_proj", "v_proj", "o_proj"))], ids=["all", "adapter"]
 )
-def test_learning_takes_what_was_planned(flow: str, family: str, adapter: AdapterConfig | None, tmp_path: Path) -> None:
+def test_learning_takes_what_was_planned(
+    flow: str, family: str, experts: Experts | None, adapter: AdapterConfig | None, tmp_path: Path
+) -> None:
     """To 10 %: what the forward saves of a token, and the peak of a micro-batch, as counted from tensors
-    (`isobit.training.live_bytes`); the latter also with activation checkpointing. Logits and a layer are small here."""
-    model = tiny_model(flow, family, hidden_size=256, intermediate_size=512, num_layers=12, head_dim=64)
+    (`isobit.training.live_bytes`); the latter also with activation checkpointing. Logits are few here."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 12, "head_dim": 64}
+    model = tiny_model(flow, family, **sizes, **({} if experts is None else {"experts": experts}))
     if adapter is not None:
         model.save(tmp_path)
         given = NewAdapter(adapter.rank, adapter.alpha, adapter.targets)

@@ -22,6 +22,7 @@ from isobit.model.low_rank import factor_shapes
 from isobit.model.making import in_nibbles
 from isobit.model.masters import MASTERS
 from isobit.model.shapes import parameter_shapes
+from isobit.plan.activations import backward_bytes, gate_bytes, kept_bytes
 from isobit.plan.job import Job
 from isobit.precision import E2M1, Flow, Precision, QuantSpec, nibbles
 from isobit.precision.flow import LINEAR_LAYERS
@@ -260,16 +261,8 @@ def _learning(job: Job) -> Item:
     tokens, config, adapter = micro_batch_tokens(job), job.model, job.config.adapter
     hidden = job.precision.learner.compute.itemsize * config.hidden_size
     level = job.config.optimizer.activation_checkpointing
-    saved = [saved_bytes(config, job.precision, layer, adapter, level == "mlp") for layer in range(config.num_layers)]
-    kept, again = sum(saved) + 2 * hidden, gate_bytes(config)
-    if level == "mlp":
-        again += saved_bytes(config, job.precision, 0, adapter) - saved[0]
-    elif level:
-        kept, again = 2 * hidden * config.num_layers, max(saved) - 2 * hidden  # whose inputs are among the kept
-        adding = 0 if adapter is None else adding_bytes(config, job.precision, adapter)
-        # the gradients of the experts' results, and two rows in float32
-        mixing = 0 if config.experts is None else config.experts.per_token * hidden + 8 * config.hidden_size
-        again += max(adding, mixing)
+    kept = kept_bytes(config, job.precision, level, adapter) + 2 * hidden
+    again = backward_bytes(config, job.precision, level, adapter)
     rows = min(tokens, max(16, HEAD_ELEMENTS // config.vocab_size))
     outside = 4 * config.vocab_size * config.hidden_size
     kept_outside = outside if adapter is None else 0
@@ -288,57 +281,6 @@ def gradient_bucket(config: ModelConfig, adapter: AdapterConfig | None = None) -
         if layer is not None:
             layers[layer] += count * math.prod(shape)
     return 4.0 * max(layers.values())
-
-
-def gate_bytes(config: ModelConfig) -> float:
-    """The inputs of a layer's gates, or their gradient, of one token."""
-    if config.experts is None:
-        return 2.0 * 2 * config.intermediate_size
-    return 2.0 * 2 * config.experts.intermediate_size * config.experts.per_token
-
-
-def saved_bytes(
-    config: ModelConfig, precision: Precision, layer: int, adapter: AdapterConfig | None = None, but_mlp: bool = False
-) -> float:
-    """What a layer's forward keeps of a token for its backward (`isobit.model.autograd`, `isobit.model.experts`);
-    `but_mlp`: what the activation checkpointing of that name keeps."""
-    flow = precision.flow("learner", layer, config.num_layers)
-    size = flow.compute.itemsize
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    kept = float(len(config.norms) * (size * hidden + 4))  # what norms take, and their scales
-    for name, norm in (("qkv", "input_norm"), ("gate_up", "post_norm")):
-        if norm in config.norms:
-            continue  # it makes the product's input again
-        spec = precision.linear_flow(flow, name).activation
-        kept += 0 if spec is None else hidden + 4 * math.ceil(hidden / spec.block((1 << 20, hidden))[1])
-        kept += size * hidden if spec is None or (but_mlp and name == "gate_up") else 0
-    if config.qk_norm and config.norms_all_heads:
-        kept += size * (config.qkv_size - config.num_kv_heads * config.head_dim) + 8
-    kept += size * config.qkv_size + size * heads + 4 * config.num_heads  # attention's inputs, output and normalizer
-    if adapter is not None:  # what each A gives
-        weights = (one.weight for one in targeted(config, adapter.targets))
-        kept += size * adapter.rank * sum(name.startswith(f"layers.{layer}.") for name in weights)
-    if config.experts is None or not config.is_mixture(layer):
-        return kept + (0 if but_mlp else 2 * size * config.intermediate_size)
-    inner, slots = config.experts.intermediate_size, config.experts.per_token
-    kept += 0 if adapter is not None else size * hidden  # what router and experts take
-    kept += 4 * config.experts.count + 8 * slots  # its probabilities and choices
-    kept += slots * (4 + 8 + 8)  # gates, rows, places
-    if but_mlp:
-        return kept + (0 if adapter is None else size * hidden)
-    return kept + slots * (2 * size * inner + size * hidden)
-
-
-def adding_bytes(config: ModelConfig, precision: Precision, adapter: AdapterConfig) -> float:
-    """What adding adapters to a matrix's result takes of a token: the sum and one part in float32, and the inputs
-    dequantized; of the widest matrix."""
-    projections, flow = targeted(config, adapter.targets), precision.learner
-    found = 0.0
-    for one in projections:
-        outputs = max(other.hi for other in projections if other.weight == one.weight)
-        quantized = precision.linear_flow(flow, one.weight.rpartition(".")[2]).activation is not None
-        found = max(found, 4.0 * outputs + 4 * (one.hi - one.lo) + (6 * one.inputs if quantized else 0))
-    return found
 
 
 def _rolling_out(job: Job) -> Item:

@@ -40,13 +40,32 @@ class LiveBytes(TorchDispatchMode):
             if _has_storage(tensor) and (key := _key(tensor)) not in given and key not in self._known:
                 storage = tensor.untyped_storage()
                 self._known[key] = storage.nbytes()
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
+                self._made(storage.nbytes())
                 weakref.finalize(storage, self._free, key)
         return result
 
+    def _made(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
     def _free(self, key: int) -> None:
         self.live -= self._known.pop(key, 0)
+
+
+class LiveTrace(LiveBytes):
+    """It also remembers how it came to a peak: `moments` are `live` at each storage made since `take`, and before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments = [0]
+
+    def take(self) -> int:
+        self.moments = [self.live]
+        return super().take()
+
+    def _made(self, size: int) -> None:
+        super()._made(size)
+        self.moments.append(self.live)
 
 
 def _has_storage(value: Any) -> bool:

@@ -1,9 +1,11 @@
 """The memory plan: what a run holds, what each part of a step takes besides, and which keys would lower the sum.
 
 What is held all the time is counted from tensors. What learning takes is measured on a few tokens, forward and
-backward, and grows with tokens in straight lines: from two lengths come the lines (`measure`). The parts of a step
-follow each other, so the total is what is held and the largest of them. `benchmarks/memory_plan.py` compares it with
-the measured peak. Left out: what an allocator keeps of freed memory, and processes of reward functions.
+backward, and grows with tokens in straight lines: from two lengths comes a line for each moment of a pass (`measure`),
+since few tokens may take most where a weight is unpacked, and many where activations are. In a mixture of experts the
+tokens are shared out, so that each expert has some. The parts of a step follow each other, so the total is what is held
+and the largest of them. `benchmarks/memory_plan.py` compares it with the measured peak. Left out: what an allocator
+keeps of freed memory, and processes of reward functions.
 """
 
 from collections.abc import Callable
@@ -14,17 +16,19 @@ import torch
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
-from isobit.model import Model
+from isobit.model import Model, ModelConfig
+from isobit.model.moe import RouteTape
 from isobit.model.recompute import Recompute
 from isobit.rl.optim_8bit import quantizable
 from isobit.rl.optim_masters import AT_ONCE
 from isobit.rl.packing import MOST_KEYS
 from isobit.training.host import memory_limit
-from isobit.training.live_bytes import LiveBytes
+from isobit.training.live_bytes import LiveTrace
 from isobit.training.parts import Parts
 
 _MIB = 1024 * 1024
-_SHORT, _LONG = 8, 24  # tokens of the two passes that are measured
+_SHORT = 8  # tokens of the first of the two passes that are measured; more, where experts are many
+_LONGER = 3  # times as many in the second
 _FEW, _MORE = 4, 12  # rows of logits at a time in these: never all, as in a long pass
 _STEP = 128  # tokens; `auto` gives a multiple
 _USABLE = 0.9  # of the memory: allocators, libraries and other processes have the rest
@@ -43,16 +47,31 @@ class LinearBytes:
 
 
 @dataclass(frozen=True)
-class LearningMemory:
-    """What one micro-batch takes besides its gradients. `phases`: the peaks of the forward, of the output head, and of
-    the layers' backward; `head_row`: bytes of a row of logits, of which at most `head_rows` are there at a time."""
+class Phase:
+    """Bytes at each moment of a part of a pass; the largest counts. None is below another at any number of tokens."""
 
-    phases: tuple[LinearBytes, ...]
+    lines: tuple[LinearBytes, ...]
+
+    def at(self, tokens: int) -> int:
+        return max(line.at(tokens) for line in self.lines)
+
+    @property
+    def slope(self) -> float:
+        """Bytes of a token, where there are many."""
+        return max(line.slope for line in self.lines)
+
+
+@dataclass(frozen=True)
+class LearningMemory:
+    """What one micro-batch takes besides its gradients. `phases`: the forward, the output head, and the layers'
+    backward; `head_row`: bytes of a row of logits, of which at most `head_rows` are there at a time."""
+
+    phases: tuple[Phase, ...]
     head_row: float
     head_rows: int
 
     def at(self, tokens: int) -> int:
-        forward, head, layers = (line.at(tokens) for line in self.phases)
+        forward, head, layers = (phase.at(tokens) for phase in self.phases)
         rows = min(tokens, self.head_rows) - _FEW
         return max(forward, head + int(self.head_row * rows), layers)
 
@@ -78,12 +97,15 @@ class MemoryPlan:
 
 def measure(model: Model, recompute: Recompute = False) -> LearningMemory:
     """Forward and backward of a few tokens, with gradients dropped as they come."""
-    short, long = (min(tokens, model.config.max_positions) for tokens in (_SHORT, _LONG))
+    experts = model.config.experts
+    least = _SHORT if experts is None else max(_SHORT, -(-experts.count // experts.per_token))
+    short, long = (min(tokens, model.config.max_positions) for tokens in (least, _LONGER * least))
     _pass(model, short, _FEW, recompute)  # what is made at first use, such as rotary tables, is no part of a pass
     first, second = (_pass(model, tokens, _FEW, recompute) for tokens in (short, long))
-    lines = tuple(_line(a, b, short, max(long - short, 1)) for a, b in zip(first, second))
+    phases = tuple(_phase(a, b, short, max(long - short, 1)) for a, b in zip(first, second))
     wide = _pass(model, long, _MORE, recompute)
-    return LearningMemory(lines, max(wide[1] - second[1], 0) / (_MORE - _FEW), model.transformer.head_rows)
+    row = max(max(wide[1]) - max(second[1]), 0) / (_MORE - _FEW)
+    return LearningMemory(phases, row, model.transformer.head_rows)
 
 
 def measure_parts(parts: Parts, recompute: Recompute | None = None) -> LearningMemory:
@@ -93,30 +115,57 @@ def measure_parts(parts: Parts, recompute: Recompute | None = None) -> LearningM
     return measure(parts.model, parts.learner.recompute if recompute is None else recompute)
 
 
+def _phase(first: list[int], second: list[int], tokens: int, span: int) -> Phase:
+    """Of the moments of two passes; where one has more of them, as a head over more rows has, of their peaks."""
+    if len(first) != len(second):
+        first, second = [max(first)], [max(second)]
+    lines = {_line(a, b, tokens, span) for a, b in zip(first, second)}
+    kept: list[LinearBytes] = []
+    for line in sorted(lines, key=lambda line: (line.fixed, line.slope), reverse=True):
+        if not kept or line.slope > kept[-1].slope:
+            kept.append(line)
+    return Phase(tuple(kept))
+
+
 def _line(first: int, second: int, tokens: int, span: int) -> LinearBytes:
     slope = max(second - first, 0) / span
     return LinearBytes(max(first - slope * tokens, 0), slope)
 
 
-def _pass(model: Model, tokens: int, chunk: int, recompute: Recompute) -> list[int]:
-    """Peaks of the three phases of one sequence."""
+def _pass(model: Model, tokens: int, chunk: int, recompute: Recompute) -> list[list[int]]:
+    """Bytes at the moments of the three phases of one sequence."""
     transformer, device = model.transformer, model.ops.device
-    peaks: list[int] = []
+    found: list[list[int]] = []
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in transformer.masters.leaves.values()]
     ids = torch.arange(tokens, dtype=torch.int64) % model.config.vocab_size
+    tape = RouteTape(_shared_out(model.config, tokens))
+
+    def take() -> None:
+        found.append(meter.moments)
+        meter.take()
+
     try:
-        with torch.enable_grad(), LiveBytes() as meter:
-            hidden = transformer.hidden(ids, Layout.packed([tokens]), use="learner", recompute=recompute)
-            peaks.append(meter.take())
-            hidden.register_hook(lambda _: peaks.append(meter.take()))
+        with torch.enable_grad(), LiveTrace() as meter:
+            hidden = transformer.hidden(ids, Layout.packed([tokens]), use="learner", tape=tape, recompute=recompute)
+            take()
+            hidden.register_hook(lambda _: take())
             logprobs = transformer.head_logprobs(hidden, ids.to(device), chunk=chunk)[0]
             logprobs.sum().backward()
-            peaks.append(meter.take())
+            take()
             del hidden, logprobs
-        return peaks
+        return found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _shared_out(config: ModelConfig, tokens: int) -> torch.Tensor | None:
+    """Experts for each token and layer in turn: [T, layers, k]."""
+    if config.experts is None:
+        return None
+    count, slots = config.experts.count, config.experts.per_token
+    turns = torch.arange(tokens * slots).view(tokens, 1, slots) % count
+    return turns.expand(tokens, config.num_layers, slots)
 
 
 def _drop(parameter: torch.Tensor) -> None:
