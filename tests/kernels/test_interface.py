@@ -41,8 +41,8 @@ def interface_alone(tmp_path_factory: pytest.TempPathFactory) -> Library:
     [
         (
             "product.h",
-            "    int64_t isa;",
-            "    int64_t isa, more;",
+            "    const float* common;",
+            "    const float *common, *more;",
             r"ProductArguments.size has \(offset, size\) \(0, 2",
         ),
         ("product.h", "kind_a, m, n, k;", "kind_a, n, m, k;", r"ProductArguments.m has \(offset, size\) \(16, 8\)"),
