@@ -250,7 +250,8 @@ def test_a_bf16_model_is_first_saved_as_such_and_goes_on_from_there(tmp_path: Pa
 
 
 def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Path) -> None:
-    """`auto` may choose another on another machine, whose bits would be others."""
+    """`auto` may choose another on another machine, whose bits would be others. A run from before a format was recorded
+    has none of it, and goes on; the control is one that had another."""
     config = write_config(tmp_path, base_model, steps=1, backend="auto")
     run_dir = train(load_config(config)).run_dir
     machine = json.loads((run_dir / "machine.json").read_text())
@@ -259,6 +260,12 @@ def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Pat
     assert machine["torch"] == torch.__version__
     (run_dir / "machine.json").write_text(json.dumps(machine | {"backend": "triton"}))
     with pytest.raises(IsobitError, match="was computed by the triton backend, and here it would go on by"):
+        resume(run_dir, ["steps=2"])
+    formats = machine["formats"]
+    assert formats.pop("rollout.probabilities") == formats.pop("learner.probabilities") == "not rounded"
+    other = {**machine, "formats": formats | {"learner.probabilities": "e4m3"}}
+    (run_dir / "machine.json").write_text(json.dumps(other))
+    with pytest.raises(IsobitError, match=r"began with learner\.probabilities e4m3, and .* has not rounded; resume"):
         resume(run_dir, ["steps=2"])
     (run_dir / "machine.json").write_text(json.dumps(machine))
     assert resume(run_dir, ["steps=2"]).metrics[-1]["step"] == 2

@@ -62,6 +62,19 @@ def test_negative_control_an_activation_scale_per_tensor(
     assert count > least * total
 
 
+@pytest.mark.parametrize(
+    ("backend", "consistency"), [("native", "bitwise"), ("native", "exact"), ("reference", "exact")]
+)
+def test_zero_bits_differ_with_probabilities_in_e4m3(backend: str, consistency: str, make_engine: MakeEngine) -> None:
+    """The control: on one side alone."""
+    for precision, expected in (("fp8[probabilities=e4m3]", False), ("fp8[rollout={probabilities: e4m3}]", True)):
+        model = tiny(precision, backend, consistency)
+        groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(n=4, max_new_tokens=20, seed=3), PROMPT_IDS)
+        count, total = differing(model, groups)
+        assert total > 400
+        assert (count > total // 4) if expected else count == 0
+
+
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_negative_control_a_bf16_learner_under_fp8_rollouts(backend: str, make_engine: MakeEngine) -> None:
     model = tiny("fp8-rollout", backend)

@@ -156,6 +156,7 @@ def _flow(rng: Random) -> dict[str, Any]:
     preset = rng.choice(("bf16", "float32", "fp8", "fp8", "fp8-unified", "fp8-unified", "mxfp8", "nvfp4"))
     choices: dict[str, tuple[Any, ...]] = {
         "query": ("bf16", "e4m3"),
+        "probabilities": ("bf16", "e4m3"),
     }
     if preset not in ("bf16", "float32"):
         choices |= {

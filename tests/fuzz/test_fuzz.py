@@ -17,7 +17,7 @@ from . import cases
 from .__main__ import fuzz, main
 from .weights import KINDS
 
-SEED = 20260901
+SEED = 20261101
 
 
 @pytest.mark.slow
@@ -134,6 +134,7 @@ def test_cases_repeat_and_cover_what_they_should() -> None:
     for what in (
         [case.flow.calibrated for case in drawn],
         [case.flow.learner.query is not None for case in drawn],
+        [case.flow.learner.probabilities is not None for case in drawn],
         [bool(case.flow.bf16_layers) for case in drawn],
         [case.flow.bf16_first_layers > 0 for case in drawn],
         [case.config.hidden_size > 128 for case in drawn],

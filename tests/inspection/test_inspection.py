@@ -105,6 +105,9 @@ def test_a_gap_is_taken_apart_into_what_the_flow_has() -> None:
     assert everything.metrics["kl_k3"] == kernels.metrics["kl_k3"]
     assert without is not None
     assert without.metrics["differing_tokens"] == 0  # the control: with every source off nothing is left
+    both = decompose(model, precision_from("bf16[rollout={kv_cache: int8, probabilities: e4m3}]"), PROMPTS, SAMPLING)
+    assert [source for source, _, _ in both] == ["all", "KV cache", "probabilities"]
+    assert all(alone.metrics["kl_k3"] > 0 for _, alone, _ in both)
 
 
 def test_stale_weights_are_a_source() -> None:

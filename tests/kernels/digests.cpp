@@ -151,7 +151,7 @@ void cache(const char* name, Kind form) {
                     key_scales.data(), value_scales.data());
     Attention g{BF16, form, q.data(), keys.data(), values.data(), key_scales.data(), value_scales.data(), row_start,
                 context, pages, PAGES, PAGE, 1, 1, 1, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr,
-                nullptr, 2, TOKENS, 1, 1, 0, TOKENS, nullptr};
+                nullptr, 2, TOKENS, 1, 1, FP32, TOKENS, nullptr, nullptr};
     isobit_attention(&g);
     std::printf("%s: ", name), print("stored keys", keys);
     std::printf("%s: ", name), print("stored values", values);
@@ -167,8 +167,8 @@ void attention() {
     const int32_t pages[] = {2, 0, 1};
     std::vector<uint16_t> out(q.size()), dq(q.size()), dk(TOKENS * KV * DIM), dv(TOKENS * KV * DIM);
     Attention g{BF16, E4M3, q.data(), k.data(), v.data(), ones.data(), ones.data(), row_start, context, pages, PAGES, PAGE,
-                1, HEADS, KV, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr, nullptr, 2, TOKENS, 1, 1, 0,
-                TOKENS, nullptr};
+                1, HEADS, KV, DIM, 0.15, out.data(), lse.data(), nullptr, nullptr, nullptr, nullptr, 2, TOKENS, 1, 1, FP32,
+                TOKENS, nullptr, nullptr};
     isobit_attention(&g);
     print("attention", out), print("lse", lse);
     g.dout = dout.data(), g.dq = dq.data(), g.dk = dk.data(), g.dv = dv.data();
@@ -178,6 +178,9 @@ void attention() {
     g.sinks = sinks;
     isobit_attention(&g);
     print("attention with sinks", out), print("lse with sinks", lse);
+    g.probabilities = E4M3;
+    isobit_attention(&g);
+    print("attention with probabilities in E4M3", out);
 }
 
 void head() {

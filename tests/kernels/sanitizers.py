@@ -28,7 +28,7 @@ TESTS = (
     "tests/kernels/test_native.py", "tests/kernels/test_native_invariance.py", "tests/kernels/test_tdp32.py",
     "tests/kernels/test_rows32.py", "tests/kernels/test_head_inputs.py", "tests/kernels/test_requantization.py",
     "tests/kernels/test_native_separate.py", "tests/kernels/test_squares.py", "tests/kernels/test_windows.py",
-    "tests/kernels/test_stochastic.py", "tests/kernels/test_nibbles.py",
+    "tests/kernels/test_stochastic.py", "tests/kernels/test_nibbles.py", "tests/kernels/test_probabilities.py",
     "-m", "not slow", "-k", _SELECTED,
 )  # fmt: skip
 _BUILD = "from isobit.kernels.native import build, recipe; build.compiled(recipe.compiler(), build.cache_directory())"

@@ -147,6 +147,7 @@ def test_flows_without_kernels_are_refused() -> None:
         ("mxfp8", "weights in e4m3 1x32"),
         ("nvfp4", "weights in e2m1 1x16.* and nvfp4 under activation: bf16"),
         ("bf16[kv_cache=int8, query=e4m3-calibrated]", "queries in e4m3 tensor"),
+        ("bf16[rollout={probabilities: e4m3}]", "probabilities in e4m3"),
     ):
         with pytest.raises(IsobitError, match=f"backend: triton has no kernel for {what}.*use backend: native"):
             _model("triton", precision)

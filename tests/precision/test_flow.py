@@ -275,6 +275,26 @@ def test_a_number_of_the_whole_tensor_varies_with_the_batch_and_one_of_a_row_doe
     assert preset.varies_with_batch() is None
 
 
+def test_probabilities_are_rounded_where_that_is_asked_for() -> None:
+    """On both sides or on one; not in excepted layers. Of today's presets none has it, and their tables name it not."""
+    assert all(flow.probabilities is None for preset in PRESETS.values() for flow in (preset.rollout, preset.learner))
+    plain, both = precision_from("fp8"), precision_from("fp8[probabilities=e4m3, bf16_first_layers=1]")
+    one = precision_from("bf16[rollout={probabilities: e4m3}]")
+    assert (both.rollout.probabilities, both.learner.probabilities) == (E4M3, E4M3)
+    assert (one.rollout.probabilities, one.learner.probabilities) == (E4M3, None)
+    assert both.unified
+    assert not one.unified
+    assert both.flow("rollout", 0, 2).probabilities is None
+    assert both.flow("rollout", 1, 2).probabilities is E4M3
+    assert precision_from({"preset": "fp8", "probabilities": "bf16"}).rollout == plain.rollout
+    assert re.search(r"probabilities +e4m3 of 2\^8 times each +not rounded\n", one.table())
+    assert "probabilities" not in plain.table()
+    assert one.formats()["rollout.probabilities"] == "e4m3 of 2^8 times each"
+    assert plain.formats()["rollout.probabilities"] == one.formats()["learner.probabilities"] == "not rounded"
+    with pytest.raises(IsobitError, match="probabilities: expected E4M3, or None to leave them, got int8"):
+        Flow(probabilities=INT8)
+
+
 def test_the_table_says_every_role_of_both_sides() -> None:
     given = {"preset": "fp8", "bf16_first_layers": 1, "bf16_last_layers": 2, "bf16_layers": ["o"], "wgrad": "bf16"}
     lines = precision_from(given).table(6).splitlines()

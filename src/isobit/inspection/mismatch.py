@@ -15,11 +15,19 @@ from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
 from isobit.model import Model
-from isobit.precision import Flow, Precision
+from isobit.precision import Precision
 from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
 
 _PROMISED_ERROR, _PROMISED_KL = 1.03, 1e-3
 _BEARABLE_ERROR = 1.05
+_SOURCES = {
+    "weights": "weight",
+    "activations": "activation",
+    "KV cache": "kv",
+    "queries": "query",
+    "probabilities": "probabilities",
+}
+"""Of a gap, with the field of a `Flow` that each is."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,7 @@ def decompose(
 
 def _sources(precision: Precision) -> list[str]:
     rollout, learner = precision.rollout, precision.learner
-    fields = {"weights": "weight", "activations": "activation", "KV cache": "kv", "queries": "query"}
-    found = [name for name, field in fields.items() if getattr(rollout, field) != getattr(learner, field)]
+    found = [name for name, field in _SOURCES.items() if getattr(rollout, field) != getattr(learner, field)]
     return found if precision.shared else [*found, "kernels"]
 
 
@@ -94,16 +101,8 @@ def _variant(precision: Precision, parts: set[str]) -> Precision:
     """The learner's flow with the named parts taken from the rollout's."""
     rollout, learner = precision.rollout, precision.learner
 
-    def pick(part: str) -> Flow:
-        return rollout if part in parts else learner
-
-    flow = Flow(
-        learner.compute,
-        pick("weights").weight,
-        pick("activations").activation,
-        pick("KV cache").kv,
-        pick("queries").query,
-    )
+    taken = {field: getattr(rollout if name in parts else learner, field) for name, field in _SOURCES.items()}
+    flow = replace(learner, **taken)
     return replace(precision, rollout=flow, engines="separate" if "kernels" in parts else "shared")
 
 

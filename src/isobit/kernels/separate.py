@@ -21,7 +21,7 @@ from isobit.kernels.reference.attention import attend
 from isobit.kernels.reference.pointwise import bounded, inner
 from isobit.kernels.reference.sampling import scaled
 from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
-from isobit.precision import Nibbles, QTensor, QuantSpec, expand_scale
+from isobit.precision import BF16, Format, Nibbles, QTensor, QuantSpec, expand_scale
 
 
 class SeparateOps(ReferenceOps):
@@ -86,8 +86,11 @@ class SeparateOps(ReferenceOps):
         scale: float,
         window: int | None = None,
         sinks: Tensor | None = None,
+        probabilities: Format | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attend(q, store, layout, scale, torch.float32, q.dtype, window, sinks)
+        if probabilities is None and q.dtype == torch.bfloat16:
+            probabilities = BF16
+        out, lse = attend(q, store, layout, scale, torch.float32, probabilities, window, sinks)
         return out.to(q.dtype), lse
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:

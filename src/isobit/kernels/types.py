@@ -308,11 +308,14 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
         sinks: Tensor | None = None,
+        probabilities: Format | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to keys 0 to p of its
         sequence; with a `window` (at least 1) to the last `window` of them, itself included. Keys that it does not see
         add nothing, and may be skipped: what is summed in which order depends on positions alone. `sinks` [H] float32
-        are one score more for each head, of a key whose value is 0, added to the others' sum last; lse has them."""
+        are one score more for each head, of a key whose value is 0, added to the others' sum last; lse has them.
+        `probabilities`: E4M3 where the weights exp(score - peak), once they are summed, are rounded to it before they
+        meet the values (`reference/probabilities.py`)."""
 
     def attention_backward(
         self,
@@ -326,7 +329,7 @@ class Ops(Protocol):
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq [T, H, D], dk, dv [K, KV, D]) for packed layouts, whose keys are their rows, or of the layout's `keys`;
-        straight through the quantization of keys and values. Of sinks these know by lse and out alone."""
+        straight through all quantization, of probabilities too. Of sinks these know by lse and out alone."""
 
     def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         """Gradient [H] float32 of the sinks of `attention`; it repeats."""

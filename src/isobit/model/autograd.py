@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from isobit.kernels import Activation, Heads, KVStore, Layout, Operand, Ops, input_gradient, plain, unwatched
 from isobit.model import low_rank
 from isobit.model.weights import Vector, Weight, copy_spec, has_own_copy
-from isobit.precision import QTensor, QuantSpec, quantize_with_scale
+from isobit.precision import Format, QTensor, QuantSpec, quantize_with_scale
 
 Again = Callable[[], tuple[Tensor, Tensor]]
 ALONG_INPUTS = ("1x32", "1x16", "row")
@@ -88,7 +88,7 @@ def attend(qkv: Tensor, masters: tuple[Tensor, Tensor] | None, given: "Attended"
 class Attended:
     """What attention takes besides its rows. `store` gives where keys and values are, `temporary` an empty one of the
     same kind; `window` is how many keys a row sees, None all; `query` is how queries are rounded, if they are, with a
-    scale per row, or with `query_scale` [1]; `sinks` [H] are the heads', in float32, if they have any."""
+    scale per row, or with `query_scale` [1]; `sinks` [H] are the heads', in float32; `probabilities` are rounded so."""
 
     heads: Heads
     store: Callable[[], KVStore]
@@ -99,6 +99,7 @@ class Attended:
     query: QuantSpec | None = None
     query_scale: Tensor | None = None
     sinks: Vector | None = None
+    probabilities: Format | None = None
 
 
 def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -> Tensor:
@@ -369,7 +370,7 @@ def _attend(qkv: Tensor, given: Attended, ops: Ops) -> tuple[Tensor, Tensor]:
     store = given.store()
     q = _queries(qkv, given, store, ops)
     sinks = None if given.sinks is None else given.sinks.working
-    return ops.attention(q, store, given.layout, given.scale, given.window, sinks)
+    return ops.attention(q, store, given.layout, given.scale, given.window, sinks, given.probabilities)
 
 
 def _queries(qkv: Tensor, given: Attended, store: KVStore, ops: Ops) -> Tensor:

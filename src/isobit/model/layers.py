@@ -125,7 +125,8 @@ def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tenso
     factor = one.config.attention_scale
     store, temporary = partial(one.store_of, index, layer), partial(one.temporary_store, index, layer)
     window = one.config.window(index)
-    given = autograd.Attended(heads, store, temporary, one.layout, factor, window, query, scale, layer.sinks)
+    further = query, scale, layer.sinks, layer.flow.probabilities
+    given = autograd.Attended(heads, store, temporary, one.layout, factor, window, *further)
     out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, given, ops)
     return autograd.linear(out.flatten(1), layer.o, ops, kept=True)
 

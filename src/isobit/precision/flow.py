@@ -30,7 +30,9 @@ class Flow:
     `compute` is the format of activations between operators, embedding, norms and output head. `weight` and
     `activation` quantize the two operands of each linear layer, `kv` the keys and values (granularity `row`: one scale
     per token and head; `tensor`: one calibrated scale per layer for K and one for V), `query` the queries
-    (the same two). INT8 is for `kv` alone, by `row`. Raises IsobitError for another use of it.
+    (the same two). `probabilities`, E4M3 or None, is the format of attention's unnormalized probabilities, times 2^8;
+    None leaves them as the operators compute them. INT8 is for `kv` alone, by `row`. Raises IsobitError for another
+    use of it, and for other probabilities.
     """
 
     compute: Format = BF16
@@ -38,8 +40,11 @@ class Flow:
     activation: QuantSpec | None = None
     kv: QuantSpec | None = None
     query: QuantSpec | None = None
+    probabilities: Format | None = None
 
     def __post_init__(self) -> None:
+        if self.probabilities not in (None, E4M3):
+            raise IsobitError(f"probabilities: expected E4M3, or None to leave them, got {self.probabilities}")
         for role in ("weight", "activation", "query"):
             _refuse_int8(role, getattr(self, role))
         if self.kv is not None and self.kv.format is INT8 and self.kv.granularity != "row":
@@ -192,6 +197,7 @@ class Precision:
         """What the flow does to every tensor, by name: a run records it, since a preset's name does not say it."""
         uses = (("rollout", self.rollout), ("learner", self.learner))
         found = {f"{use}.{role}": str(getattr(flow, role) or flow.compute) for use, flow in uses for role in _IN_A_FLOW}
+        found |= {f"{use}.probabilities": _probabilities(flow) for use, flow in uses}
         found["calibration"] = str(self.calibration if self.calibrated else None)
         return found | {name: str(getattr(self, name)) for name in _OF_THE_WHOLE}
 
@@ -200,6 +206,8 @@ class Precision:
         rows = [("tensor", "rollout", "learner")]
         for label, role in _ROLES:
             rows.append((label, _cell(self.rollout, role), _cell(self.learner, role)))
+        if self.rollout.probabilities or self.learner.probabilities:
+            rows.append(("probabilities", _probabilities(self.rollout), _probabilities(self.learner)))
         compute = (str(self.rollout.compute), str(self.learner.compute))
         rows.append(("embedding, norms, head", *compute))
         rows.append(("residual stream", *compute))
@@ -242,6 +250,10 @@ def _cell(flow: Flow, role: str) -> str:
     if role == "query" and flow.calibrated_queries:
         return f"{spec.format} per layer, calibrated, {spec.scale}"
     return str(spec)
+
+
+def _probabilities(flow: Flow) -> str:
+    return "not rounded" if flow.probabilities is None else f"{flow.probabilities} of 2^8 times each"
 
 
 def _fp8_flow(scale: str, kv: QuantSpec | None = None) -> Flow:

@@ -23,6 +23,7 @@ _FLOW_CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache": tuple(_KV),
     "kv_scale": _SCALES,
     "query": ("bf16", "e4m3", "e4m3-calibrated"),
+    "probabilities": ("bf16", "e4m3"),
     "weight_scale": _SCALES,
     "weight_granularity": ("128x128", "1x32", "row", "tensor"),
     "activation_scale": _SCALES,
@@ -55,8 +56,9 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
     Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated | int8),
-    `query` (bf16 | e4m3 | e4m3-calibrated), `kv_scale`, `weight_scale`, `activation_scale` (fp32 | ue8m0),
-    `weight_granularity` (128x128 | 1x32 | row | tensor), `activation_granularity` (1x128 | row | tensor ...),
+    `query` (bf16 | e4m3 | e4m3-calibrated), `probabilities` (bf16 | e4m3: of attention, before P·V; bf16 leaves them as
+    they are), `kv_scale`, `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity`
+    (128x128 | 1x32 | row | tensor), `activation_granularity` (1x128 | row | tensor ...),
     `activation` (bf16: weights alone are quantized, where the backward is not). Of the whole: `dgrad`, `wgrad`
     (fp8 | bf16), `wgrad_activation` (requantized | own-copy), `gradient_scale`,
     `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`
@@ -247,7 +249,10 @@ def _change_flow(flow: Flow, options: Mapping[str, Any], preset: str, linear: bo
     if "query" in options:  # per row a power of two: the value of a code is then exact in BF16
         kinds = {"e4m3": QuantSpec(E4M3, "row", "ue8m0"), "e4m3-calibrated": QuantSpec(E4M3, "tensor", "fp32")}
         query = kinds.get(options["query"])
-    return Flow(flow.compute, weight, activation, kv, query)
+    probabilities = flow.probabilities
+    if "probabilities" in options:
+        probabilities = {"e4m3": E4M3}.get(options["probabilities"])
+    return Flow(flow.compute, weight, activation, kv, query, probabilities)
 
 
 def _kv_spec(name: str, before: QuantSpec | None, activation: QuantSpec | None) -> QuantSpec | None:

@@ -20,7 +20,7 @@ struct Task {
 template <class R>
 static void softmax(const Attention& g, const Task& task, const int64_t* slots, int64_t kv_head, int64_t rows,
                     int64_t keys, R* scores, int64_t stride, R* total, float* factors) {
-    const Factors32 both{factors, factors + padded(keys, PANEL), g.rounds != 0};
+    const Factors32 both{factors, factors + padded(keys, PANEL)};
     if constexpr (sizeof(R) == sizeof(float)) {
         key_factors(g, g.k_scale, slots, kv_head, keys, float(g.scale), factors);
         key_factors(g, g.v_scale, slots, kv_head, keys, 1.0f, factors + padded(keys, PANEL));
@@ -30,8 +30,8 @@ static void softmax(const Attention& g, const Task& task, const int64_t* slots, 
     for (int64_t r = 0; r < rows; r++) {
         double lse;
         const int64_t last = position + r / group, head = kv_head * group + r % group;
-        softmax_row(scores + r * stride, g.lowest(last) - base, last - base, padded(keys, PANEL), R(g.scale), both,
-                    total + r, &lse, g.sinks ? g.sinks + head : nullptr);
+        softmax_row(g, scores + r * stride, g.lowest(last) - base, last - base, padded(keys, PANEL), both, total + r, &lse,
+                    g.sinks ? g.sinks + head : nullptr);
         g.lse[(row0 + r / group) * g.heads + head] = float(lse);
     }
 }

@@ -21,9 +21,10 @@ struct Attention {
     void *dq, *dk, *dv;
     int64_t threads, rows, single;
     int64_t scale_step;  // 1, or 0 where one scale holds for the whole store
-    int64_t rounds;      // under `single`: whether weights are rounded to BF16 before they meet values
-    int64_t window;      // a row at position p sees the keys p - window + 1 to p
-    const float* sinks;  // of each head one score more, of a key whose value is 0; or none
+    int64_t probabilities;  // the Kind to which weights are rounded before they meet values: FP32 is none, BF16 for `single`
+    int64_t window;         // a row at position p sees the keys p - window + 1 to p
+    const float* sinks;     // of each head one score more, of a key whose value is 0; or none
+    const double* boundaries;  // [CODES] the least score - peak of every code of a weight in E4M3 but 0
 
     int64_t lowest(int64_t position) const { return position < window ? 0 : position - window + 1; }
 

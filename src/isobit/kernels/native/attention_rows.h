@@ -3,18 +3,57 @@
 
 #include "attention.h"
 
+#include <algorithm>
+
 // Of a key: what its score is multiplied by, and its weight after the sum of weights, for float32; float64 has one
-// factor for all scores, since its keys and values are read with their scales. `rounds`: weights become BF16 after the sum.
+// factor for all scores, since its keys and values are read with their scales.
 struct Factors32 {
     const float *score, *weight;
-    bool rounds;
 };
+
+// Weights from 0 to 1 as E4M3 of 2^8 times each, over 2^8, to nearest even: four significant bits, or from 2^-14 down
+// steps of 2^-17. The definition is reference/probabilities.py.
+INLINE f32x16 as_e4m3(f32x16 weight) {
+    const u32x16 bits = (u32x16)weight, normal = (bits + 0x7ffff + ((bits >> 20) & 1)) & 0xfff00000u;
+    const u32x16 small = (u32x16)((weight + 96.0f) - 96.0f), is_small = (u32x16)(weight < 0x1p-14f);
+    return (f32x16)((small & is_small) | (normal & ~is_small));
+}
+// The same of float64 weights but for ties: the leading four bits are Veltkamp's.
+INLINE f64x8 nearest_e4m3(f64x8 weight) {
+    const f64x8 wide = weight * (0x1p49 + 1), normal = wide - (wide - weight);
+    const f64x8 small = (weight + 0x1.8p35) - 0x1.8p35;
+    const i64x8 is_small = weight < 0x1p-14;
+    return (f64x8)(((i64x8)small & is_small) | ((i64x8)normal & ~is_small));
+}
+
+constexpr int64_t CODES = 120;  // of weights in E4M3, without 0
+
+// exp(shifted) in E4M3, by the exact exp: `weight` is some units in the last place from it. Where that leaves a choice, it
+// is how many boundaries `shifted` reaches that counts.
+static INLINE f64x8 as_e4m3(f64x8 weight, f64x8 shifted, const double* boundaries) {
+    const f64x8 low = nearest_e4m3(weight * (1 - 0x1p-40)), high = nearest_e4m3(weight * (1 + 0x1p-40));
+    if (lane_sum(high - low) == 0) return low;
+    double rounded[8];
+    for (int lane = 0; lane < 8; lane++) {
+        const int64_t code = std::upper_bound(boundaries, boundaries + CODES, shifted[lane]) - boundaries;
+        rounded[lane] = code < 8 ? double(code) * 0x1p-17 : std::ldexp(double(8 + code % 8), int(code / 8) - 18);
+    }
+    return load<f64x8>(rounded);
+}
+
+// Weights as they meet the values.
+template <class V>
+static INLINE V as_rounded(const Attention& g, V weight, V shifted) {
+    if constexpr (sizeof(shifted[0]) == sizeof(float))
+        return g.probabilities == E4M3 ? as_e4m3(weight) : g.probabilities == BF16 ? as_bf16(weight) : weight;
+    else return g.probabilities == E4M3 ? as_e4m3(weight, shifted, g.boundaries) : weight;
+}
 
 // scores [stop] of one row, keys first..last, to weights exp(score · factor - peak); all other weights are zero. A `sink` is
 // one score more, whose weight is added to the sum of the others.
 template <class R>
-static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R scale, Factors32 factors, R* total,
-                        double* lse, const float* sink) {
+static void softmax_row(const Attention& g, R* scores, int64_t first, int64_t last, int64_t stop, Factors32 factors,
+                        R* total, double* lse, const float* sink) {
     typedef typename Columns<R>::V V;
     constexpr int lanes = Columns<R>::lanes;
     constexpr bool single = sizeof(R) == sizeof(float);
@@ -24,7 +63,7 @@ static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R 
     for (int64_t j = 0; j < stop; j += lanes) {
         V value = load<V>(scores + j);
         if constexpr (single) value = value * load<V>(factors.score + j);
-        else value = value * splat(scale);
+        else value = value * splat(g.scale);
         store(scores + j, value);
         most = larger_of(value, most);
     }
@@ -32,9 +71,11 @@ static void softmax_row(R* scores, int64_t first, int64_t last, int64_t stop, R 
     for (int lane = 1; lane < lanes; lane++) peak = most[lane] > peak ? most[lane] : peak;
     if (sink && R(*sink) > peak) peak = R(*sink);
     for (int64_t j = 0; j < stop; j += lanes) {
-        V weight = exponential(load<V>(scores + j) - splat(peak));
+        const V shifted = load<V>(scores + j) - splat(peak);
+        V weight = exponential(shifted);
         sum = sum + weight;
-        if constexpr (single) weight = (factors.rounds ? as_bf16(weight) : weight) * load<V>(factors.weight + j);
+        weight = as_rounded(g, weight, shifted);
+        if constexpr (single) weight = weight * load<V>(factors.weight + j);
         store(scores + j, weight);
     }
     *total = lane_sum(sum);

@@ -25,8 +25,7 @@ const Field attention[] = {
     FIELD(kind), FIELD(store_kind), FIELD(q), FIELD(k), FIELD(v), FIELD(k_scale), FIELD(v_scale), FIELD(row_start),
     FIELD(context), FIELD(page_table), FIELD(pages), FIELD(page_size), FIELD(sequences), FIELD(heads), FIELD(kv_heads),
     FIELD(dim), FIELD(scale), FIELD(out), FIELD(lse), FIELD(dout), FIELD(dq), FIELD(dk), FIELD(dv), FIELD(threads),
-    FIELD(rows), FIELD(single), FIELD(scale_step), FIELD(rounds), FIELD(window),
-    FIELD(sinks),
+    FIELD(rows), FIELD(single), FIELD(scale_step), FIELD(probabilities), FIELD(window), FIELD(sinks), FIELD(boundaries),
     {nullptr, 0, sizeof(STRUCT)},
 };
 #undef STRUCT

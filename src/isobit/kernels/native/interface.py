@@ -77,7 +77,7 @@ class AttentionArguments(ctypes.Structure):
         ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I), ("sequences", _I),
         ("heads", _I), ("kv_heads", _I), ("dim", _I), ("scale", _D), ("out", _P), ("lse", _P), ("dout", _P),
         ("dq", _P), ("dk", _P), ("dv", _P), ("threads", _I), ("rows", _I), ("single", _I),
-        ("scale_step", _I), ("rounds", _I), ("window", _I), ("sinks", _P),
+        ("scale_step", _I), ("probabilities", _I), ("window", _I), ("sinks", _P), ("boundaries", _P),
     ]  # fmt: skip
 
 

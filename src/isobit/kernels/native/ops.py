@@ -31,10 +31,11 @@ from isobit.kernels.native.interface import (
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.native.rows import RowOperators, check_rows
 from isobit.kernels.reference.attention import assert_whole
+from isobit.kernels.reference.probabilities import boundaries
 from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.reference.tdp32 import computes
 from isobit.kernels.types import KVStore, Layout, Temperature
-from isobit.precision import BLOCK, Nibbles, QTensor
+from isobit.precision import BLOCK, Format, Nibbles, QTensor
 from isobit.precision.nibbles import GROUP
 
 _KINDS = {torch.float8_e4m3fn: KINDS[torch.float8_e4m3fn], **PLAIN}
@@ -60,6 +61,7 @@ class NativeOps(RowOperators):
 
     backend = "native"
     rounds_probabilities = False
+    """To BF16, before P·V, where they have no format of their own."""
 
     def __init__(self, consistency: str = "bitwise", why: str = "") -> None:
         super().__init__(consistency, why)
@@ -192,17 +194,25 @@ class NativeOps(RowOperators):
         scale: float,
         window: int | None = None,
         sinks: Tensor | None = None,
+        probabilities: Format | None = None,
     ) -> tuple[Tensor, Tensor]:
         if not _attention_is_native(q, store):
-            return self._reference.attention(q, store, layout, scale, window, sinks)
+            return self._reference.attention(q, store, layout, scale, window, sinks, probabilities)
         q = q.contiguous()
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
         arguments = _attention_arguments(q, store, layout, scale, window, out, lse)
         arguments.single = self._single or self._fast
         arguments.sinks = None if sinks is None else (sinks := sinks.contiguous()).data_ptr()
-        arguments.rounds = self.rounds_probabilities and q.dtype == torch.bfloat16
+        arguments.probabilities = self._kind_of(probabilities, q)
+        arguments.boundaries = boundaries().data_ptr()
         self._lib.isobit_attention(ctypes.byref(arguments))
         return out, lse
+
+    def _kind_of(self, probabilities: Format | None, q: Tensor) -> int:
+        """What weights are rounded to before they meet values; FP32 where they are not."""
+        if probabilities is not None:
+            return KINDS[probabilities.dtype]
+        return KINDS[q.dtype if self.rounds_probabilities else torch.float32]
 
     def attention_backward(
         self,
@@ -299,5 +309,5 @@ def _attention_arguments(
         layout.row_start.data_ptr(), layout.context.data_ptr(), layout.page_table.data_ptr(),
         layout.page_table.shape[1], layout.page_size, layout.context.shape[0], heads, store.k.shape[1], dim, scale,
         out.data_ptr(), lse.data_ptr(), None, None, None, None, torch.get_num_threads(), rows, False,
-        0 if store.calibrated else 1, False, ALL_KEYS if window is None else window, None,
+        0 if store.calibrated else 1, KINDS[torch.float32], ALL_KEYS if window is None else window, None, None,
     )  # fmt: skip

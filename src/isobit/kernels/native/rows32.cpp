@@ -85,9 +85,15 @@ struct Store {
     float key_factor[KEYS], value_factor[KEYS];
 };
 
+// E4M3 of 2^8 times a weight, over 2^8: a multiple of a step, ties to even.
+float scalar_e4m3(float weight) {
+    const float step = weight < 0x1p-14f ? 0x1p-17f : std::ldexp(1.0f, std::ilogb(weight) - 3);
+    return std::nearbyint(weight / step) * step;
+}
+
 // Over the keys lowest..keys - 1; weights of those before add nothing.
-void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_t keys, const float* sink, float* out,
-                      float* lse) {
+void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_t keys, const float* sink, bool rounded,
+                      float* out, float* lse) {
     float weight[KEYS], lane[16] = {0}, peak = -INFINITY;
     for (int64_t j = lowest; j < keys; j++) {
         weight[j] = dot(q, store.keys[j], DIM, 16) * store.key_factor[j];
@@ -97,7 +103,7 @@ void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_
     for (int64_t j = lowest; j < keys; j++) {
         weight[j] = scalar_exp(weight[j] - peak);
         lane[j % 16] = lane[j % 16] + weight[j];
-        weight[j] = weight[j] * store.value_factor[j];
+        weight[j] = (rounded ? scalar_e4m3(weight[j]) : weight[j]) * store.value_factor[j];
     }
     const float total = sink ? halves(lane, 16) + scalar_exp(*sink - peak) : halves(lane, 16);
     for (int64_t d = 0; d < DIM; d++) {
@@ -114,7 +120,8 @@ void scalar_attention(const Store& store, const float* q, int64_t lowest, int64_
 }
 
 // A few new rows after stored ones, and the last row alone, as C++ has two loops; `heads` share one key head.
-int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t heads, int64_t window, bool sinks) {
+int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t heads, int64_t window, bool sinks,
+                            Kind probabilities) {
     static Store store;
     static float plain[2][PAGES * PAGE][DIM], scales[2][PAGES * PAGE];
     static uint8_t coded[2][PAGES * PAGE][DIM];
@@ -153,12 +160,13 @@ int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t hea
         g.row_start = row_start, g.context = &context, g.page_table = pages, g.pages = PAGES, g.page_size = PAGE;
         g.sequences = 1, g.heads = heads, g.kv_heads = 1, g.dim = DIM, g.scale = factor, g.threads = 1, g.rows = rows;
         g.single = 1, g.window = window, g.sinks = sinks ? sink : nullptr;
+        g.probabilities = probabilities;
         isobit_attention(&g);
         for (int64_t i = 0; i < rows * heads; i++) {
             float lse;
             const int64_t position = context + i / heads;
             scalar_attention(store, &q[0][0][0] + i * DIM, g.lowest(position), position + 1,
-                             sinks ? sink + i % heads : nullptr, wanted, &lse);
+                             sinks ? sink + i % heads : nullptr, probabilities == E4M3, wanted, &lse);
             different += differing(&found[0][0][0] + i * DIM, wanted, DIM) + differing(&found_lse[0][0] + i, &lse, 1);
         }
     }
@@ -177,7 +185,8 @@ EXPORT int64_t isobit_rows32_self_test() {
             for (Kind kind : {FP32, E4M3, INT8})
                 for (int64_t window : {KEYS, int64_t(6)})  // 6 keys: their block is not the first
                     for (bool sinks : {false, true})
-                        different += differing_attention(random, data, kind, heads, window, sinks);
+                        for (Kind probabilities : {FP32, E4M3})
+                            different += differing_attention(random, data, kind, heads, window, sinks, probabilities);
     }
     return different;
 }

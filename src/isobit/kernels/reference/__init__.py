@@ -17,7 +17,7 @@ from isobit.kernels.reference import (
     tdp32,
 )
 from isobit.kernels.types import Activation, KVStore, Layout, Temperature
-from isobit.precision import Nibbles, QTensor, QuantSpec, quantize
+from isobit.precision import Format, Nibbles, QTensor, QuantSpec, quantize
 
 ORDERS = {"exact": "exact", "bitwise": f"{tdp32.ORDER}+{rows32.ORDER}", "fast": "libraries"}
 """Of products, and of sums within a row, on a CPU, by `consistency`."""
@@ -83,8 +83,9 @@ class ReferenceOps(Composed):
         scale: float,
         window: int | None = None,
         sinks: Tensor | None = None,
+        probabilities: Format | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._attention.attention(q, store, layout, scale, window, sinks)
+        return self._attention.attention(q, store, layout, scale, window, sinks, probabilities)
 
     def attention_backward(
         self,

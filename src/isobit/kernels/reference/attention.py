@@ -5,14 +5,15 @@ are. Rows are taken in *pieces*,
 at most 256 consecutive rows of a sequence; pieces of like size are batched and padded, and a padded key has
 probability exactly 0. The forward is the same for decoding, chunked prefill and the learner's packed rows; the
 backward takes packed rows only. Quantized keys and values are read as code times scale in float32, and the gradient
-goes straight through the quantization (Bengio et al. 2013).
+goes straight through the quantization (Bengio et al. 2013), that of probabilities too.
 
 The sums of the forward are float64 trees (`sums.tree_sum`): a score's over the head dimension, the denominator's and
 P·V's over the keys by position, so that padded keys, whose probability is exactly 0, change nothing. A BLAS computes
-them wherever that is shown to lead to the same rounding of the output and of the log-sum-exp. So a row's bits are the
-same in every batch: *proven* for finite keys and values, if exp and log are right to 4 units in the last place and
-return the same number for the same number (`tests/kernels/test_attention.py`, `test_attention_order.py`). The backward
-only has to repeat: its sums are in the order of the BLAS.
+them wherever that is shown to lead to the same rounding of the output and of the log-sum-exp, and to the same codes of
+probabilities in E4M3, whose scores are summed in lanes (`probabilities.py`). So a row's bits are the same in every
+batch: *proven* for finite keys and values, if exp and log are right to 4 units in the last place and return the same
+number for the same number (`tests/kernels/test_attention.py`, `test_attention_order.py`). The backward only has to
+repeat: its sums are in the order of the BLAS.
 """
 
 from collections.abc import Iterator
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor
 
 from isobit.errors import NonFiniteError
+from isobit.kernels.reference.probabilities import lane_sum, uncertain, weigh
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import UNIT, norm_bound, tree_sum, undecided
 from isobit.kernels.types import KVStore, Layout
-from isobit.precision import QuantSpec, nonfinite_message, quantize, quantize_with_scale
+from isobit.precision import Format, QuantSpec, nonfinite_message, quantize, quantize_with_scale
 
 _PIECE_ROWS = 256
 _BATCH_ELEMENTS = 1 << 22  # of scores, or of keys and values, in a padded batch: bounds its memory to some 100 MB
@@ -60,17 +62,23 @@ def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tens
 
 
 def attention(
-    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1), a head's sink among them,
     whose weight is the last that is added to the sum of weights."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64, device=q.device)
     for batch in _batches(layout, q.shape[1], store, torch.float64, window):
-        keys, values = batch.read(store)
-        queries, sink = batch.gather(q), batch.of_heads(sinks)
-        mixed, normalizer = _mix(batch.scores(queries, keys, scale), values, None, sink)
-        _in_order(batch, queries, keys, values, scale, mixed, normalizer, q.dtype, sink)
+        given = _Given(batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities)
+        error = _error(given)
+        mixed, normalizer, unsure = _mix(batch.scores(given.queries, given.keys, scale), given, error)
+        _in_order(batch, given, error, mixed, normalizer, unsure, q.dtype)
         batch.scatter(mixed, out)
         batch.scatter(normalizer, lse)
     return round_once(out, q.dtype), lse.squeeze(-1).float()
@@ -82,33 +90,43 @@ def attend(
     layout: Layout,
     scale: float,
     dtype: torch.dtype,
-    probabilities: torch.dtype | None = None,
+    probabilities: Format | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS. `probabilities`: the type to
-    which unnormalized probabilities are rounded before P·V, but not in their sum."""
+    """(out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS. `probabilities`: the format
+    to which unnormalized probabilities are rounded before P·V, but not in their sum."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype, window):
-        keys, values = batch.read(store)
-        scores = batch.scores(batch.gather(q), keys, scale)
-        mixed, normalizer = _mix(scores, values, probabilities, batch.of_heads(sinks))
+        given = _Given(batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities)
+        mixed, normalizer, _ = _mix(batch.scores(given.queries, given.keys, scale), given, None)
         batch.scatter(mixed, out)
         batch.scatter(normalizer, lse)
     return out, lse.squeeze(-1)
 
 
-def _mix(
-    scores: Tensor, values: Tensor, probabilities: torch.dtype | None, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1]) of scores, which are overwritten."""
-    peak = _highest(scores, sink)
-    weights = scores.sub_(peak).exp_()
-    total = _with_sink(weights.sum(-1, keepdim=True), peak, sink)
-    if probabilities is not None:
-        weights = weights.to(probabilities).to(scores.dtype)
-    return torch.matmul(weights, values).div_(total), peak.add_(total.log())
+class _Given(NamedTuple):
+    """What the rows of a batch are computed from: queries [S, KV, G·R, D], keys and values [S, KV, K, D], a sink for
+    each row of queries, and the format of unnormalized probabilities."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+    sink: Tensor | None
+    probabilities: Format | None
+
+
+def _mix(scores: Tensor, given: _Given, error: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1], rows [S, KV, G·R] of which scores within `error`
+    might have probabilities of other codes) of scores, which are overwritten."""
+    peak = _highest(scores, given.sink)
+    shifted = scores.sub_(peak)
+    unsure = None if error is None or given.probabilities is None else uncertain(shifted, error)
+    weights, rounded = weigh(shifted, given.probabilities)
+    total = _with_sink(weights.sum(-1, keepdim=True), peak, given.sink)
+    return torch.matmul(rounded, given.values).div_(total), peak.add_(total.log()), unsure
 
 
 def _highest(scores: Tensor, sink: Tensor | None) -> Tensor:
@@ -121,18 +139,9 @@ def _with_sink(total: Tensor, peak: Tensor, sink: Tensor | None) -> Tensor:
     return total if sink is None else total + torch.exp(sink - peak)
 
 
-def _in_order(
-    batch: "_Batch",
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    mixed: Tensor,
-    normalizer: Tensor,
-    dtype: torch.dtype,
-    sink: Tensor | None,
-) -> None:
-    """Where the order of sums might change the rounding of a row, replace its results by those of the trees.
+def _error(given: _Given) -> Tensor:
+    """How far two orders of sums may be apart: in the log-sum-exp, in score - peak, and in the output over the largest
+    value that it is a mean of [S, KV, G·R, 1].
 
     To first order, in units of 2^-53 and with B the largest |q|·|k|·scale: two orders of a score are (D + 12) B apart;
     a weight, relatively, twice that, 4 B for the roundings of its exponent and 16 for those of exp; numerator and
@@ -140,26 +149,46 @@ def _in_order(
     (4 D + 56) B + 2 K + 96, which bounds the log-sum-exp too; an eighth more covers the higher orders. A sink is one
     key more, of a score that has no error, and B the largest magnitude of any score.
     """
-    reach = norm_bound(queries).unsqueeze(-1) * (norm_bound(keys).amax(-1)[..., None, None] * abs(scale))
-    reach = reach if sink is None else reach + sink.abs()
-    error = ((4.5 * queries.shape[-1] + 64) * reach + (2.25 * keys.shape[-2] + 128)) * UNIT
-    error.masked_fill_(error > 2.0**-10, torch.inf)
-    largest = values.abs().amax(-2, keepdim=True)
+    reach = norm_bound(given.queries).unsqueeze(-1) * (
+        norm_bound(given.keys).amax(-1)[..., None, None] * abs(given.scale)
+    )
+    reach = reach if given.sink is None else reach + given.sink.abs()
+    error = ((4.5 * given.queries.shape[-1] + 64) * reach + (2.25 * given.keys.shape[-2] + 128)) * UNIT
+    return error.masked_fill_(error > 2.0**-10, torch.inf)
+
+
+def _in_order(
+    batch: "_Batch",
+    given: _Given,
+    error: Tensor,
+    mixed: Tensor,
+    normalizer: Tensor,
+    unsure: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """Where the order of sums might change the rounding of a row, or a code of its probabilities, replace its results
+    by those of the trees. A code's value is at most twice the weight, so those of a row add up to at most two."""
+    largest = given.values.abs().amax(-2, keepdim=True)
     largest.add_(largest.sign(), alpha=2.0**-66)
-    found = torch.cat((undecided(mixed, error * largest, dtype), undecided(normalizer, error, torch.float32)))
+    if unsure is not None:
+        largest.mul_(2)
+    found = torch.cat((undecided(mixed, error * largest, dtype), undecided(normalizer, error, torch.float32)))[:, :3]
+    found = found if unsure is None else torch.cat((found, unsure.nonzero()))
     groups, owner = torch.unique(found[:, :2], dim=0, return_inverse=True)
     for index, (piece, head) in enumerate(groups.tolist()):
         rows = torch.unique(found[owner == index, 2])
         rows = rows[batch.valid[piece, rows % batch.valid.shape[1]]]
-        transposed, own = keys[piece, head].t().contiguous(), values[piece, head].contiguous()
+        transposed, own = given.keys[piece, head].t().contiguous(), given.values[piece, head].contiguous()
         for places in rows.split(max(1, _CHUNK_ELEMENTS // own.numel())):
-            scores = tree_sum(queries[piece, head, places].unsqueeze(-1) * transposed, dim=1).mul_(scale)
+            products = given.queries[piece, head, places].unsqueeze(-1) * transposed
+            scores = tree_sum(products, dim=1) if given.probabilities is None else lane_sum(products)
+            scores.mul_(given.scale)
             scores.masked_fill_(~batch.visible[piece, places % batch.valid.shape[1]], float("-inf"))
-            own_sink = None if sink is None else sink[0, head, places]
+            own_sink = None if given.sink is None else given.sink[0, head, places]
             peak = _highest(scores, own_sink)
-            weights = scores.sub_(peak).exp_()
+            weights, rounded = weigh(scores.sub_(peak), given.probabilities)
             total = _with_sink(tree_sum(weights).unsqueeze(-1), peak, own_sink)
-            mixed[piece, head, places] = tree_sum(weights.unsqueeze(-1) * own, dim=1).div_(total)
+            mixed[piece, head, places] = tree_sum(rounded.unsqueeze(-1) * own, dim=1).div_(total)
             normalizer[piece, head, places] = peak.add_(total.log_())
 
 

@@ -9,9 +9,11 @@ quantization, times `scale`. Then
     out = Σ (w · (value's scale · 2^8)) · value / total     in chains of 32 keys (`rows32.blocked_sum`)
 
 and the log-sum-exp is peak + log(total) in float64, rounded to float32. A head's sink is one score more, which the
-peak may be, and exp(sink - peak) is added to the total after the lanes. A row's keys stand at its own sequence's
-positions, so its bits depend on no other row, chunk or page. Lanes and chains stay at those positions also under a
-window; a key below it has weight 0, which adds nothing, so an implementation may leave out whole chains of such keys.
+peak may be, and exp(sink - peak) is added to the total after the lanes. Probabilities in E4M3 are w rounded as
+`probabilities.to_e4m3` does, after it was added to the total and before its value's scale. A row's keys stand at its
+own sequence's positions, so its bits depend on no other row, chunk or page. Lanes and chains stay at those positions
+also under a window; a key below it has weight 0, which adds nothing, so an implementation may leave out whole chains of
+such keys.
 
 Error. With u = 2^-24, D the head dimension, S = |scale| · Σ|q·k|: a score is within E = γ(⌈D / 16⌉ + 8) · S; with
 t = peak - score a weight is relatively within η = E + t·u + 2^-22, plus e^-87 of the peak's where exp ends; so to first
@@ -31,15 +33,22 @@ from torch import Tensor
 
 from isobit.kernels.codes import decode
 from isobit.kernels.reference.attention import assert_whole
+from isobit.kernels.reference.probabilities import to_e4m3
 from isobit.kernels.reference.rows32 import CHAIN, HEAD_LANES, blocked_sum, dot, exp, fma, log, tree
 from isobit.kernels.types import KVStore, Layout
-from isobit.precision import INT8
+from isobit.precision import INT8, Format
 
 _ELEMENTS = 1 << 21  # products at a time
 
 
 def attention(
-    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.attention`."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
@@ -62,6 +71,7 @@ def attention(
                 weights = exp(scores - peak.unsqueeze(-1))
                 total = _lane_sum(weights)
                 total = total if sinks is None else total + exp(sinks[heads] - peak)
+                weights = weights if probabilities is None else to_e4m3(weights)
                 mixed = blocked_sum((weights * value_factor).permute(2, 0, 1).unsqueeze(-1), values[:, None, None])
                 out[rows, heads] = (mixed / total.unsqueeze(-1)).to(q.dtype)
                 lse[rows, heads] = (peak.double() + log(total.double())).float()

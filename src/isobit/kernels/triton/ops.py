@@ -38,7 +38,7 @@ from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.launch import Faults, target
 from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
-from isobit.precision import E4M3, INT8, ErrorSums, Nibbles, Precision, QTensor, QuantSpec, error_sums
+from isobit.precision import E4M3, INT8, ErrorSums, Format, Nibbles, Precision, QTensor, QuantSpec, error_sums
 from isobit.precision import quantize as reference_quantize
 from isobit.precision.nibbles import NVFP4
 
@@ -69,6 +69,11 @@ class TritonOps(Ops):
     def check_precision(self, precision: Precision) -> None:
         specs: list[tuple[str, QuantSpec | None]] = []
         for flow in (precision.rollout, precision.learner):
+            if flow.probabilities is not None:
+                raise IsobitError(
+                    f"backend: triton has no kernel for probabilities in {flow.probabilities} (preset "
+                    f"{precision.name}); use backend: native, or leave precision.probabilities out"
+                )
             decoded = flow.weight == NVFP4 and flow.activation is None and target().fp8
             specs += [("weights", None if decoded else flow.weight), ("activations", flow.activation)]
             specs += [("keys and values", flow.kv), ("queries", flow.query)]
@@ -181,7 +186,9 @@ class TritonOps(Ops):
         scale: float,
         window: int | None = None,
         sinks: Tensor | None = None,
+        probabilities: Format | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert probabilities is None, "`check_precision` refuses it"
         return attention.attention(q, store, layout, scale, window, sinks)
 
     def attention_backward(
