@@ -217,15 +217,20 @@ def test_the_definition_of_the_backward_takes_a_few_rows_at_a_time(
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_decoding_over_a_long_context_is_the_definition(native: Ops, reference: Ops, cache: str) -> None:
-    """One row of 1,000 keys, by the loop that reads stored keys."""
-    for heads in ((2, 2, 64), (2, 1, 80)):
-        p = problem(plain, cache, heads, [1000])
-        layout = Layout.build([1], [999], p.layout.page_table, p.layout.page_size)
-        one = p.q[-1:].contiguous()
-        for ours, theirs in zip(
-            native.attention(one, p.store, layout, p.scale), reference.attention(one, p.store, layout, p.scale)
-        ):
-            assert same(ours, theirs)
+    """A row of up to 1,000 keys in each of some sequences, by the loop that reads stored keys, a key head of a sequence
+    at a time, or several: as many chains side by side as a width has, and what is left of them."""
+    for lengths, heads in (([1000], (2, 2, 64)), ([1000], (2, 1, 80)), ([31, 300, 128, 1, 190], (3, 3, 112)),
+                           ([160, 290, 33, 129], (4, 2, 32)), ([200, 1, 70, 150], (14, 2, 48))):  # fmt: skip
+        p = problem(plain, cache, heads, lengths)
+        count, last = len(lengths), p.layout.row_start[1:] - 1
+        layout = Layout.build([1] * count, [n - 1 for n in lengths], p.layout.page_table, p.layout.page_size)
+        rows = p.q[last].contiguous()
+        expected = reference.attention(rows, p.store, layout, p.scale)
+        for number in (1, 2):
+            with threads(number):
+                assert all(map(same, native.attention(rows, p.store, layout, p.scale), expected))
+        p.store.v[p.layout.slots[last[0]]] = p.store.v[p.layout.slots[last[0] - 1]]  # the control
+        assert not same(native.attention(rows, p.store, layout, p.scale)[0], expected[0])
 
 
 def test_negative_controls_other_orders(native: Ops, monkeypatch: pytest.MonkeyPatch) -> None:

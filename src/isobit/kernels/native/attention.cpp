@@ -15,16 +15,22 @@ struct Task {
     int64_t head, heads;              // key heads head..head+heads
 };
 
-// Scores [stride] of `rows` rows over `keys` keys to weights, totals and lse. The factors of keys, [2][padded keys], are
-// for float32 only.
+// The factors of keys of the task's heads, [heads][padded keys] of scores, then of weights: for float32 only.
 template <class R>
-static void softmax(const Attention& g, const Task& task, const int64_t* slots, int64_t kv_head, int64_t rows,
-                    int64_t keys, R* scores, int64_t stride, R* total, float* factors) {
-    const Factors32 both{factors, factors + padded(keys, PANEL)};
+static void factors_of(const Attention& g, const Task& task, const int64_t* slots, int64_t keys, float* factors) {
     if constexpr (sizeof(R) == sizeof(float)) {
-        key_factors(g, g.k_scale, slots, kv_head, keys, float(g.scale), factors);
-        key_factors(g, g.v_scale, slots, kv_head, keys, 1.0f, factors + padded(keys, PANEL));
+        const int64_t apart = padded(keys, PANEL);
+        key_factors(g, g.k_scale, slots, task.head, task.heads, keys, float(g.scale), factors, apart);
+        key_factors(g, g.v_scale, slots, task.head, task.heads, keys, 1.0f, factors + task.heads * apart, apart);
     }
+}
+
+// Scores [stride] of `rows` rows of a key head over `keys` keys to weights, totals and lse.
+template <class R>
+static void softmax(const Attention& g, const Task& task, int64_t kv_head, int64_t rows, int64_t keys, R* scores,
+                    int64_t stride, R* total, const float* factors) {
+    const float* own = factors + (kv_head - task.head) * padded(keys, PANEL);
+    const Factors32 both{own, own + task.heads * padded(keys, PANEL)};
     const int64_t group = g.heads / g.kv_heads, position = g.context[task.sequence] + task.first;
     const int64_t row0 = g.row_start[task.sequence] + task.first, base = g.base(position);
     for (int64_t r = 0; r < rows; r++) {
@@ -84,7 +90,8 @@ static void attend_block(const Attention& g, const Task& task) {
             row_products(rows, padded(count, 8), query, block, width, scores + j, stride);
         }
     }
-    softmax(g, task, slots, kv_head, rows, keys, scores, stride, total, factors);
+    factors_of<R>(g, task, slots, keys, factors);
+    softmax(g, task, kv_head, rows, keys, scores, stride, total, factors);
     std::memset(mixed, 0, rows * width * sizeof(R));
     for (int64_t j = 0; j < keys; j += KEY_BLOCK) {
         int64_t count = keys - j < KEY_BLOCK ? keys - j : KEY_BLOCK;
@@ -94,10 +101,10 @@ static void attend_block(const Attention& g, const Task& task) {
     finish(g, task, kv_head, rows, width, mixed, total);
 }
 
-// One or two rows of each key head (decoding): too few to decode keys for, so these are read as they are stored. For 8 keys,
-// then some values at a time, the heads take turns: so a page is read once and in order, and the next one asked for early.
+// A few rows of each key head (decoding): too few to decode keys for, so these are read as they are stored. For 8 keys, then
+// some values at a time, the heads take turns: so a page is read once and in order, and the next one asked for early.
 static bool reads_stored(const Attention& g, int64_t tokens) {
-    return tokens * (g.heads / g.kv_heads) <= 2 && g.dim % PANEL == 0;
+    return tokens * (g.heads / g.kv_heads) <= (g.single ? 16 : 4) && g.dim % PANEL == 0;
 }
 
 template <class R, class T>
@@ -106,41 +113,76 @@ static void stored_scores(const Attention& g, const Task& task, const int64_t* s
     const Stored<T> stored{(const T*)g.k, g.k_scale, slots, g.kv_heads, g.dim, keys, g.scale_step};
     const Stored<T> next{(const T*)g.v, g.v_scale, slots, g.kv_heads, g.dim, keys, g.scale_step};
     for (int64_t j = 0; j < keys; j += 8) {
-        for (int64_t i = j; i < j + 8; i++) stored.prefetch_scale(i, task.head), next.prefetch_scale(i, task.head);
-        for (int64_t h = 0; h < task.heads; h++) {
-            const T* eight[8];
-            float scale[8];
-            for (int i = 0; i < 8; i++) {
-                int64_t key = j + i < keys ? j + i : keys - 1;  // what lies beyond is overwritten by the softmax
-                eight[i] = stored.row(key, task.head + h), scale[i] = stored.scale(key, task.head + h);
-                if (j + i + AHEAD < keys) stored.prefetch(j + i + AHEAD, task.head + h);
-                else next.prefetch(j + i + AHEAD - keys, task.head + h);
-            }
-            const R* row = query + h * rows * g.dim;
-            if (rows == 2) eight_keys<2>(row, eight, scale, g.dim, scores + h * rows * stride + j, stride);
-            else eight_keys<1>(row, eight, scale, g.dim, scores + h * rows * stride + j, stride);
+        const T *from[8], *ahead[8];
+        for (int i = 0; i < 8; i++) {
+            const int64_t later = j + i + AHEAD;
+            from[i] = stored.row(j + i < keys ? j + i : keys - 1, task.head);  // what lies beyond, the softmax overwrites
+            ahead[i] = later < keys ? stored.row(later, task.head)
+                                    : next.row(later - keys < keys ? later - keys : keys - 1, task.head);
+            stored.prefetch_scale(j + i, task.head), next.prefetch_scale(j + i, task.head);
         }
+        for (int64_t h = 0; h < task.heads; h++) {
+            const Lines lines(h, task.heads, g.dim * int64_t(sizeof(T)));
+            for (int i = 0; i < 8; i++) lines.ask(ahead[i]);
+            float scale[8];
+            for (int i = 0; i < 8 && sizeof(R) == sizeof(double); i++)
+                scale[i] = stored.scale(j + i < keys ? j + i : keys - 1, task.head + h);
+            const R* row = query + h * rows * g.dim;
+            R* out = scores + h * rows * stride + j;
+            int64_t r = 0;
+            for (; r + 2 <= rows; r += 2)
+                eight_keys<2>(row + r * g.dim, from, h * g.dim, scale, g.dim, out + r * stride, stride);
+            if (r < rows) eight_keys<1>(row + r * g.dim, from, h * g.dim, scale, g.dim, out + r * stride, stride);
+        }
+    }
+}
+
+// NV vectors of the columns of some heads, from `first` on, with the `count` keys from j on.
+template <int MR, int NV, class R, class T>
+static void mix_columns(const Stored<T>& stored, const Rows<T>& rows, int64_t head, int64_t j, int64_t count,
+                        int64_t first, Lines lines, const R* weights, int64_t stride, R* out) {
+    constexpr int64_t chains = chains_of<R, MR * NV>, step = step_of<R>;
+    int64_t at = 0;
+    for (; chains > 1 && at + chains * step <= count; at += chains * step)
+        mix_chains<MR, NV, chains>(stored, rows, at, head, j + at, step, first, lines, weights, stride, out);
+    for (; at < count; at += step)
+        mix_chains<MR, NV, 1>(stored, rows, at, head, j + at, count - at < step ? count - at : step, first, lines, weights,
+                              stride, out);
+}
+
+// All columns of the h-th head of a task.
+template <class R, class T>
+static void mix_head(const Stored<T>& stored, const Rows<T>& from, const Task& task, int64_t h, int64_t j, int64_t count,
+                     int64_t rows, const R* weights, int64_t stride, R* out) {
+    constexpr int lanes = Columns<R>::lanes;
+    decltype(&mix_columns<1, 1, R, T>) const mix[2][3] = {
+        {mix_columns<1, 16 / lanes, R, T>, mix_columns<1, 32 / lanes, R, T>, mix_columns<1, 64 / lanes, R, T>},
+        {mix_columns<2, 16 / lanes, R, T>, mix_columns<2, 32 / lanes, R, T>, mix_columns<2, 64 / lanes, R, T>},
+    };
+    Lines lines(h, task.heads, stored.dim * int64_t(sizeof(T)));
+    for (int64_t first = 0, width; first < stored.dim; first += width) {
+        const int64_t left = stored.dim - first, wide = left >= 64 ? 2 : left >= 32;
+        width = 16 << wide;
+        for (int64_t r = 0; r < rows; r += 2, lines.to = lines.from)
+            mix[rows - r >= 2][wide](stored, from, task.head + h, j, count, h * stored.dim + first, lines,
+                                     weights + r * stride, stride, out + r * stored.dim + first);
     }
 }
 
 template <class R, class T>
 static void stored_mix(const Attention& g, const Task& task, const int64_t* slots, int64_t keys, int64_t rows,
                        const R* weights, int64_t stride, R* mixed) {
-    constexpr int lanes = Columns<R>::lanes, many = 64 / lanes, few = 16 / lanes;
     const Stored<T> stored{(const T*)g.v, g.v_scale, slots, g.kv_heads, g.dim, keys, g.scale_step};
-    for (int64_t j = 0; j < keys; j += step_of<R>)
-        for (int64_t h = 0; h < task.heads; h++) {
-            const R* weight = weights + h * rows * stride;
-            R* out = mixed + h * rows * g.dim;
-            for (int64_t first = 0; first < g.dim;) {
-                const bool wide = first + 64 <= g.dim;
-                if (rows == 2 && wide) mix_columns<2, many>(stored, task.head + h, j, first, weight, stride, out);
-                else if (rows == 2) mix_columns<2, few>(stored, task.head + h, j, first, weight, stride, out);
-                else if (wide) mix_columns<1, many>(stored, task.head + h, j, first, weight, stride, out);
-                else mix_columns<1, few>(stored, task.head + h, j, first, weight, stride, out);
-                first += wide ? 64 : 16;
-            }
+    for (int64_t j = 0; j < keys; j += MIXED) {
+        Rows<T> from;
+        const int64_t count = keys - j < MIXED ? keys - j : MIXED;
+        for (int64_t i = 0; i < count; i++) {
+            from.now[i] = stored.row(j + i, task.head);
+            from.next[i] = stored.row(j + i + MIXED < keys ? j + i + MIXED : keys - 1, task.head);
         }
+        for (int64_t h = 0; h < task.heads; h++)
+            mix_head(stored, from, task, h, j, count, rows, weights + h * rows * stride, stride, mixed + h * rows * g.dim);
+    }
 }
 
 template <class R>
@@ -150,7 +192,7 @@ static void attend_stored(const Attention& g, const Task& task) {
     const int64_t row0 = g.row_start[task.sequence] + task.first, all = task.heads * rows;
     const int64_t position = g.context[task.sequence] + task.first, base = g.base(position);
     const int64_t keys = position + task.tokens - base, stride = padded(keys, PANEL);
-    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + all * (2 * width + stride) + all + stride + 64);
+    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + all * (2 * width + stride) + all + task.heads * stride + 64);
     g.slots(task.sequence, base, keys, slots);
     R* query = (R*)(slots + padded(keys, 8));
     R *scores = query + all * width, *mixed = scores + all * stride, *total = mixed + all * width;
@@ -160,8 +202,9 @@ static void attend_stored(const Attention& g, const Task& task) {
             read_tokens(g, g.q, (task.head + h) * group + i, row0, task.tokens, width, group * width,
                         query + (h * rows + i) * width);
     FOR_STORE(g, stored_scores, g, task, slots, keys, rows, query, scores, stride)
+    factors_of<R>(g, task, slots, keys, factors);
     for (int64_t h = 0; h < task.heads; h++)
-        softmax(g, task, slots, task.head + h, rows, keys, scores + h * rows * stride, stride, total + h * rows, factors);
+        softmax(g, task, task.head + h, rows, keys, scores + h * rows * stride, stride, total + h * rows, factors);
     FOR_STORE(g, stored_mix, g, task, slots, keys, rows, scores, stride, mixed)
     for (int64_t h = 0; h < task.heads; h++)
         finish(g, task, task.head + h, rows, width, mixed + h * rows * width, total + h * rows);
@@ -170,8 +213,9 @@ static void attend_stored(const Attention& g, const Task& task) {
 EXPORT void isobit_attention(const Attention* arguments) {
     const Attention& g = *arguments;
     const int64_t group = g.heads / g.kv_heads, step = BLOCK / group > 1 ? BLOCK / group : 1;
-    // All key heads of a sequence in one task read its pages in order; unless that would leave threads without work.
-    const int64_t together = g.sequences >= 4 * g.threads ? g.kv_heads : 1;
+    // Key heads of a sequence in one task read its pages in order: all of them, unless that leaves threads without work.
+    const int64_t parts = (4 * g.threads + g.sequences - 1) / (g.sequences ? g.sequences : 1);
+    const int64_t together = g.kv_heads > parts ? (g.kv_heads + parts - 1) / parts : 1;
     std::vector<Task> tasks;
     int64_t work = 0;
     for (int64_t s = g.sequences - 1; s >= 0; s--) {

@@ -95,13 +95,19 @@ static void read_panels(const Attention& g, const void* data, const float* scale
     }
 }
 
-// What a float32 score, or weight, of each key is multiplied by: `by`, times its scale and what its code is off by.
+// What a float32 score, or weight, of each key is multiplied by: `by`, times its scale and what its code is off by. For
+// each of some heads a row [padded keys], `apart` from the next.
 static INLINE void key_factors(const Attention& g, const float* scales, const int64_t* slots, int64_t kv_head,
-                               int64_t keys, float by, float* out) {
+                               int64_t heads, int64_t keys, float by, float* out, int64_t apart) {
     const float off = g.store_kind == E4M3 ? OFF<uint8_t> : OFF<int8_t>;
-    for (int64_t j = 0; j < keys; j++)
-        out[j] = scales ? scales[(slots[j] * g.kv_heads + kv_head) * g.scale_step] * off * by : by;
-    for (int64_t j = keys; j < padded(keys, PANEL); j++) out[j] = 1.0f;
+    for (int64_t j = 0; j < keys; j++) {
+        const float* own = scales ? scales + (slots[j] * g.kv_heads + kv_head) * g.scale_step : nullptr;
+        for (int64_t h = 0; h < heads; h++) out[h * apart + j] = own ? own[h * g.scale_step] : by;
+    }
+    for (int64_t h = 0; h < heads; h++, out += apart) {
+        for (int64_t j = keys; j < padded(keys, PANEL); j++) out[j] = 1.0f;
+        for (int64_t j = 0; scales && j < keys; j += PANEL) store(out + j, load<f32x16>(out + j) * splat(off) * splat(by));
+    }
 }
 
 #define FOR_STORE(g, NAME, ...)                                                    \

@@ -130,11 +130,11 @@ INLINE void put_keys(f32x16 v, float* out) {
 }
 #endif
 
-// out[r][j] = rows[r] · keys[j] for MR rows and 8 keys: lanes over the head dimension, then the tree. Keys are stored
-// values or decoded ones: the products and their order are the same.
+// out[r][j] = rows[r] · keys[j] for MR rows and 8 keys, whose columns begin at `first`: lanes over the head dimension, then
+// the tree. Keys are stored values or decoded ones: the products and their order are the same.
 template <int MR, class R, class T>
-static INLINE void eight_keys(const R* rows, const T* const keys[8], const float* scales, int64_t width, R* out,
-                              int64_t stride) {
+static INLINE void eight_keys(const R* rows, const T* const keys[8], int64_t first, const float* scales, int64_t width,
+                              R* out, int64_t stride) {
     typedef typename Columns<R>::V V;
     V sum[MR][8];
 #pragma GCC unroll 2
@@ -151,7 +151,7 @@ static INLINE void eight_keys(const R* rows, const T* const keys[8], const float
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++) {
             V key[halves];
-            decode_sixteen(keys[j] + d, scales[j], key);
+            decode_sixteen(keys[j] + first + d, scales[j], key);
 #pragma GCC unroll 2
             for (int i = 0; i < halves; i++)
 #pragma GCC unroll 2
@@ -177,8 +177,8 @@ static void row_products(int64_t rows, int64_t keys, const R* row, const R* key,
         const R* eight[8];
         for (int i = 0; i < 8; i++) eight[i] = key + (j + i) * width;
         int64_t r = 0;
-        for (; r + 2 <= rows; r += 2) eight_keys<2>(row + r * width, eight, ones, width, out + r * stride + j, stride);
-        if (r < rows) eight_keys<1>(row + r * width, eight, ones, width, out + r * stride + j, stride);
+        for (; r + 2 <= rows; r += 2) eight_keys<2>(row + r * width, eight, 0, ones, width, out + r * stride + j, stride);
+        if (r < rows) eight_keys<1>(row + r * width, eight, 0, ones, width, out + r * stride + j, stride);
     }
 }
 
@@ -255,54 +255,86 @@ struct Stored {
     INLINE float scale(int64_t j, int64_t head) const {
         return scales ? scales[(slots[j] * kv_heads + head) * scale_step] : 1.0f;
     }
-    INLINE void prefetch(int64_t j, int64_t head) const {  // to the second cache: the first has no room for so many
-        if (j >= count) return;
-        const char* next = (const char*)row(j, head);
-        for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(next + byte, 0, 2);
-    }
     INLINE void prefetch_scale(int64_t j, int64_t head) const {
         if (scales && j < count) __builtin_prefetch(scales + (slots[j] * kv_heads + head) * scale_step);
     }
 };
 
-// out[MR][dim], NV vectors from column `first` on, with the keys from j on, `step_of` of them at most: in float64 the
-// chain of out goes on; in float32 they are a chain from zero, which is added to out.
+// Bytes of a token's rows, counted from the first of some heads: the lines that one of these heads asks for early, so that all
+// ask for each line once. They come to the second cache: the first has no room for so many.
+struct Lines {
+    int64_t from, to;
+    Lines(int64_t head, int64_t heads, int64_t bytes) {
+        const int64_t all = (heads * bytes + 63) / 64;
+        from = head * all / heads * 64, to = (head + 1) * all / heads * 64;
+    }
+    template <class T>
+    INLINE void ask(const T* row) const {
+        for (int64_t byte = from; byte < to; byte += 64) __builtin_prefetch((const char*)row + byte, 0, 2);
+    }
+};
+
+// Keys of a chain: in float64 the one chain of an element goes on; in float32 each begins at zero and is added.
 template <class R> constexpr int64_t step_of = sizeof(R) == sizeof(float) ? CHAIN : 16;
 
-template <int MR, int NV, class R, class T>
-static INLINE void mix_columns(const Stored<T>& stored, int64_t head, int64_t j, int64_t first, const R* weights,
-                               int64_t stride, R* out) {
+// Chains that are computed side by side: as many as hide the latency of a multiply-add within the registers.
+#ifdef ISOBIT_AVX512
+constexpr int SUMS = 8;
+#else
+constexpr int SUMS = 4;
+#endif
+constexpr int64_t MIXED = 4 * CHAIN;  // keys whose rows are looked up at a time
+template <class R, int EACH>
+constexpr int chains_of = sizeof(R) == sizeof(double) || EACH >= SUMS ? 1 : SUMS / EACH < 4 ? SUMS / EACH : 4;
+
+// Where the values of keys are, and those of as many keys after them.
+template <class T>
+struct Rows {
+    const T *now[MIXED], *next[MIXED];
+};
+
+// out[MR][NV vectors] with N chains of `count` keys from j on, which are the `at`-th of rows, and their columns from `first`
+// on; `lines` are to be asked for of the keys after them.
+template <int MR, int NV, int N, class R, class T>
+static INLINE void mix_chains(const Stored<T>& stored, const Rows<T>& rows, int64_t at, int64_t head, int64_t j,
+                              int64_t count, int64_t first, Lines lines, const R* weights, int64_t stride, R* out) {
     typedef typename Columns<R>::V V;
-    constexpr int lanes = Columns<R>::lanes;
+    constexpr int lanes = Columns<R>::lanes, halves = Columns<R>::vectors;
     constexpr bool single = sizeof(R) == sizeof(float);
-    V sum[MR][NV];
-#pragma GCC unroll 2
-    for (int r = 0; r < MR; r++)
+    V sum[N][MR][NV];
 #pragma GCC unroll 8
-        for (int w = 0; w < NV; w++)
-            sum[r][w] = j && !single ? load<V>(out + r * stored.dim + first + w * lanes) : splat(R(0));
-    const int64_t begin = j, end = j + step_of<R> < stored.count ? j + step_of<R> : stored.count;
-    for (; j < end; j++) {
-        const T* value = stored.row(j, head) + first;
-        const float scale = single ? 1.0f : stored.scale(j, head);
-        if (first == 0) stored.prefetch(j + AHEAD, head);
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+        for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
-        for (int w = 0; w < NV; w += Columns<R>::vectors) {
-            V column[Columns<R>::vectors];
-            decode_sixteen(value + w * lanes, scale, column);
+            for (int w = 0; w < NV; w++)
+                sum[n][r][w] = j && !single ? load<V>(out + r * stored.dim + w * lanes) : splat(R(0));
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const T* value = rows.now[at + n * CHAIN + k] + first;
+            lines.ask(rows.next[at + n * CHAIN + k]);
+            const float scale = single ? 1.0f : stored.scale(j + k, head);
+#pragma GCC unroll 8
+            for (int w = 0; w < NV; w += halves) {
+                V column[halves];
+                decode_sixteen(value + w * lanes, scale, column);
 #pragma GCC unroll 2
-            for (int i = 0; i < Columns<R>::vectors; i++)
+                for (int i = 0; i < halves; i++)
 #pragma GCC unroll 2
-                for (int r = 0; r < MR; r++)
-                    sum[r][w + i] = multiply_add(splat(weights[r * stride + j]), column[i], sum[r][w + i]);
+                    for (int r = 0; r < MR; r++)
+                        sum[n][r][w + i] =
+                            multiply_add(splat(weights[r * stride + j + n * CHAIN + k]), column[i], sum[n][r][w + i]);
+            }
         }
-    }
 #pragma GCC unroll 2
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
         for (int w = 0; w < NV; w++) {
-            R* target = out + r * stored.dim + first + w * lanes;
-            if (single) sum[r][w] = (begin ? load<V>(target) : splat(R(0))) + sum[r][w];
-            store(target, sum[r][w]);
+            R* target = out + r * stored.dim + w * lanes;
+            V total = single && !j ? splat(R(0)) : load<V>(target);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) total = single ? total + sum[n][r][w] : sum[n][r][w];
+            store(target, total);
         }
 }
