@@ -103,7 +103,22 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(fast, {}, [], None)
 
 
-TOKENIZERS = {"characters": Tokenizer.characters(ALPHABET), "bytes": byte_tokenizer()}
+def fallback_tokenizer() -> Tokenizer:
+    """A token for each printable character, and <0xE2> and the like for the bytes of all others, as Llama 2 has them:
+    a decoder writes bytes next to one another together, and U+FFFD for each where one is wrong."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127)), "▁"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    fast = FastTokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(fast, {}, [], None)
+
+
+TOKENIZERS = {
+    "characters": Tokenizer.characters(ALPHABET),
+    "bytes": byte_tokenizer(),
+    "fallback": fallback_tokenizer(),
+}
 if STORIES.is_dir():
     TOKENIZERS["stories"] = Tokenizer.load(STORIES)
 TEXTS = ["Once upon a time, there was a girl. ", "\n\n", "naïve → 😀é", "one two  three", "a b c\t", "12+34=46."]
@@ -143,6 +158,28 @@ def test_stop_strings_are_found_at_the_token_that_completes_them(data: st.DataOb
     begin = data.draw(st.integers(0, len(text) - 1))
     stop = (text[begin : begin + data.draw(st.integers(1, 6))], "zzzz")
     assert first_found(tokenizer, prompt, ids, stop) == first_by_definition(tokenizer, prompt, ids, stop)
+
+
+@pytest.mark.parametrize(
+    ("before", "stop", "after"),
+    [
+        ("→é" * 20, "→ü→", []),  # the last tokens begin inside a character
+        ("→" + "😀é" * 12, "😀éa b", []),
+        ("→" + "😀" * 30, "。", []),
+        ("", "\ufffd" * 3, [0xF0, 0xD9, 0x69]),  # the third is an i by itself
+        ("", "\ufffdb", [0xFF, *"→".encode() * 16, "b"]),  # one wrong byte makes all others wrong
+    ],
+    ids=["two and three", "four and two", "four", "a byte that is text", "all wrong"],
+)
+def test_a_stop_string_after_many_bytes_is_found_at_once(before: str, stop: str, after: list[int | str]) -> None:
+    """Bytes next to one another are decoded together: a part of them says something else."""
+    tokenizer = TOKENIZERS["fallback"]
+    names = [one if isinstance(one, str) else f"<0x{one:02X}>" for one in after]
+    ids = tokenizer.encode(f"x{before}", add_special=False)
+    ids += [tokenizer.fast.token_to_id(name) for name in names] or tokenizer.encode(stop, add_special=False)
+    ids += tokenizer.encode(" c", add_special=False)
+    assert first_by_definition(tokenizer, [], ids, (stop,)) == len(ids) - 2
+    assert first_found(tokenizer, [], ids, (stop,)) == len(ids) - 2
 
 
 def test_a_stop_string_is_searched_for_in_time_that_grows_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

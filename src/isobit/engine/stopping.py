@@ -16,6 +16,9 @@ _UNKNOWN, _NO, _MAYBE = -1, 0, 1
 _UNSETTLED = 8
 """Tokens at the end of a text that a new one may change (bytes of a character), and characters at the beginning of a
 part that may differ from those of the whole (the rest of a character, a space)."""
+_LOST = "\ufffd"
+"""What a decoder writes for bytes that are no character. Of tokens that are a byte each, such as <0xE2>, it does so for
+all that are next to one another, however many, where one of them is wrong."""
 
 
 class StopStrings:
@@ -29,6 +32,7 @@ class StopStrings:
         self._last = {text[-1] for text in stop}
         # decoders drop spaces at the start of a text, so a lone token's text does not show whether it brings one
         self._always = any(text[-1].isspace() for text in stop)
+        self._lost = any(_LOST in text for text in stop)
 
     def may_end(self, token: int) -> bool:
         """Whether a token may complete a stop string."""
@@ -39,14 +43,24 @@ class StopStrings:
     def _state(self, token: int) -> int:
         text = self._tokenizer.decode([token])
         # part of a character, or a token without a text of its own: only its neighbours tell what it means
-        incomplete = not text or "\ufffd" in text
+        incomplete = not text or _LOST in text or (self._lost and self._tokenizer.is_byte(token))
         return _MAYBE if self._always or incomplete or not self._last.isdisjoint(text) else _NO
 
     def found(self, prompt: list[int], completion: list[int]) -> bool:
-        last = completion[-4 * (self._longest + _UNSETTLED) :]  # four tokens may be one character
-        if len(last) < len(completion) and self._reaches(last) and not self._holds(self._tokenizer.decode(last)):
-            return False
-        return self._holds(self._tokenizer.decode_completion(prompt, completion))
+        return not self._settled(completion) and self._holds(self._tokenizer.decode_completion(prompt, completion))
+
+    def _settled(self, completion: list[int]) -> bool:
+        """Whether the last tokens alone say that there is no stop string. They may begin inside a character, and so
+        lose all bytes up to the next token that is none; then a few more are looked at."""
+        least = 4 * (self._longest + _UNSETTLED)  # four tokens may be one character
+        for count in range(least, least + 4):
+            last = completion[-count:]
+            if self._lost or len(last) == len(completion) or not self._reaches(last):
+                return False
+            text = self._tokenizer.decode(last)
+            if not text.startswith(_LOST * (_UNSETTLED + 1)):
+                return not self._holds(text)
+        return False
 
     def _reaches(self, last: list[int]) -> bool:
         """Whether these tokens have all of a stop string that the very last of them completes."""

@@ -5,6 +5,7 @@ Reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and the e
 scratch. Left out: slow tokenizers and tokenizers with code of their own.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from isobit.model.config import token_ids
 from isobit.model.content import ContentEncoder, Rule
 
 _MOST_TEMPLATE_BYTES = 1 << 24
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SPECIALS = ("<pad>", "<s>", "</s>")
 _TOKEN_SETTINGS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -103,6 +105,10 @@ class Tokenizer:
     def special_tokens_in(self, prompt: str | Sequence[Any]) -> list[str]:
         """The special tokens that a text or the messages of a chat spell."""
         return self._content.spelled(prompt)
+
+    def is_byte(self, token: int) -> bool:
+        """Whether a token is named as a byte (`<0xE2>`): those next to one another are decoded together."""
+        return _BYTE.fullmatch(self.fast.id_to_token(token) or "") is not None
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text without special tokens, or with them where `special` is true."""
