@@ -34,6 +34,16 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(tmp_path: Path, base_mo
     assert float(moments[1]) == pytest.approx(8 * parameters / 2**20, abs=0.06)
 
 
+@pytest.mark.parametrize(("masters", "state"), [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "8bit")])
+def test_a_dry_run_says_the_formats_of_what_is_trained(
+    tmp_path: Path, base_model: Path, masters: str, state: str
+) -> None:
+    given = [f"optimizer.masters={masters}", f"optimizer.state={state}"]
+    text = dry_run_report(load_config(write_config(tmp_path, base_model), given))
+    assert re.search(rf"^masters, AdamW moments +{masters}, {state}$", text, re.M)
+    assert re.search(rf"^ *{masters.upper()} masters", text, re.M), "as the memory plan says"
+
+
 CHAT = (
     "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<s>bot:{% endif %}"

@@ -47,4 +47,5 @@ def dry_run_report(config: Config) -> str:
         ]
     )
     prompt = first_prompt(parts.task.train, model)
-    return "\n\n".join([heading, model.precision.table(model.config.num_layers), memory, prompt])
+    trained = f"{config.optimizer.masters}, {config.optimizer.state}"
+    return "\n\n".join([heading, model.precision.table(model.config.num_layers, trained), memory, prompt])

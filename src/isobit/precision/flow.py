@@ -201,8 +201,9 @@ class Precision:
         found["calibration"] = str(self.calibration if self.calibrated else None)
         return found | {name: str(getattr(self, name)) for name in _OF_THE_WHOLE}
 
-    def table(self, num_layers: int | None = None) -> str:
-        """A plain-text table of every tensor's format in the rollout and in the learner."""
+    def table(self, num_layers: int | None = None, trained: str | None = None) -> str:
+        """A plain-text table of every tensor's format in the rollout and in the learner; `trained`: of masters and
+        moments, which the optimizer's settings say and no flow does."""
         rows = [("tensor", "rollout", "learner")]
         for label, role in _ROLES:
             rows.append((label, _cell(self.rollout, role), _cell(self.learner, role)))
@@ -218,7 +219,8 @@ class Precision:
             if value == "fp8" and product == "wgrad":
                 value = f"fp8, activations {self.wgrad_activation}"
             rows.append((product, "", str(self.learner.compute) if value == "bf16" else value))
-        rows.append(("master weights, optimizer", "", "fp32"))
+        if trained is not None:
+            rows.append(("masters, AdamW moments", "", trained))
         rows.append(("engine", *(("one", "the same") if self.shared else ("its own", "its own"))))
         if self.bf16_first_layers or self.bf16_last_layers:
             of = "" if num_layers is None else f" of {num_layers}"
