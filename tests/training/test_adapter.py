@@ -15,7 +15,7 @@ from isobit.cli import app
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter
+from isobit.model.adapter import NewAdapter, targeted
 from isobit.precision import Nibbles, QTensor, nibbles
 from isobit.report.summary import about
 from isobit.rl.learner import Learner
@@ -260,6 +260,27 @@ def test_dry_run_and_plan_name_the_adapter(tmp_path: Path, models: Path) -> None
         without = CliRunner().invoke(app, [*arguments, "adapter=null"])
         assert "adapter" not in without.stdout
     assert "FP32 masters, of the adapter" in CliRunner().invoke(app, ["train", str(config), "--dry-run"]).stdout
+
+
+def test_a_rank_above_a_matrix_is_warned_of(tmp_path: Path, models: Path) -> None:
+    """By whatever opens or plans a run, and in supervised training; the control is the smaller side itself."""
+    config = _config(tmp_path, models)
+    k_proj = targeted(Model.load(models / "qwen3").config, ["k_proj"])[0]
+    sides = k_proj.hi - k_proj.lo, k_proj.inputs
+    sft = tmp_path / "sft.yaml"
+    sft.write_text(
+        f"model: {models / 'qwen3'}\ntask: {{name: arithmetic, held_out_size: 4, options: {{digits: 1}}}}\n"
+        f"adapter: {{rank: 4}}\nsteps: 1\nbatch_size: 2\nout: {tmp_path / 'out'}\n"
+    )
+    commands = ["train", str(config), "--dry-run"], ["plan", str(config), "--device", "h200"], ["train", str(config)]
+    for number, arguments in enumerate([*commands, ["sft", str(sft)]]):
+        for rank in (min(sides) + 1, min(sides)):
+            key = "out" if arguments[0] == "sft" else "run.dir"
+            given = [f"adapter.rank={rank}", "adapter.targets=[k_proj]", f"{key}={tmp_path / f'{number} {rank}'}"]
+            said = CliRunner().invoke(app, [*arguments, *given])
+            assert said.exit_code == 0, said.output
+            line = f"adapter.rank {rank} is above the smaller side of k_proj [{sides[0]}, {sides[1]}]"
+            assert (line in said.output) == (rank > min(sides)), said.output
 
 
 def test_commands_take_the_run_and_its_folder(tmp_path: Path, models: Path) -> None:

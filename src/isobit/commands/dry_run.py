@@ -5,6 +5,7 @@ from pathlib import Path
 from isobit.config import Config
 from isobit.plan.memory import num_parameters
 from isobit.run.directory import refuse_existing
+from isobit.training.adapting import rank_warning
 from isobit.training.assembly import open_parts
 from isobit.training.host import resident_bytes
 from isobit.training.lengths import endless, first_prompt
@@ -36,8 +37,9 @@ def dry_run_report(config: Config) -> str:
         f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
         f"correction: {parts.objective.rule}\n{model.ops.why}; consistency: {config.consistency}"
     )
-    if (warning := endless(model, config.sampling)) is not None:
-        heading += f"\n{warning}"
+    for warning in (endless(model, config.sampling), rank_warning(config, model)):
+        if warning is not None:
+            heading += f"\n{warning}"
     memory = "\n".join(
         [
             plan(parts, learning, process, parts.micro_batch_tokens).table(),

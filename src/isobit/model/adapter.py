@@ -75,5 +75,23 @@ def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapt
     return Adapter(given.rank, float(given.alpha), chosen, tensors, base)
 
 
+def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | None:
+    """What to warn of where factors have more of a rank than the matrices that they change, or None. Not refused: with
+    matrices of several sizes people choose a rank by the large ones, and PEFT and its folders have no limit."""
+    smaller: dict[str, tuple[int, int]] = {}
+    for one in targeted(config, targets):
+        shape = one.hi - one.lo, one.inputs
+        if min(shape) < rank:
+            smaller.setdefault(one.name.rpartition(".")[2], shape)
+    if not smaller:
+        return None
+    found = ", ".join(f"{name} [{rows}, {inputs}]" for name, (rows, inputs) in smaller.items())
+    enough = max(map(min, smaller.values()))
+    return (
+        f"adapter.rank {rank} is above the smaller side of {found}: no change of these has a rank above that, and what "
+        f"the factors have beyond takes memory and time; {enough} is enough for them"
+    )
+
+
 def _names(known: Sequence[Projection]) -> list[str]:
     return list(dict.fromkeys(one.name.rpartition(".")[2] for one in known))

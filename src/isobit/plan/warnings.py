@@ -1,5 +1,6 @@
 """What a plan warns of: a line each, with what would be right."""
 
+from isobit.model.adapter import beyond_use
 from isobit.plan.devices import GIB
 from isobit.plan.estimate import MOST_RANKS, Estimate, fewest_ranks
 from isobit.plan.memory import gradient_bucket, memory, micro_batch_tokens
@@ -66,7 +67,13 @@ def warnings(found: Estimate) -> list[str]:
             f"{left:.1f} s of the gradients' exchange are not hidden behind {learning:.1f} s of learning: sum them in "
             f"a machine first (optimizer.sum_group={job.per_node})"
         )
-    return lines + _cache_warnings(found) + _low_warnings(found)
+    return lines + _cache_warnings(found) + _low_warnings(found) + _adapter_warnings(found)
+
+
+def _adapter_warnings(found: Estimate) -> list[str]:
+    given = found.job.config.adapter
+    line = None if given is None else beyond_use(found.job.model, given.rank, given.targets)
+    return [] if line is None else [line]
 
 
 def _low_warnings(found: Estimate) -> list[str]:

@@ -6,7 +6,7 @@ from isobit.config import Config, SftConfig
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter, targeted
+from isobit.model.adapter import NewAdapter, beyond_use, targeted
 
 
 def load_trained(config: Config | SftConfig, base: Path, checkpoint: Path | None = None, ranks: Ranks = ALONE) -> Model:
@@ -26,3 +26,10 @@ def load_trained(config: Config | SftConfig, base: Path, checkpoint: Path | None
     if (found.rank, found.alpha, found.projections) != (given.rank, given.alpha, wanted):
         raise IsobitError(f"adapter.init: {given.init} is an {found}; set rank, alpha and targets to these")
     return model
+
+
+def rank_warning(config: Config | SftConfig, model: Model) -> str | None:
+    """A warning where an adapter's rank is above what its matrices can use, or None."""
+    given = config.adapter
+    line = None if given is None else beyond_use(model.config, given.rank, given.targets)
+    return None if line is None else f"warning: {line}"

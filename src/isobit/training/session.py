@@ -13,6 +13,7 @@ from isobit.run import directory as runs
 from isobit.run.directory import Interruption, RunDirectory
 from isobit.run.heartbeat import Heartbeat, log_path
 from isobit.trackers.process import Trackers
+from isobit.training.adapting import rank_warning
 from isobit.training.beside import Beside
 from isobit.training.context import Context
 from isobit.training.learning import Learning
@@ -92,7 +93,8 @@ class Session:
         """Say what computes, know what was done before, and record what is due before the first step."""
         self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
         self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
-        for warning in (*self._changed, endless(self.model, self.config.sampling), too_large(self.parts)):
+        told = endless(self.model, self.config.sampling), rank_warning(self.config, self.model), too_large(self.parts)
+        for warning in (*self._changed, *told):
             if warning is not None:
                 self.display.note(warning)
         if self.config.run.check_memory:

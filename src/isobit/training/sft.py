@@ -32,7 +32,7 @@ from isobit.rl.supervised import supervised_update
 from isobit.run import durable
 from isobit.run.directory import occupied
 from isobit.tasks import Task, load_task
-from isobit.training.adapting import load_trained
+from isobit.training.adapting import load_trained, rank_warning
 from isobit.training.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.view import Display
 
@@ -59,6 +59,8 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
         model.tokenizer.use_template(config.model.chat_template)
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     task = _fit(task, model, config, quiet)
+    if not quiet and (warning := rank_warning(config, model)) is not None:
+        print(warning, file=sys.stderr)
     _train(model, config, task, quiet)
     _save(model, out)
     if not quiet:
