@@ -3,7 +3,8 @@
 A linear layer is stored as E4M3 codes `<module>.weight` [N, K] and FP32 scales `<module>.weight_scale_inv`
 [N / 128, K / 128]; a value is code times scale. `config.json` says so under `quantization_config`. What is written are
 the codes and scales that the rollout multiplies, so that a reader serves the weights that were trained with
-(tests/model/test_fp8_blocks.py). Left out: static activation scales, and scales of a KV cache.
+(tests/model/test_fp8_blocks.py); norms whose weight is added to 1 are in FP32, as isobit multiplies them; a reader that
+keeps norms in BF16 rounds them. Left out: static activation scales, and scales of a KV cache.
 """
 
 from collections.abc import Mapping
@@ -69,7 +70,10 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
             tensors |= _blocks(weight, [(name, shape[0]) for name, shape in parts])
             continue
         pieces = model.named_parameters()[master].detach().split([shape[0] for _, shape in parts])
-        tensors |= {name: piece.to(torch.bfloat16) for (name, _), piece in zip(parts, pieces)}
+        # 1 and a norm's weight are added in float32 (Gemma), so the sum has bits that BF16 has not
+        added = model.config.norm_offset and master.endswith("norm")
+        dtype = torch.float32 if added else torch.bfloat16
+        tensors |= {name: piece.to(dtype) for (name, _), piece in zip(parts, pieces)}
         if weight is not None:
             shape = f"{tuple(ragged[0])} is not a multiple of {BLOCK}" if ragged else ""
             reason = shape if isinstance(weight, QTensor) else "not quantized in the flow"
