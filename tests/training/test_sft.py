@@ -1,6 +1,7 @@
 """Supervised warm start: it learns, it is cached by all that it is made from, and leaves nothing half done."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from isobit.config import ArchitectureConfig, SftConfig, load_sft_config
+from isobit.config import ArchitectureConfig, SftConfig, load_config, load_sft_config
+from isobit.config.earlier import sft_as_begun
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
@@ -27,6 +29,8 @@ from isobit.rewards.pool import RewardPool
 from isobit.tasks import TaskSettings, load_task
 from isobit.training import sft
 from isobit.training.sft import cached_model, supervised_run
+from isobit.training.train import resume, train
+from tests.runs import fingerprint, write_config
 
 WriteConfig = Callable[..., Path]
 
@@ -118,6 +122,41 @@ def test_a_precision_with_other_formats_is_another_model(config: WriteConfig, mo
     then = precision_from("fp8[kv_cache=e4m3]").formats()
     monkeypatch.setattr(Precision, "formats", lambda self: then)
     assert cached_model(str(config(precision="fp8")), quiet=True) != first
+
+
+def test_an_older_run_has_the_base_that_it_began_with(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From before formats were recorded, of a cache in E4M3: a resumed run's reference model is made as it was. The
+    control gets its base by today's formats."""
+    base = config(precision="fp8[kv_cache=e4m3]")
+    folder = base.parent
+    given = {
+        "precision": "fp8[kv_cache=e4m3]",
+        "optimizer": {"share_prompts": False},
+        "algorithm": {"kl_coefficient": 0.5},
+        "steps": 2,
+    }
+    written = write_config(folder, Path(), **given)
+    named = ["model.path=null", f"model.sft={base}"]
+    unbroken = fingerprint(train(load_config(written, named), quiet=True).run_dir)
+    run = train(load_config(written, [*named, "steps=1", f"run.dir={folder / 'old'}"]), quiet=True).run_dir
+    machine = json.loads((run / "machine.json").read_text())
+    del machine["formats"]
+    (run / "machine.json").write_text(json.dumps(machine))
+    shutil.copytree(run, folder / "control")
+    config(precision="fp8")  # as it was written then
+    resume(run, ["steps=2"], quiet=True)
+    assert fingerprint(run) == unbroken
+    monkeypatch.setattr("isobit.config.load.sft_as_begun", lambda values, facts: dict(values))
+    resume(folder / "control", ["steps=2"], quiet=True)
+    assert fingerprint(folder / "control") != unbroken
+
+
+def test_an_older_sft_config_had_the_sums_of_exact() -> None:
+    older = {"backend": "native", "formats": {}}
+    assert sft_as_begun({}, older) == {"consistency": "exact"}
+    assert sft_as_begun({"consistency": "fast"}, older) == {"consistency": "fast"}
+    assert sft_as_begun({"precision": "bf16"}, {"backend": "triton"}) == {"precision": "bf16"}
+    assert sft_as_begun({}, {}) == sft_as_begun({}, {**older, "order": "x"}) == {}
 
 
 def test_other_data_and_other_weights_are_another_model(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:

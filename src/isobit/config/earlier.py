@@ -26,6 +26,18 @@ def as_begun(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
     return found
 
 
+def sft_as_begun(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of `isobit sft` that a run names as `model.sft`, as it made the run's base model. It has no facts of
+    its own, so `facts` are the run's. Raises IsobitError as `as_begun`."""
+    found = dict(values)
+    on_a_cpu = facts.get("backend") in ("native", "reference")
+    if on_a_cpu and "order" not in facts and found.get("consistency", "bitwise") == "bitwise":
+        found["consistency"] = "exact"
+    if facts and "formats" not in facts:
+        _cache_e4m3(found)
+    return found
+
+
 def _cache_e4m3(values: dict[str, Any]) -> None:
     """Of the policy, of the reference model and of reward models: each names a precision of its own."""
     from isobit.precision.options import with_e4m3_cache  # here, so that --help does not import torch

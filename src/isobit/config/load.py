@@ -7,11 +7,12 @@ what is written to the run directory. An unknown key, a wrong type, a value out 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
 
-from isobit.config.earlier import as_begun
+from isobit.config.earlier import as_begun, sft_as_begun
 from isobit.config.messages import describe
 from isobit.config.reading import Source, read_source
 from isobit.config.schema import CompareConfig, Config, SftConfig
@@ -42,9 +43,13 @@ def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(Config, values, where)
 
 
-def load_sft_config(source: Source, overrides: Sequence[str] = ()) -> SftConfig:
-    """The config of `isobit sft`; as `load_config`."""
-    return _load(SftConfig, source, overrides)
+def load_sft_config(
+    source: Source, overrides: Sequence[str] = (), began: Mapping[str, Any] = MappingProxyType({})
+) -> SftConfig:
+    """The config of `isobit sft`; as `load_config`. `began`: the facts of a run whose base model it made."""
+    values, where = read_source(source, ())
+    values, _ = read_source(sft_as_begun(values, began), overrides)
+    return parse_config(SftConfig, values, where)
 
 
 def load_compare_config(

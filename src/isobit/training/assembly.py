@@ -4,9 +4,11 @@ Everything here runs before a run directory is written, so that a user's mistake
 (`opening.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from isobit.config import Config
 from isobit.distributed import ALONE, Ranks
@@ -45,9 +47,11 @@ def open_parts(
     checkpoint: Path | None = None,
     objects: Objects = NO_OBJECTS,
     ranks: Ranks = ALONE,
+    began: Mapping[str, Any] = MappingProxyType({}),
 ) -> Parts:
-    """Open everything; weights from `checkpoint` where one is given. Raises IsobitError for whatever does not fit.
-    Several `ranks` share the policy's masters; a reference and reward models are whole on each, once they are read."""
+    """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run that goes on, or
+    is replayed. Raises IsobitError for whatever does not fit. Several `ranks` share the policy's masters; a reference
+    and reward models are whole on each, once they are read."""
     objects.require(config)
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
@@ -65,18 +69,15 @@ def open_parts(
         rewards.check_columns(task.train.examples[0].columns)
         if not rewards.specs and not config.rewards.models:
             raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
-        return _open_models(config, task, rewards, quiet, checkpoint, ranks)
+        return _open_models(config, task, rewards, base_of(config, began, quiet), quiet, checkpoint, ranks)
     except BaseException:
         rewards.close()
         raise
 
 
 def _open_models(
-    config: Config, task: Task, rewards: RewardPool, quiet: bool, checkpoint: Path | None, ranks: Ranks
+    config: Config, task: Task, rewards: RewardPool, base: Path, quiet: bool, checkpoint: Path | None, ranks: Ranks
 ) -> Parts:
-    base = (
-        Path(config.model.path) if config.model.path is not None else cached_model(str(config.model.sft), quiet=quiet)
-    )
     model = load_trained(config, base, checkpoint, ranks)
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
     if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
@@ -131,6 +132,13 @@ def _open_models(
         learner,
     )
     return _with_fitting_tokens(parts) if given == "auto" else parts
+
+
+def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
+    """The model that a run begins with, and whose KL penalty it may pay."""
+    if config.model.path is not None:
+        return Path(config.model.path)
+    return cached_model(str(config.model.sft), began, quiet=quiet)
 
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from isobit.config import Config, check_resumed, dump_config, load_run_config
@@ -44,10 +45,16 @@ def open_session(config: Config, objects: Objects, *, quiet: bool, ranks: Ranks 
 
 
 def _open_all(
-    config: Config, quiet: bool, objects: Objects, ranks: Ranks, checkpoint: Path | None = None, samples: bool = True
+    config: Config,
+    quiet: bool,
+    objects: Objects,
+    ranks: Ranks,
+    began: Mapping[str, Any] = MappingProxyType({}),
+    checkpoint: Path | None = None,
+    samples: bool = True,
 ) -> Parts:
     """All parts, and the engines of a fleet where there is one and the run samples."""
-    parts = open_parts(config, quiet=quiet, checkpoint=checkpoint, objects=objects, ranks=ranks)
+    parts = open_parts(config, quiet=quiet, checkpoint=checkpoint, objects=objects, ranks=ranks, began=began)
     if not samples:
         return parts
     try:
@@ -80,13 +87,14 @@ def _resumed(
     config = load_run_config(run_dir, [f"run.dir={run_dir}", *overrides])
     objects, config = given.again(config), _of_ranks(config, ranks)
     samples = not (run_dir / runs.ROLLOUTS_FROM).exists()
+    began = runs.began_by(run_dir if samples else _rollouts_from(run_dir))
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-        parts = _open_all(config, quiet, objects, ranks, samples=samples)
+        parts = _open_all(config, quiet, objects, ranks, began, samples=samples)
         recorded = None if samples else _recorded(run_dir, config, parts, 0)
         run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock))
         return Session(parts, run, State(), quiet=quiet, objects=objects, recorded=recorded)
     path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir, ranks), ranks)
-    parts = _open_all(config, quiet, objects, ranks, path, samples)
+    parts = _open_all(config, quiet, objects, ranks, began, path, samples)
     counted = load_state(path, parts)
     pending = groups_from_json(counted["pending"])
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
@@ -168,7 +176,7 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     _refuse_more_steps(config, recorded)
     ranks.on_first(lambda: runs.refuse_existing(out))
     config = _of_ranks(config, ranks)
-    parts = open_parts(config, quiet=quiet, ranks=ranks)
+    parts = open_parts(config, quiet=quiet, ranks=ranks, began=runs.began_by(recorded))
     other = _unlike(recorded, config, parts)
     run = _directory(out, ranks, lambda: RunDirectory.create(out, dump_config(parts.config), recorded))
     session = Session(parts, run, State(), quiet=quiet, recorded=groups)
@@ -180,8 +188,7 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
 def _recorded(run_dir: Path, config: Config, parts: Parts, step: int) -> Iterator[list[Group]]:
     """What a run that learns from the rollouts of another has still to learn after a step. Raises IsobitError where the
     other run is not there any more."""
-    found = run_dir / runs.ROLLOUTS_FROM
-    other = Path(found.read_text(encoding="utf-8", errors="replace").rstrip("\n"))
+    found, other = run_dir / runs.ROLLOUTS_FROM, _rollouts_from(run_dir)
     if not (other / runs.CONFIG).is_file():
         raise IsobitError(
             f"{run_dir} learns from the rollouts of {other}, which is no run directory any more; if it "
@@ -190,6 +197,10 @@ def _recorded(run_dir: Path, config: Config, parts: Parts, step: int) -> Iterato
     _refuse_more_steps(config, other)
     _unlike(other, config, parts)
     return islice(recorded_groups(other, load_run_config(other)), step, None)
+
+
+def _rollouts_from(run_dir: Path) -> Path:
+    return Path((run_dir / runs.ROLLOUTS_FROM).read_text(encoding="utf-8", errors="replace").rstrip("\n"))
 
 
 def _recorded_steps(run_dir: Path) -> int:

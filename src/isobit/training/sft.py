@@ -10,9 +10,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from isobit import __version__
 from isobit.config import ArchitectureConfig, SftConfig, dump_config, load_sft_config
@@ -82,10 +84,10 @@ def _save(model: Model, out: Path) -> None:
         raise RunFailed(f"cannot save model {out}: {error.strerror or error}") from None
 
 
-def cached_model(path: str, *, quiet: bool = False) -> Path:
+def cached_model(path: str, began: Mapping[str, Any] = MappingProxyType({}), *, quiet: bool = False) -> Path:
     """The model of a config of `isobit sft`: from the cache if it was made before, else made now; by one process at a
-    time. Raises IsobitError where the cache cannot be written."""
-    config = load_sft_config(path)
+    time. `began`: the facts of the run that goes on with it. Raises IsobitError where the cache cannot be written."""
+    config = load_sft_config(path, began=began)
     if config.adapter is not None:
         raise IsobitError(f"model.sft: {path} trains an adapter; run isobit sft, and take its folder as adapter.init")
     task = load_task(replace(config.task, seed=config.seed))
