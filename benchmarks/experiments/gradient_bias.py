@@ -23,8 +23,6 @@ docs/experiments/gradient-bias.md shows what came out. Left out: what a biased s
 and rollouts with calibrated caches.
 """
 
-import argparse
-import json
 import math
 import sys
 import time
@@ -37,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.command import command, of_a_model, write
 from isobit import Engine, Model, Sampling
 from isobit.rl.correction import correct
 from isobit.rl.correction_rule import CorrectionRule
@@ -272,15 +271,13 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.gradient_bias", description=__doc__)
-    parser.add_argument("model", type=Path, help="a model directory")
-    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
+    parser = command(__file__, __doc__)
+    of_a_model(parser)
     parser.add_argument("--group", type=int, default=16, help="completions of a prompt in a batch")
     parser.add_argument("--batches", type=int, default=8, help="independent ones; at least 4, for two halves")
     parser.add_argument("--length", action="append", type=int, help="new tokens at most; may be given several times")
     parser.add_argument("--flow", action="append", choices=list(FLOWS), help="may be given several times; default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON")
     given = parser.parse_args()
     lengths = given.length or [16, 64, 160, 440]
     job = Job(given.model, given.prompt, given.group, given.batches, lengths, given.seed)
@@ -290,7 +287,7 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.0f} s  {line}", file=sys.stderr, flush=True)
 
     for found in run(job, given.flow or list(FLOWS), say):
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(given.out, found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ activations have 8 bits too.
 docs/experiments/kv-cache.md shows what came out. Left out: speed, and formats of fewer bits.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.command import command, of_a_model, write
 from isobit import Engine, Model, Sampling
 from isobit.kernels import Heads, KVStore, Layout, Ops
 from isobit.kernels.watching import Watching
@@ -333,28 +333,24 @@ def draw(models: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.kv_cache", description=__doc__)
-    parser.add_argument("model", type=Path, help="a model directory")
-    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
+    parser = command(__file__, __doc__, "JSON; a model of this name is replaced")
+    of_a_model(parser)
     parser.add_argument("--count", type=int, default=150, help="completions; a third of them only calibrates")
     parser.add_argument("--new-tokens", type=int, default=200, help="at most, of each")
     parser.add_argument("--name", help="in tables; default: the directory's")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="JSON; a model of this name is replaced"
-    )
     parser.add_argument("--own", action="store_true", help="measure the formats of isobit's own cache")
     arguments = parser.parse_args()
     prompts = [arguments.prompt[i % len(arguments.prompt)] for i in range(arguments.count)]
     if arguments.own:
-        text = json.dumps(measure_own(arguments.model, prompts, arguments.new_tokens), indent=1)
-        arguments.out.write_text(text + "\n")
-        print(text)
+        own = measure_own(arguments.model, prompts, arguments.new_tokens)
+        write(arguments.out, own)
+        print(json.dumps(own, indent=1))
         return
     found = measure(arguments.model, prompts, arguments.new_tokens) | {"name": arguments.name or arguments.model.name}
     models = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
     found["model"] = found.pop("name")
     models = [model for model in models if model["model"] != found["model"]] + [found]
-    arguments.out.write_text(json.dumps(models, indent=1) + "\n")
+    write(arguments.out, models)
     print(table(models))
 
 

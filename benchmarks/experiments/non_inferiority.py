@@ -11,7 +11,6 @@ CONSORT statement on such trials); the margin was set before the runs.
 with `--chart PNG` also a picture; docs/experiments/non-inferiority.md shows what came out. Left out: time and memory.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.command import command, write
 from isobit.commands.compare import folder_name
 from isobit.errors import IsobitError
 from isobit.report.comparison import DATA
@@ -141,10 +141,9 @@ def draw(found: dict[str, dict[str, list[float]]], reference: str, out: Path) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.non_inferiority", description=__doc__)
+    parser = command(__file__, __doc__)
     parser.add_argument("runs", type=Path, help="what `isobit compare` wrote")
     parser.add_argument("--reference", default="bf16", metavar="FLOW", help="default: bf16")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON")
     parser.add_argument("--chart", type=Path, metavar="PNG", help="also draw it")
     given = parser.parse_args()
     try:
@@ -154,7 +153,7 @@ def main() -> None:
     if given.reference not in found:
         parser.error(f"--reference {given.reference}: the comparison has {', '.join(found)}")
     result: dict[str, Any] = {"reference": given.reference, "margin": MARGIN, "flows": found}
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(given.out, result)
     if given.chart:
         draw(found, given.reference, given.chart)
     print(table(found, given.reference))
