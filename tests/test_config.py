@@ -232,6 +232,46 @@ def test_a_mapping_that_is_no_config_gives_one_line(given: Any, message: str) ->
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("short", "override", "section"),
+    [
+        ("model: base", "model.path=other", {"model": {"path": "other"}}),
+        ("model: base", "model.chat_template=t.jinja", {"model": {"path": "base", "chat_template": "t.jinja"}}),
+        ("task: gsm8k", "task.max_prompt_tokens=9", {"task": {"name": "gsm8k", "max_prompt_tokens": 9}}),
+        ("task: rows.jsonl", "task.held_out_size=3", {"task": {"path": "rows.jsonl", "held_out_size": 3}}),
+        ("rewards: [math]", "rewards.num_workers=3", {"rewards": {"functions": ["math"], "num_workers": 3}}),
+        ("precision: fp8[wgrad=bf16]", "precision.kv_cache=bf16", {"precision": "fp8[wgrad=bf16, kv_cache=bf16]"}),
+    ],
+)  # fmt: skip
+def test_an_override_says_more_of_a_short_form(tmp_path: Path, short: str, override: str, section: Any) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{short}\n" + ("" if short.startswith("model") else "model: base\n"))
+    found, wanted = load_config(file, [override]), load_config({"model": "base", **section})
+    assert dataclasses.replace(found, precision="") == dataclasses.replace(wanted, precision="")
+    assert precision_from(found.precision).formats() == precision_from(wanted.precision).formats()
+    assert load_config(file) != found, "the control: without the override"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "precision=nvfp4[activation=bf16,",
+            "its [ is not closed; expected precision=PRESET[option=value, option=value]",
+        ),
+        ("reference.precision=fp8[wgrad=bf16", "its [ is not closed; expected reference.precision=PRESET["),
+        ("precision={preset: 'fp8[wgrad=bf16'}", "no ] at its end; expected PRESET[option=value, option=value]"),
+    ],
+)
+def test_a_precision_that_a_shell_has_cut_gives_one_line(config_file: Path, override: str, line: str) -> None:
+    """Before the rest of it, which is no key."""
+    with pytest.raises(IsobitError) as caught:
+        load_config(
+            config_file, [override, "kv_cache=int8]"] if override.startswith("p") and "," in override else [override]
+        )
+    assert line in str(caught.value)
+
+
 def test_overrides_that_are_one_text_give_one_line(config_file: Path) -> None:
     with pytest.raises(IsobitError, match="overrides: expected a list of texts"):
         load_config(config_file, "steps=2")

@@ -208,7 +208,7 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "fp8", "rollout": {"wgrad": "bf16"}}, "precision.rollout.wgrad: unknown option"),
         ({"preset": "fp8", "engines": "two"}, "expected one of shared, separate"),
         ("fp8[wgrad: {]", "expected PRESET"),
-        ("fp8[wgrad=bf16", "unknown precision preset"),
+        ("fp8[wgrad=bf16", "no ] at its end; expected PRESET"),
     ],
 )
 def test_what_cannot_work_is_refused(value: object, message: str) -> None:

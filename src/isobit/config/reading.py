@@ -14,7 +14,7 @@ from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
 from isobit.data.foreign import exists, read_bytes, reason_of
 from isobit.errors import IsobitError, brief
-from isobit.options.declare import options_of, plain
+from isobit.options.declare import Before, options_of, plain, unwrapped
 from isobit.rl.objective import Objective, without_preset
 
 Source = str | Path | Mapping[str, Any] | Config | SftConfig
@@ -80,7 +80,24 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise IsobitError(f"override {brief(override)!r}: key {brief(error.key)!r} comes twice; leave one") from None
     except yaml.YAMLError:
         value = text
+    if key.rpartition(".")[2] == "precision" and isinstance(value, str) and "[" in value and not value.endswith("]"):
+        raise IsobitError(
+            f"override {brief(override)!r}: its [ is not closed; expected {key}=PRESET[option=value, option=value], in "
+            "quotes where a shell would cut it at a space"
+        )
+    section = key.partition(".")[0]
+    if section != key:
+        _expand(values, section)
     _set(values, key, value, f"override {brief(override)!r}")
+
+
+def _expand(values: dict[str, Any], name: str) -> None:
+    """Make a section of its short form, such as `model: DIR`, so that an override may say more of it."""
+    options = {**options_of(Config), **options_of(SftConfig)}
+    if name in options and isinstance(values.get(name), (str, list, tuple)):
+        for mark in unwrapped(options[name].kind)[1]:
+            if isinstance(mark, Before):
+                values[name] = mark.change(values[name])
 
 
 def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:

@@ -74,7 +74,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
         raise IsobitError(
             f"precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got {value!r:.80}"
         )
-    options = _parse_name(value) if isinstance(value, str) else dict(value)
+    options = _given(value)
     precision = preset_named(options.pop("preset", "fp8"))
     for key, option in options.items():
         _check_option(key, option)
@@ -90,17 +90,29 @@ def with_e4m3_cache(value: object) -> object:
     Raises IsobitError as `precision_from`."""
     if not isinstance(value, (str, Mapping)):
         return value
-    options = _parse_name(value) if isinstance(value, str) else dict(value)
+    options = _given(value)
     if options.get("preset", "fp8") not in ("fp8", "mxfp8") or "kv_cache" in options:
         return value
     return options | {"kv_cache": "e4m3"}
 
 
+def _given(value: str | Mapping[str, object]) -> dict[str, object]:
+    """The options of a name, or of a mapping, whose preset may be one that is changed: `fp8[wgrad=bf16]`."""
+    if isinstance(value, str):
+        return _parse_name(value)
+    preset = value.get("preset")
+    if not isinstance(preset, str):
+        return dict(value)
+    return _parse_name(preset) | {key: option for key, option in value.items() if key != "preset"}
+
+
 def _parse_name(name: str) -> dict[str, object]:
     """`preset[key=value, key=value]` as a mapping; a plain name is its preset."""
     preset, bracket, rest = name.partition("[")
-    if not bracket or not rest.endswith("]"):
+    if not bracket:
         return {"preset": name}
+    if not rest.endswith("]"):
+        raise IsobitError(f"precision {brief(name)!r}: no ] at its end; expected PRESET[option=value, option=value]")
     try:
         options = strict_yaml.load("{" + rest[:-1].replace("=", ": ") + "}")
     except strict_yaml.DuplicateKey as error:
