@@ -158,6 +158,14 @@ def test_tensors_that_do_not_fit(folders: tuple[Path, Path], case: str) -> None:
         Model.load(base, "bf16", adapter=folder)
 
 
+def test_what_is_no_adapter_is_told_what_would_be(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    base, _ = folders
+    with pytest.raises(IsobitError, match=r"adapter .*nothing: no such directory; expected a PEFT folder, such as a "):
+        Model.load(base, adapter=tmp_path / "nothing")
+    with pytest.raises(IsobitError, match=r"no adapter_config\.json in it; expected a PEFT folder, .*checkpoints/step"):
+        Model.load(base, adapter=tmp_path)
+
+
 def test_an_adapter_whose_model_is_elsewhere(folders: tuple[Path, Path]) -> None:
     base, folder = folders
     moved = base.rename(base.with_name("moved"))

@@ -124,3 +124,5 @@ def test_settings_of_files_are_refused() -> None:
         load(template="no place")
     with pytest.raises(IsobitError, match="unknown task 'arithmetik'; did you mean 'arithmetic'"):
         load_task(TaskSettings("arithmetik"))
+    with pytest.raises(IsobitError, match=r"unknown task '.*'; .*; a file is task\.path \(isobit eval: --data\)$"):
+        load_task(TaskSettings(__file__))

@@ -30,6 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 SHARD_BYTES = 5 << 30
 _MOST_TEXT_BYTES = 1 << 28  # a tokenizer.json of a vocabulary of 260,000 has 3e7
 _SCALES = "_scale_inv"
+_EXPECTED = {"adapter": "a PEFT folder, such as a checkpoint of a run that trained an adapter"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,7 +40,7 @@ def model_folder(path: str | Path, what: str = "model") -> Path:
         raise IsobitError(f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}")
     folder = Path(path)
     if not exists(folder):
-        hint = download_hint(path) or "; expected a Hugging Face model directory"
+        hint = download_hint(path) or f"; expected {_EXPECTED.get(what, 'a Hugging Face model directory')}"
         raise IsobitError(f"{what} {folder}: no such directory{hint}")
     if not folder.is_dir():
         raise IsobitError(f"{what} {folder}: a file; give the Hugging Face model directory that it is in")

@@ -95,6 +95,11 @@ def _same_weights(first: Path, second: Path) -> bool:
 def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
     """The adapter of a directory, for a model of this architecture at `base`. Raises IsobitError for what is missing or
     damaged, what is not supported, and factors that do not fit the model."""
+    if not exists(directory / CONFIG):
+        raise IsobitError(
+            f"adapter {directory}: no {CONFIG} in it; expected a PEFT folder, such as a checkpoint of a run that "
+            "trained an adapter (RUN/checkpoints/step-...)"
+        )
     values = read_json(directory / CONFIG)
     rank, alpha = _settings(values, directory / CONFIG)
     with open_weights(directory, name=WEIGHTS) as weights:
