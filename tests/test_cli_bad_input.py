@@ -314,6 +314,8 @@ def test_eval(config: Path, refused: Callable[..., str]) -> None:
     assert "reward" in refused("eval", model, "--data", rows, "--column", "prompt=question")
     assert "--column 'question': expected NAME=COLUMN" in refused("eval", model, "--data", rows, "--column", "question")
     assert "a file, which has no splits" in refused("eval", model, "--data", rows, "--split", "test")
+    for asked in ((), ("--data", rows), ("--adapter", "a=b")):  # before what a run there would have said
+        assert "model gone: no such directory" in refused("eval", "gone", *asked)
 
 
 RESULT = {

@@ -119,4 +119,6 @@ def test_what_is_said_and_refused(tmp_path: Path) -> None:
         export(folder, tmp_path / "again", "bf16", None)
     with pytest.raises(IsobitError, match="is a whole model, with no adapter to merge; leave --merge out"):
         export(base, tmp_path / "again", "bf16", None, merge=True)
+    with pytest.raises(IsobitError, match=r"model .*nowhere: no such directory"):
+        export(tmp_path / "nowhere", tmp_path / "again", "bf16", None, merge=True)
     assert not (tmp_path / "again").exists()

@@ -21,6 +21,7 @@ from isobit.evaluation.progress import ProgressLine
 from isobit.evaluation.result import Question, Result, read_result
 from isobit.evaluation.shown import is_saved, show, show_adapters
 from isobit.model import Model
+from isobit.model.checkpoint import model_folder
 from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
 from isobit.run import directory as runs
@@ -87,6 +88,8 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
 
 def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     """The result of each side; of given completions where there is none; after a side those of its adapters."""
+    for path in (path for path in sides if not is_saved(path)):  # before what is asked of it, which may be a run's
+        model_folder(path)
     run = next((path for path in (*sides, *request.adapters.values()) if _is_run(path)), None)
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")

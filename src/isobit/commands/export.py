@@ -13,7 +13,7 @@ import torch
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.checkpoint import SHARD_BYTES
+from isobit.model.checkpoint import SHARD_BYTES, model_folder
 from isobit.model.fp8_blocks import block_checkpoint
 from isobit.model.merge import merged
 from isobit.model.peft import is_adapter
@@ -47,6 +47,7 @@ def export(
         raise IsobitError(f"--precision says which FP8 blocks are written; with --format {form} leave it out")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise IsobitError(f"{to} exists and is not empty; choose another directory (--to)")
+    model_folder(source)
     model, said = _open(source, model_directory(source, best), precision or _own_precision(source, form, merge), merge)
     partial = to.with_name(f".{to.name}.partial")
     try:
