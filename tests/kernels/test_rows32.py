@@ -220,7 +220,7 @@ def test_decoding_over_a_long_context_is_the_definition(native: Ops, reference: 
     """A row of up to 1,000 keys in each of some sequences, by the loop that reads stored keys, a key head of a sequence
     at a time, or several: as many chains side by side as a width has, and what is left of them."""
     for lengths, heads in (([1000], (2, 2, 64)), ([1000], (2, 1, 80)), ([31, 300, 128, 1, 190], (3, 3, 112)),
-                           ([160, 290, 33, 129], (4, 2, 32)), ([200, 1, 70, 150], (14, 2, 48))):  # fmt: skip
+                           ([160, 290, 33, 129], (10, 5, 32)), ([200, 1, 70, 150], (14, 2, 48))):  # fmt: skip
         p = problem(plain, cache, heads, lengths)
         count, last = len(lengths), p.layout.row_start[1:] - 1
         layout = Layout.build([1] * count, [n - 1 for n in lengths], p.layout.page_table, p.layout.page_size)

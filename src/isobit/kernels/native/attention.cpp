@@ -15,11 +15,12 @@ struct Task {
     int64_t head, heads;              // key heads head..head+heads
 };
 
-// The factors of keys of the task's heads, [heads][padded keys] of scores, then of weights: for float32 only.
+// The factors of keys of the task's heads, of each head a row [padded keys + PANEL], of scores, then of weights: for float32
+// only.
 template <class R>
 static void factors_of(const Attention& g, const Task& task, const int64_t* slots, int64_t keys, float* factors) {
     if constexpr (sizeof(R) == sizeof(float)) {
-        const int64_t apart = padded(keys, PANEL);
+        const int64_t apart = padded(keys, PANEL) + PANEL;  // rows a power of two apart would share lines of the cache
         key_factors(g, g.k_scale, slots, task.head, task.heads, keys, float(g.scale), factors, apart);
         key_factors(g, g.v_scale, slots, task.head, task.heads, keys, 1.0f, factors + task.heads * apart, apart);
     }
@@ -29,8 +30,9 @@ static void factors_of(const Attention& g, const Task& task, const int64_t* slot
 template <class R>
 static void softmax(const Attention& g, const Task& task, int64_t kv_head, int64_t rows, int64_t keys, R* scores,
                     int64_t stride, R* total, const float* factors) {
-    const float* own = factors + (kv_head - task.head) * padded(keys, PANEL);
-    const Factors32 both{own, own + task.heads * padded(keys, PANEL)};
+    const int64_t apart = padded(keys, PANEL) + PANEL;
+    const float* own = factors + (kv_head - task.head) * apart;
+    const Factors32 both{own, own + task.heads * apart};
     const int64_t group = g.heads / g.kv_heads, position = g.context[task.sequence] + task.first;
     const int64_t row0 = g.row_start[task.sequence] + task.first, base = g.base(position);
     for (int64_t r = 0; r < rows; r++) {
@@ -71,7 +73,7 @@ static void attend_block(const Attention& g, const Task& task) {
     const int64_t position = g.context[task.sequence] + task.first, base = g.base(position);
     const int64_t keys = position + task.tokens - base, stride = padded(keys, KEY_BLOCK) + PANEL;
     int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + rows * (2 * width + stride) + KEY_BLOCK * width + rows +
-                                          padded(keys, PANEL) + 64);
+                                          padded(keys, PANEL) + PANEL + 64);
     g.slots(task.sequence, base, keys, slots);
     R* query = (R*)(slots + padded(keys, 8));
     R *scores = query + rows * width, *mixed = scores + rows * stride, *block = mixed + rows * width;
@@ -122,7 +124,7 @@ static void stored_scores(const Attention& g, const Task& task, const int64_t* s
             stored.prefetch_scale(j + i, task.head), next.prefetch_scale(j + i, task.head);
         }
         for (int64_t h = 0; h < task.heads; h++) {
-            const Lines lines(h, task.heads, g.dim * int64_t(sizeof(T)));
+            const Lines lines(h, g.dim * int64_t(sizeof(T)));
             for (int i = 0; i < 8; i++) lines.ask(ahead[i]);
             float scale[8];
             for (int i = 0; i < 8 && sizeof(R) == sizeof(double); i++)
@@ -159,7 +161,7 @@ static void mix_head(const Stored<T>& stored, const Rows<T>& from, const Task& t
         {mix_columns<1, 16 / lanes, R, T>, mix_columns<1, 32 / lanes, R, T>, mix_columns<1, 64 / lanes, R, T>},
         {mix_columns<2, 16 / lanes, R, T>, mix_columns<2, 32 / lanes, R, T>, mix_columns<2, 64 / lanes, R, T>},
     };
-    Lines lines(h, task.heads, stored.dim * int64_t(sizeof(T)));
+    Lines lines(h, stored.dim * int64_t(sizeof(T)));
     for (int64_t first = 0, width; first < stored.dim; first += width) {
         const int64_t left = stored.dim - first, wide = left >= 64 ? 2 : left >= 32;
         width = 16 << wide;
@@ -192,7 +194,7 @@ static void attend_stored(const Attention& g, const Task& task) {
     const int64_t row0 = g.row_start[task.sequence] + task.first, all = task.heads * rows;
     const int64_t position = g.context[task.sequence] + task.first, base = g.base(position);
     const int64_t keys = position + task.tokens - base, stride = padded(keys, PANEL);
-    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + all * (2 * width + stride) + all + task.heads * stride + 64);
+    int64_t* slots = (int64_t*)scratch.get(padded(keys, 8) + all * (2 * width + stride) + all + task.heads * (stride + PANEL) + 64);
     g.slots(task.sequence, base, keys, slots);
     R* query = (R*)(slots + padded(keys, 8));
     R *scores = query + all * width, *mixed = scores + all * stride, *total = mixed + all * width;

@@ -95,17 +95,35 @@ static void read_panels(const Attention& g, const void* data, const float* scale
     }
 }
 
-// What a float32 score, or weight, of each key is multiplied by: `by`, times its scale and what its code is off by. For
-// each of some heads a row [padded keys], `apart` from the next.
+// The scales of keys, of each of some heads a row [padded keys], `apart` from the next.
+static INLINE void read_scales(const Attention& g, const float* scales, const int64_t* slots, int64_t kv_head,
+                               int64_t heads, int64_t keys, float* out, int64_t apart) {
+    typedef Bytes16<float> Four;
+    int64_t h = 0;
+    for (; g.scale_step == 1 && h + 4 <= heads; h += 4)  // a key has them side by side: four keys are turned
+        for (int64_t j = 0; j < keys; j += 4) {
+            Four::V own[4], even[2], odd[2];
+            for (int i = 0; i < 4; i++)
+                own[i] = load<Four::V>(scales + slots[j + i < keys ? j + i : keys - 1] * g.kv_heads + kv_head + h);
+            for (int i = 0; i < 2; i++) {
+                even[i] = i ? Four::high(own[0], own[2]) : Four::low(own[0], own[2]);
+                odd[i] = i ? Four::high(own[1], own[3]) : Four::low(own[1], own[3]);
+                store(out + (h + 2 * i) * apart + j, Four::low(even[i], odd[i]));
+                store(out + (h + 2 * i + 1) * apart + j, Four::high(even[i], odd[i]));
+            }
+        }
+    for (; h < heads; h++)
+        for (int64_t j = 0; j < keys; j++)
+            out[h * apart + j] = scales[(slots[j] * g.kv_heads + kv_head + h) * g.scale_step];
+}
+
+// What a float32 score, or weight, of each key is multiplied by: `by`, times its scale and what its code is off by.
 static INLINE void key_factors(const Attention& g, const float* scales, const int64_t* slots, int64_t kv_head,
                                int64_t heads, int64_t keys, float by, float* out, int64_t apart) {
     const float off = g.store_kind == E4M3 ? OFF<uint8_t> : OFF<int8_t>;
-    for (int64_t j = 0; j < keys; j++) {
-        const float* own = scales ? scales + (slots[j] * g.kv_heads + kv_head) * g.scale_step : nullptr;
-        for (int64_t h = 0; h < heads; h++) out[h * apart + j] = own ? own[h * g.scale_step] : by;
-    }
+    if (scales) read_scales(g, scales, slots, kv_head, heads, keys, out, apart);
     for (int64_t h = 0; h < heads; h++, out += apart) {
-        for (int64_t j = keys; j < padded(keys, PANEL); j++) out[j] = 1.0f;
+        for (int64_t j = scales ? keys : 0; j < padded(keys, PANEL); j++) out[j] = scales ? 1.0f : by;
         for (int64_t j = 0; scales && j < keys; j += PANEL) store(out + j, load<f32x16>(out + j) * splat(off) * splat(by));
     }
 }

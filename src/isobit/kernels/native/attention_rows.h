@@ -260,14 +260,11 @@ struct Stored {
     }
 };
 
-// Bytes of a token's rows, counted from the first of some heads: the lines that one of these heads asks for early, so that all
-// ask for each line once. They come to the second cache: the first has no room for so many.
+// Of a token's rows, from the first of some heads on: the lines, in bytes, that one of these heads asks for early. They come to
+// the second cache: the first has no room for so many.
 struct Lines {
     int64_t from, to;
-    Lines(int64_t head, int64_t heads, int64_t bytes) {
-        const int64_t all = (heads * bytes + 63) / 64;
-        from = head * all / heads * 64, to = (head + 1) * all / heads * 64;
-    }
+    Lines(int64_t head, int64_t bytes) : from(padded(head * bytes, 64)), to(padded((head + 1) * bytes, 64)) {}
     template <class T>
     INLINE void ask(const T* row) const {
         for (int64_t byte = from; byte < to; byte += 64) __builtin_prefetch((const char*)row + byte, 0, 2);
