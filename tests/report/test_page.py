@@ -15,6 +15,7 @@ from isobit.report import write_report
 from isobit.report.document import embedded
 from isobit.report.page import run_names
 from isobit.report.panels import ALL, DERIVED, with_derived
+from isobit.run import durable
 from isobit.run.completions import COMPLETIONS, pack
 from isobit.run.metrics import METRICS
 from tests import browser
@@ -167,6 +168,23 @@ def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(IsobitError, match="no step has been recorded yet"):
         page_of(run)
+
+
+def test_a_full_disk_leaves_the_page_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, page = run_directory(tmp_path / "run"), tmp_path / "page.html"
+    page.write_text("before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "fsync", full)
+        with pytest.raises(IsobitError, match=r"cannot write report .*page.html: No space left on device"):
+            write_report([run], page)
+    assert page.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+    write_report([run], page)  # the control
+    assert page.read_text() != "before"
 
 
 def test_every_panel_draws_defined_metrics() -> None:

@@ -16,6 +16,7 @@ from isobit.report.intervals import mean_interval
 from isobit.report.panels import with_derived
 from isobit.report.series import MetricRows, Series, points
 from isobit.report.tables import html_table, text_table
+from isobit.run import durable
 from isobit.run.directory import METRICS, read_jsonl
 
 OUTCOME = "outcome.json"
@@ -65,8 +66,8 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
     page = html_page("precision flows compared", body)
     data = {flow.name: {"failures": list(flow.failures), **_values(flow)} for flow in flows}
     try:
-        (out / PAGE).write_text(page, encoding="utf-8")
-        (out / DATA).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        durable.write_text(out / PAGE, page)
+        durable.write_text(out / DATA, json.dumps(data, indent=1) + "\n")
     except OSError as error:
         raise IsobitError(f"cannot write the comparison into {out}: {error.strerror}") from None
     return text

@@ -10,6 +10,7 @@ from isobit.report.charts import Panel, draw
 from isobit.report.document import escaped, html_page
 from isobit.report.series import Series
 from isobit.report.tables import html_table, text_table
+from isobit.run import durable
 
 PAGE, DATA = "inspection.html", "inspection.json"
 _BAR, _FULL_DB = 20, 40.0
@@ -41,8 +42,8 @@ def write_inspection(values: Mapping[str, Any], out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
         page = html_page(f"{values['model']} inspected", "\n".join([*body, "</main>"]))
-        (out / PAGE).write_text(page, encoding="utf-8")
-        (out / DATA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        durable.write_text(out / PAGE, page)
+        durable.write_text(out / DATA, json.dumps(values, indent=1) + "\n")
     except OSError as error:
         raise IsobitError(f"cannot write the inspection into {out}: {error.strerror}") from None
     return out / PAGE

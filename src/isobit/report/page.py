@@ -22,6 +22,7 @@ from isobit.report.series import Series, points
 from isobit.report.solved import prompt_section, prompt_table
 from isobit.report.summary import about, headline, summary
 from isobit.report.tables import html_table
+from isobit.run import durable
 from isobit.run.completions import COMPLETIONS
 from isobit.run.directory import CONFIG, METRICS, QUANTIZATION, read_jsonl, require_run
 
@@ -66,7 +67,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     head = f"<header><p class='mark'>isobit</p><h1>{escaped(', '.join(run.name for run in runs))}</h1>{facts}</header>"
     page = html_page(", ".join(run.name for run in runs), f"{head}<main>{body}</main>", SCRIPTS)
     try:
-        out.write_text(page, encoding="utf-8")
+        durable.write_text(out, page)
     except OSError as error:
         raise IsobitError(f"cannot write report {out}: {error.strerror}") from None
     return out

@@ -41,11 +41,16 @@ def put_in_place(folder: Path, to: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that there is the old one or the new one, whole, at any moment."""
+    """Write a file so that there is the old one or the new one, whole, at any moment; where it cannot be written, the
+    old one alone. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     flush(path.parent)
