@@ -89,6 +89,24 @@ def test_one_model_is_measured_and_written(base_model: Path, evaluate: Eval, fol
     assert evaluate("result.json") == printed
 
 
+def test_samples_are_drawn_as_asked(base_model: Path, evaluate: Eval, folder: Path) -> None:
+    """Of the likeliest token alone they are the greedy completion; the control draws from all. A penalty acts on greedy
+    completions too, and no truncation does."""
+    found = {}
+    for words in ((), ("--top-k", 1), ("--top-p", 0.01), ("--min-p", 1.0), ("--repetition-penalty", 50)):
+        evaluate(base_model, *asked("-n", 2, "--out", "result.json", *words))
+        result = json.loads((folder / "result.json").read_text())
+        texts = [[row["greedy"]["completion"], *(s["completion"] for s in row["samples"])] for row in result["prompts"]]
+        name = str(words[0] if words else "")[2:].replace("-", "_")
+        found[name] = texts
+        assert not words or result["settings"][name] == words[1]
+    greedy = [row[0] for row in found[""]]
+    assert found[""] != [[text] * 3 for text in greedy]
+    for name in ("top_k", "top_p", "min_p"):
+        assert found[name] == [[text] * 3 for text in greedy]
+    assert [row[0] for row in found["repetition_penalty"]] != greedy
+
+
 def test_two_models_are_compared_and_so_are_their_saved_results(
     base_model: Path, evaluate: Eval, folder: Path, tmp_path: Path
 ) -> None:

@@ -42,6 +42,12 @@ _N = Annotated[int | None, typer.Option("-n", help="samples per prompt; default:
 _PassAt = Annotated[str | None, typer.Option(metavar="K,K", help="pass@k and maj@k; default: 1 and -n")]
 _NewTokens = Annotated[int | None, typer.Option(help="default: 256, or the run's")]
 _Temperature = Annotated[float | None, typer.Option(help="for samples; default: 1, or the run's")]
+_TopK = Annotated[int | None, typer.Option(help="for samples; default: 0, which is off, or the run's")]
+_TopP = Annotated[float | None, typer.Option(help="for samples; default: 1, or the run's")]
+_MinP = Annotated[float | None, typer.Option(help="for samples; default: 0, or the run's")]
+_Penalty = Annotated[
+    float | None, typer.Option(help="for greedy completions too; default: 1, which is off, or the run's")
+]
 _Seed = Annotated[int | None, typer.Option(help="for samples; default: 0, or the run's")]
 _Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="write the result and every completion")]
 _Precision = Annotated[
@@ -85,6 +91,10 @@ def evaluate(
     pass_at: _PassAt = None,
     max_new_tokens: _NewTokens = None,
     temperature: _Temperature = None,
+    top_k: _TopK = None,
+    top_p: _TopP = None,
+    min_p: _MinP = None,
+    repetition_penalty: _Penalty = None,
     stop: Stop = None,
     seed: _Seed = None,
     out: _Out = None,
@@ -105,19 +115,13 @@ def evaluate(
     """
     ks = None if pass_at is None else _ks(pass_at, n)
     asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
+    asking = {"prompt_template": prompt_template, "chat": chat or None, "system": system}
+    kept = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
     values: dict[str, Any] = {
         "model": {"chat_template": None if chat_template is None else str(chat_template)},
-        "task": {
-            "name": task,
-            **_files(data, split),
-            "columns": columns(column) or None,
-            "prompt_template": prompt_template,
-            "chat": chat or None,
-            "system": system,
-            "options": dict(_key_value(text) for text in option) if option else None,
-        },
+        "task": {**_task(task, data, split, option), "columns": columns(column) or None, **asking},
         "rewards": {"functions": [_reward(text) for text in reward] if reward else None},
-        "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None},
+        "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None, **kept},
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }
     values |= {"seed": seed, "precision": precision, "consistency": consistency, "backend": backend}
@@ -151,10 +155,11 @@ def _reward(text: str) -> dict[str, Any]:
     return {"function": spec.function, "options": dict(spec.options)}
 
 
-def _files(data: Path | None, split: str | None) -> dict[str, str | None]:
+def _task(name: str | None, data: Path | None, split: str | None, options: list[str] | None) -> dict[str, Any]:
     """Data that are given are evaluated whole: they are the held-out split."""
     path = None if data is None else str(data)
-    return {"path": path, "held_out_path": path, "split": split, "held_out_split": split}
+    files = {"path": path, "held_out_path": path, "split": split, "held_out_split": split}
+    return {"name": name, **files, "options": dict(_key_value(text) for text in options) if options else None}
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from isobit.training.lengths import fit_prompts, say_special_tokens
 from isobit.training.scoring import Scorer
 
 DEFAULT_SAMPLES = 8
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
 
 
@@ -176,7 +177,7 @@ def _result(model: str, config: Config, questions: tuple[Question, ...], pool: R
         "seed": config.seed,
         "max_new_tokens": plan.asked.max_new_tokens,
         "stop": list(plan.asked.stop),
-        "temperature": plan.asked.temperature,
+        **{name: getattr(plan.asked, name) for name in _SAMPLED},
         "tag": plan.tag,
         "answer_pattern": config.evaluation.answer_pattern,
     }
