@@ -1,9 +1,8 @@
 """Tasks: prompts, rewards and held-out splits. Nothing here imports torch, so that reward workers start at once."""
 
 from collections.abc import Callable
-from pathlib import Path
+from os.path import exists  # False also for a name that no file can have
 
-from isobit.data.foreign import exists
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.tasks import arithmetic, countdown, files, gsm8k
 from isobit.tasks.task import Task, TaskSettings
@@ -23,7 +22,7 @@ __all__ = ["TASKS", "Task", "TaskSettings", "load_task"]
 def load_task(settings: TaskSettings) -> Task:
     """Make or read a task. Raises IsobitError, in one line, for an unknown name, a bad option or bad data."""
     if settings.name not in TASKS:
-        file = "; a file is task.path (isobit eval: --data)" if exists(Path(settings.name)) else ""
+        file = "; a file is task.path (isobit eval: --data)" if exists(settings.name) else ""
         raise IsobitError(f"unknown task {brief(settings.name)!r}; {did_you_mean(settings.name, list(TASKS))}{file}")
     load, _ = TASKS[settings.name]
     return load(settings)
