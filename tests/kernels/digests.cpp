@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "delta.h"
 #include "product.h"
 #include "rows.h"
 #include "self_test.h"
@@ -183,6 +184,43 @@ void attention() {
     print("attention with probabilities in E4M3", out);
 }
 
+// Two sequences of which one goes on, and gradients of both as whole ones.
+void linear_attention() {
+    constexpr int64_t ROWS = 37, HEADS = 4, KEYS = 2, KEY = 22, VALUE = 72, WIDTH = 4, PAGE = 4, PAGES = 9;
+    constexpr int64_t CHANNELS = 2 * KEYS * KEY + HEADS * VALUE;
+    const auto x = drawn<uint16_t>(ROWS * CHANNELS), dy = drawn<uint16_t>(ROWS * CHANNELS);
+    const auto weight = drawn<float>(CHANNELS * WIDTH), gates = drawn<float>(ROWS * 2 * HEADS);
+    const auto decay = drawn<float>(HEADS), step_bias = drawn<float>(HEADS);
+    auto states = drawn<float>(2 * PAGES * HEADS * KEY * VALUE);
+    auto inputs = drawn<uint16_t>(2 * PAGES * (WIDTH - 1) * CHANNELS);
+    const int64_t row_start[] = {0, 7, ROWS}, context[] = {3, 0};
+    int32_t pages[2 * PAGES];
+    for (int32_t p = 0; p < 2 * PAGES; p++) pages[p] = p * 5 % (2 * PAGES);
+    const Sequences sequences{row_start, context, pages, PAGES, PAGE, 2};
+    std::vector<uint16_t> mixed(x.size()), out(ROWS * HEADS * VALUE);
+    isobit_short_convolution(&sequences, BF16, x.data(), weight.data(), CHANNELS, WIDTH, inputs.data(), mixed.data(), 2);
+    print("convolved", mixed), print("inputs of the convolution", inputs);
+    const DeltaRule g{BF16, KEYS, HEADS, KEY, VALUE, mixed.data(), gates.data(), decay.data(), step_bias.data(), 0.21,
+                      states.data(), out.data(), 2};
+    isobit_delta_rule(&sequences, &g);
+    print("recalled", out), print("states", states);
+    std::vector<float> dweight(weight.size());
+    isobit_short_convolution_backward(&sequences, BF16, dy.data(), x.data(), weight.data(), CHANNELS, WIDTH, mixed.data(),
+                                      dweight.data(), 2);
+    print("gradient of the convolution", mixed), print("of its weight", dweight);
+    std::vector<float> q(ROWS * KEYS * KEY), k(q.size()), found[5];
+    for (size_t i = 0; i < q.size(); i++) q[i] = 0.01f * number(), k[i] = 0.01f * number();
+    std::vector<float> kept(ROWS * HEADS, 0.9f), strength(ROWS * HEADS, 0.6f);
+    const auto v = drawn<float>(ROWS * HEADS * VALUE), dout = drawn<float>(ROWS * HEADS * VALUE);
+    for (int64_t i = 0; i < 5; i++) found[i].resize(ROWS * HEADS * (i < 2 ? KEY : i == 2 ? VALUE : 1));
+    const DeltaGradients b{KEYS, HEADS, KEY, VALUE, 2, row_start, q.data(), k.data(), v.data(), dout.data(), kept.data(),
+                           strength.data(), found[0].data(), found[1].data(), found[2].data(), found[3].data(),
+                           found[4].data(), 2};
+    isobit_delta_rule_backward(&b);
+    print("delta rule's dq", found[0]), print("dk", found[1]), print("dv", found[2]), print("dkept", found[3]);
+    print("dstrength", found[4]);
+}
+
 void head() {
     constexpr int64_t V = 1000;
     const auto logits = drawn<float>(M * V);
@@ -209,6 +247,7 @@ int main() {
     attention();
     cache("e4m3", E4M3);
     cache("int8", INT8);
+    linear_attention();
     head();
     std::printf("path %" PRId64 "\n", best);
     return 0;

@@ -25,6 +25,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: functional.silu(gate) * up,
     "gelu_pytorch_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
     "swiglu_clamped": clamped,
+    "sigmoid": lambda gate, up: torch.sigmoid(gate) * up,
 }
 """Of a gate and its up, as PyTorch has them."""
 

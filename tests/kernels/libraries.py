@@ -8,7 +8,8 @@ import pytest
 
 from isobit.kernels.native import build, interface, recipe
 
-ROWS = ("pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp", "rows32.cpp")
+DELTA = ("convolution.cpp", "delta.cpp", "delta_backward.cpp")
+ROWS = ("pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp", *DELTA, "rows32.cpp")
 PRODUCTS = tuple(name for name in recipe.SOURCES if name.startswith("tdp32"))
 
 

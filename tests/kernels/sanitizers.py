@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 _SELECTED = (
     "not compiler and not cache and not old_address and not every_finite and not definition and not control "
     "and not shape6 and not 50000 and not broken and not error_of "
-    "and not fused and not controls and not every_instruction_set "
+    "and not fused and not controls and not every_instruction_set and not transformers "
     "and (not (random_shapes or any_chunk) or [7] or [12] or [23] or [34])"
 )
 """Not what starts processes, is about memory that comes back to its place, or takes long and calls the same code."""
@@ -29,6 +29,7 @@ TESTS = (
     "tests/kernels/test_rows32.py", "tests/kernels/test_head_inputs.py", "tests/kernels/test_requantization.py",
     "tests/kernels/test_native_separate.py", "tests/kernels/test_squares.py", "tests/kernels/test_windows.py",
     "tests/kernels/test_stochastic.py", "tests/kernels/test_nibbles.py", "tests/kernels/test_probabilities.py",
+    "tests/kernels/test_delta.py",
     "-m", "not slow", "-k", _SELECTED,
 )  # fmt: skip
 _BUILD = "from isobit.kernels.native import build, recipe; build.compiled(recipe.compiler(), build.cache_directory())"

@@ -80,6 +80,38 @@ with record_launches() as found:
 made = [compile_launch(launch, 10 * major + minor) for launch in found for major, minor in ARCHITECTURES]
 print(json.dumps([each.spilled_bytes + each.stack_bytes for each in made]))
 """
+_DELTA = """
+import json, torch
+from benchmarks import kernel_table
+from isobit.kernels import DeltaHeads, Layout, StateStore
+from isobit.kernels.gpu import ARCHITECTURES
+from isobit.kernels.reference.delta import Parts
+from isobit.kernels.triton import convolution, delta, delta_backward
+from isobit.kernels.triton.launch import record_launches
+from isobit.precision import BF16
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+heads, channels = DeltaHeads(16, 32, 128, 128, empty(32), empty(32)), 2 * 16 * 128 + 32 * 128
+packed = Layout.packed([2048] * 4)
+table = torch.arange(64 * 256, dtype=torch.int32).view(64, 256)
+decoding = Layout.build([1] * 64, [4000] * 64, table, 16)
+with record_launches() as found:
+    for layout, keeps in ((packed, False), (packed, True), (decoding, True)):
+        rows, pages = len(layout.positions), layout.num_slots // 16
+        x, store = empty(rows, channels, dtype=torch.bfloat16), None
+        if keeps:
+            store = StateStore.allocate(pages, (3, channels), (32, 128, 128), BF16, "meta")
+        convolution.short_convolution(x, empty(channels, 4), store, layout)
+        delta.delta_rule(x, empty(rows, 64), heads, store, layout)
+    x = empty(8192, channels, dtype=torch.bfloat16)
+    convolution.short_convolution_backward(x, x, empty(channels, 4), packed)
+    delta_backward.delta_rule_backward(empty(8192, 32, 128), x, empty(8192, 64), heads, packed)
+own = {kernel_table.signature(launch): launch for launch in found}.values()
+print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch, 10 * major + minor)) for launch in own
+                  for major, minor in ARCHITECTURES]))
+"""
 _SPILLING = """
 import torch, triton, triton.language as tl
 from benchmarks.cross_compile import compile_launch
@@ -170,6 +202,17 @@ def test_weights_of_two_codes_to_a_byte_compile_too(tmp_path: Path) -> None:
 def test_the_rounding_of_masters_compiles_for_every_architecture(tmp_path: Path) -> None:
     """No forward runs it, so no table lists it. Small and large integers are two variants."""
     assert json.loads(_python(_STOCHASTIC, tmp_path)) == [0] * 2 * len(ARCHITECTURES)
+
+
+@pytest.mark.slow
+def test_linear_attention_compiles_for_every_architecture(tmp_path: Path) -> None:
+    """At the sizes of a Qwen3.5-9B: nothing spills. The delta rule is two kernels, one that keeps states and one that
+    does not, so a decoded token has the instructions of a chunk."""
+    rows = json.loads(_python(_DELTA, tmp_path))
+    kernels = ["convolution.backward", *["convolution.convolve"] * 3, "delta.delta_rule", "delta.delta_rule"]
+    every = len(ARCHITECTURES)
+    assert sorted(row["kernel"] for row in rows[::every]) == [*kernels, "delta_backward.delta_backward"]
+    assert [row for row in rows if row["spilled_bytes"] or row["stack_bytes"]] == []
 
 
 @pytest.mark.slow

@@ -53,6 +53,8 @@ def test_known_answers() -> None:
     assert OPS.rms_norm(torch.zeros(1, 4), torch.ones(4), 1e-6)[0].tolist() == [[0.0] * 4]
     hidden = OPS.gate_mul("silu", torch.tensor([[0.0, math.log(3.0), -200.0, 90.0, 5.0, 4.0, 7.0, 0.5]]))
     torch.testing.assert_close(hidden, torch.tensor([[0.0, math.log(3.0) * 0.75 * 4, 0.0, 45.0]]))
+    hidden = OPS.gate_mul("sigmoid", torch.tensor([[0.0, math.log(3.0), -1e20, 1e20, 5.0, 4.0, 7.0, 0.5]]))
+    torch.testing.assert_close(hidden, torch.tensor([[2.5, 3.0, 0.0, 0.5]]))
     quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
     assert OPS.rotary(torch.tensor([[[1.0, 2.0]]]), *quarter, torch.tensor([0])).tolist() == [[[-2.0, 1.0]]]
 
@@ -170,6 +172,8 @@ def row_operators(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Te
         "rotary": lambda x, row: OPS.rotary(x.unsqueeze(1), cos, sin, row).squeeze(1),
         "silu": lambda x, _: OPS.gate_mul("silu", x),
         "silu backward": lambda x, _: OPS.gate_mul_backward("silu", x[:, : CHANNELS // 2], x.flip(1)),
+        "sigmoid": lambda x, _: OPS.gate_mul("sigmoid", x),
+        "sigmoid backward": lambda x, _: OPS.gate_mul_backward("sigmoid", x[:, : CHANNELS // 2], x.flip(1)),
         "gelu": lambda x, _: OPS.gate_mul("gelu_pytorch_tanh", x),
         "gelu backward": lambda x, _: OPS.gate_mul_backward("gelu_pytorch_tanh", x[:, : CHANNELS // 2], x.flip(1)),
     }

@@ -335,7 +335,8 @@ def gamma(count: float) -> float:
 
 def halved(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Half a unit in the last place at most, and of the smallest number."""
-    return x.abs() * (2.0**-8 if dtype == torch.bfloat16 else U) + 2.0**-149
+    part, smallest = (2.0**-8, 2.0**-134) if dtype == torch.bfloat16 else (U, 2.0**-149)
+    return x.abs() * part + smallest
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -375,6 +376,7 @@ def test_the_error_of_norms_and_gates_is_bounded(native: Ops, data: Callable[...
             ("silu", gate, gate, wide_up, 0.0),
             ("gelu_pytorch_tanh", gate, cubic, wide_up, 2.0**-22),
             ("swiglu_clamped", bounded, 1.702 * bounded, more, 2.0**-22),
+            ("sigmoid", torch.ones_like(gate), gate, wide_up, 0.0),
         ):
             found = native.gate_mul(activation, torch.cat((x * 16, up), 1)).double()
             wanted = g * torch.sigmoid(k) * u
@@ -545,6 +547,11 @@ CHANGES = {
         "vectors.h",
         "h[0] + h[4]) + (h[2] + h[6])) + ((h[1]",
         "h[0] + h[2]) + (h[4] + h[6])) + ((h[1]",
+    ),
+    "lanes of a state": (
+        "delta.h",
+        "(lane[0][n] + lane[2][n]) + (lane[1][n] + lane[3][n])",
+        "(lane[0][n] + lane[1][n]) + (lane[2][n] + lane[3][n])",
     ),
     "chains of keys": ("tile.h", "constexpr int64_t CHAIN = 32", "constexpr int64_t CHAIN = 16"),
     "exp": ("native.h", "splat(-0.693359375f), x);", "splat(-0.69314718f), x);"),

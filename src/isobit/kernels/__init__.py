@@ -5,8 +5,9 @@ from isobit.kernels.composed import Composed, grouped_input_gradient, input_grad
 from isobit.kernels.copies import Copies
 from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.matrices import Kept, Operand, Packed, Prepared, Stacked, plain, tensors_of, weight_of
+from isobit.kernels.stores import KVStore, StateStore, Store
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
-from isobit.kernels.types import Activation, Heads, Keys, KVStore, Layout, Ops
+from isobit.kernels.types import Activation, DeltaHeads, Heads, Keys, Layout, Ops
 from isobit.kernels.watching import Watching, unwatched
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Activation",
     "Composed",
     "Copies",
+    "DeltaHeads",
     "Heads",
     "KVStore",
     "Kept",
@@ -24,6 +26,8 @@ __all__ = [
     "Packed",
     "Prepared",
     "Stacked",
+    "StateStore",
+    "Store",
     "Watching",
     "computed_by",
     "get_ops",

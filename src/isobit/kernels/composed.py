@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.matrices import Kept, Operand, Prepared, Stacked, plain, values
-from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
+from isobit.kernels.stores import KVStore
+from isobit.kernels.types import Activation, Heads, Layout, Ops, Temperature
 from isobit.precision import ErrorSums, Nibbles, Precision, QTensor, QuantSpec, along_rows, error_sums
 from isobit.precision.nibbles import panels
 

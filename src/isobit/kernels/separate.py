@@ -6,8 +6,9 @@ depends on the batch; between them stand the roundings to BF16 that inference ke
 P·V, and the logits. FP8 products add their scaled blocks of 128 in float32. All of it is in docs/numerics.md, in
 section 5.
 
-Quantization, rotary embedding, cache writes and sampling are the same in both engines: the learner's operators compute
-them. Only the rollout uses these operators, so there is no backward; under float32 nothing is rounded to BF16.
+Quantization, rotary embedding, cache writes, linear attention and sampling are the same in both engines: the learner's
+operators compute them. Only the rollout uses these operators, so there is no backward; under float32 nothing is rounded
+to BF16.
 """
 
 import torch
@@ -18,9 +19,10 @@ from isobit.kernels.codes import decode
 from isobit.kernels.matrices import Operand, Prepared, by_rows, values, weight_of
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.attention import attend
-from isobit.kernels.reference.pointwise import bounded, inner
+from isobit.kernels.reference.pointwise import bounded, gated, inner
 from isobit.kernels.reference.sampling import scaled
-from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
+from isobit.kernels.stores import KVStore
+from isobit.kernels.types import Activation, Heads, Layout, Ops, Temperature
 from isobit.precision import BF16, Format, Nibbles, QTensor, QuantSpec, expand_scale
 
 
@@ -95,8 +97,8 @@ class SeparateOps(ReferenceOps):
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         gate, up = bounded(activation, gate_up)
-        gated = (gate / (1.0 + inner(activation, gate)[0])).to(gate_up.dtype)
-        return (gated.float() * up).to(gate_up.dtype)
+        activated = gated(activation, gate, torch.ones_like(up), inner(activation, gate)[0]).to(gate_up.dtype)
+        return (activated.float() * up).to(gate_up.dtype)
 
     def head_sample(
         self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None

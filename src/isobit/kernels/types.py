@@ -1,10 +1,9 @@
-"""The operators' signatures (`Ops`) and the values they take: rows in sequences (`Layout`), stored keys and values
-(`KVStore`).
+"""The operators' signatures (`Ops`) and the values they take: rows in sequences (`Layout`), and heads.
 
 A *row* is one token of one sequence. Rows of a sequence stand together and in order. A *slot* is the place of one
 token's key and value: `page * page_size + offset`. Rollout and learner describe their work in these terms, so they
-call the same operators. Left out: operands of products (`matrices.py`), who owns the pages (`isobit.engine`) and the
-arithmetic (`reference`, `native`, `triton`).
+call the same operators. Left out: operands of products (`matrices.py`), what is stored of earlier rows (`stores.py`),
+who owns the pages (`isobit.engine`) and the arithmetic (`reference`, `native`, `triton`).
 """
 
 from collections.abc import Sequence
@@ -14,16 +13,17 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from isobit.kernels.codes import decode
 from isobit.kernels.copies import Copies
 from isobit.kernels.matrices import Operand, Prepared, Stacked
+from isobit.kernels.stores import KVStore, StateStore
 from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
 
 Temperature = float | Tensor
 """One for all rows, or float32 for each [T]."""
-Activation = Literal["silu", "gelu_pytorch_tanh", "swiglu_clamped"]
+Activation = Literal["silu", "gelu_pytorch_tanh", "swiglu_clamped", "sigmoid"]
 """That of a gated MLP, by its name in transformers: x / (1 + exp(-k)), k = x or 2·√(2/π)·(x + 0.044715·x³); or
-gpt-oss's, k = 1.702·x of a gate of at most 7, beside up + 1 of an up that is at most 7 from 0."""
+gpt-oss's, k = 1.702·x of a gate of at most 7, beside up + 1 of an up that is at most 7 from 0; or 1 / (1 + exp(-x)),
+which gates what attention gives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,78 +109,6 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class KVStore:
-    """Keys and values of one layer.
-
-    k, v [slots, kv_heads, head_dim]: in the compute format; or codes, of E4M3 as uint8, of INT8 as int8
-    (`Format.stored`). k_scale, v_scale [slots, kv_heads] float32: one per token and head; or one for all, expanded over
-    a single element, where scales are calibrated (`kv.granularity` tensor); or None. `counts` [2] int64 of a calibrated
-    store: elements that its scales clamped, and elements written.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    kv: QuantSpec | None
-    counts: Tensor | None = None
-
-    @staticmethod
-    def allocate(
-        num_slots: int,
-        kv_heads: int,
-        head_dim: int,
-        kv: QuantSpec | None,
-        compute: Format,
-        scales: Tensor | None = None,
-        device: torch.device | str = "cpu",
-    ) -> "KVStore":
-        """An empty store; `scales` [2] float32 are the calibrated ones of K and V, and may be set later."""
-        shape = (num_slots, kv_heads, head_dim)
-        dtype = kv.format.stored if kv is not None else compute.dtype
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if kv is None:
-            return KVStore(k, v, None, None, None)
-        if kv.granularity == "tensor":
-            ones = [torch.ones(1, 1, device=device).expand(shape[:2]) for _ in range(2)]
-            store = KVStore(k, v, ones[0], ones[1], kv, torch.zeros(2, dtype=torch.int64, device=device))
-            if scales is not None:
-                store.set_scales(scales)
-            return store
-        k_scale, v_scale = (torch.ones(shape[:2], device=device) for _ in range(2))
-        return KVStore(k, v, k_scale, v_scale, kv)
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether one scale for K and one for V hold for the whole store."""
-        return self.counts is not None
-
-    def set_scales(self, scales: Tensor) -> None:
-        """Set the calibrated scales [2] of K and V, and count from 0 again."""
-        assert self.counts is not None
-        assert self.k_scale is not None
-        assert self.v_scale is not None
-        self.k_scale.as_strided((1,), (1,)).copy_(scales[:1])
-        self.v_scale.as_strided((1,), (1,)).copy_(scales[1:])
-        self.counts.zero_()
-
-    @property
-    def nbytes(self) -> int:
-        tensors = (self.k, self.v, self.k_scale, self.v_scale)
-        return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
-
-    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values at `slots` [...], dequantized: two float32 tensors [..., kv_heads, head_dim]."""
-        return self._read(self.k, self.k_scale, slots), self._read(self.v, self.v_scale, slots)
-
-    def _read(self, data: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
-        picked = data[slots]
-        if scale is None or self.kv is None:
-            return picked.float()
-        return decode(picked, self.kv.format.dtype, torch.float32) * scale[slots].unsqueeze(-1)
-
-
-@dataclass(frozen=True, eq=False)
 class Heads:
     """How queries and keys are made of a projection's heads: `norms` [D] of queries and of keys, if any, with `eps`;
     then rotation by the cosines and sines `tables`, each [positions, D / 2] float32."""
@@ -188,6 +116,20 @@ class Heads:
     norms: tuple[Tensor, Tensor] | None
     eps: float
     tables: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaHeads:
+    """The heads of linear attention by the gated delta rule: each of `key_heads` queries and keys of `key_dim` serves
+    value_heads / key_heads consecutive values of `value_dim`. `decay` and `step_bias` [value_heads] float32 are A_log
+    and dt_bias: a state fades by exp(-exp(decay) · softplus(a + step_bias)) a token."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    decay: Tensor
+    step_bias: Tensor
 
 
 class Ops(Protocol):
@@ -333,6 +275,28 @@ class Ops(Protocol):
 
     def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         """Gradient [H] float32 of the sinks of `attention`; it repeats."""
+
+    def short_convolution(self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
+        """Depthwise causal convolution and SiLU: y[t, c] = silu(Σ_j weight[c, j] · x[t - W + 1 + j, c]), rounded once;
+        x [T, C], weight [C, W] float32. Inputs of earlier rows are in the `store`, which receives the last ones; None
+        where sequences are whole, and nobody goes on from them."""
+
+    def short_convolution_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """(gradient of x [T, C], of the weight [C, W] float32) of whole sequences; it repeats."""
+
+    def delta_rule(
+        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
+    ) -> Tensor:
+        """Gated delta rule, out [T, Hv, Dv] in qkv's dtype; qkv [T, 2 Hk Dk + Hv Dv], gates (b, a) [T, 2 Hv] float32.
+        Token by token, in float32 (`reference/delta.py`), from the states in the `store` of earlier rows, which
+        receives the new ones; None as in `short_convolution`."""
+
+    def delta_rule_backward(
+        self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(gradient of qkv, of gates, of decay and of step_bias [Hv] float32) of whole sequences; it repeats."""
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         """activation(gate) · up, rounded once: [T, 2I] to [T, I]. Both as `Activation` says."""

@@ -32,7 +32,7 @@ def terms(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Of a float64 gate (k, gate · k', relative error of float32 exp(-k)): two units in the last place, and the
     rounding of its argument in base 2, which is the product with log2(e): |k| · log2(e) · ln(2) for the argument and as
     much for the constant; the cubic k of GELU has three roundings, and its constants'."""
-    if activation == "silu":
+    if activation in ("silu", "sigmoid"):
         return gate, gate, (4 + 2.01 * gate.abs()) * UNIT
     if activation == "swiglu_clamped":  # k is a product by a rounded constant
         return 1.702 * gate, 1.702 * gate, (4 + 4.01 * 1.702 * gate.abs()) * UNIT
@@ -58,7 +58,7 @@ def test_gate_mul_is_float64s_to_a_bound(rows: int, inner: int, dtype: torch.dty
     assert found.dtype == dtype
     left, up = bounded(activation, x)
     k, _, error = terms(activation, left)
-    exact = left / (1 + torch.exp(-k)) * up
+    exact = (1.0 if activation == "sigmoid" else left) / (1 + torch.exp(-k)) * up
     bound = (error + 4.01 * UNIT + LAST[dtype]) * exact.abs() * 1.01 + TINY * (1 + up.abs())
     assert bool(((found.double() - exact).abs() <= bound).all())
     assert not bool(((found.double() - 1.01 * exact).abs() <= bound).all()), "the control: one percent off"
@@ -129,13 +129,17 @@ def test_rows_alone_have_the_bits_of_the_batch() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype, activation: Activation) -> None:
-    """σ has the exponential's error and two operations more; 1 + gate·(1 - σ) is a sum whose parts have theirs."""
+    """σ has the exponential's error and two operations more; 1 + gate·(1 - σ) is a sum whose parts have theirs. Of the
+    sigmoid only 1 - σ is left of it."""
     x, dh = drawn(9, 200, dtype), draw(2, 9, 200, dtype=dtype)
     found = gate.gate_mul_backward(activation, dh.to(DEVICE), x.to(DEVICE)).cpu()
     left, up = bounded(activation, x)
     k, slope, error = terms(activation, left)
     sigma, wide = torch.sigmoid(k), dh.double()
-    exact = torch.cat((wide * up * sigma * (1 + slope * (1 - sigma)), wide * left * sigma), -1)
+    one = 0.0 if activation == "sigmoid" else 1.0
+    if activation == "sigmoid":
+        left = slope = torch.ones_like(left)
+    exact = torch.cat((wide * up * sigma * (one + slope * (1 - sigma)), wide * left * sigma), -1)
     if activation == "swiglu_clamped":
         beyond = torch.cat((x[:, :200] > 7.0, x[:, 200:].abs() > 7.0), -1)
         assert bool(beyond[:, :200].any())
@@ -146,7 +150,7 @@ def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype, activation: Activat
     (autograd,) = torch.autograd.grad(ACTIVATIONS[activation](*halves), leaf, wide)
     torch.testing.assert_close(exact, autograd)
     error = error + 3.01 * UNIT
-    parts = (wide * up).abs() * sigma * (1 + slope.abs() * ((1 - sigma) + sigma * error + UNIT))
+    parts = (wide * up).abs() * sigma * (one + slope.abs() * ((1 - sigma) + sigma * error + UNIT))
     size = torch.cat(((error + 11 * UNIT) * parts + (wide * up * slope).abs() * sigma * (sigma * error + UNIT),
                       (error + 2 * UNIT) * exact[:, 200:].abs()), -1)  # fmt: skip
     bound = 1.01 * (size + LAST[dtype] * exact.abs()) + TINY * (1 + torch.cat((wide * up, wide), -1).abs())

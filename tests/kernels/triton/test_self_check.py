@@ -21,6 +21,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "_SIZES", ((64, 160),))
     monkeypatch.setattr(self_check, "_LENGTH", 70)
     monkeypatch.setattr(self_check, "_WIDTH", 96)
+    monkeypatch.setattr(self_check, "_STATES", (9, 1, 2, 8))
 
 
 def _ops(**broken: Callable[..., Any]) -> TritonOps:
@@ -77,6 +78,16 @@ def _another_code(operator: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _after_stored_rows(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Another result where a sequence goes on."""
+
+    def call(*given: Any) -> Any:
+        y = operator(*given)
+        return _changed(y) if int(given[-1].context[0]) else y
+
+    return call
+
+
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize(
     ("part", "broken"),
@@ -92,6 +103,10 @@ def _another_code(operator: Callable[..., Any]) -> Callable[..., Any]:
         (self_check._quantized, {"rms_norm_quantized": _few_rows_differ}),
         (self_check._quantized, {"gate_mul_quantized": _few_rows_differ}),
         (self_check._quantized, {"quantize": lambda operator: lambda *given: _changed(operator(*given))}),
+        (self_check._recurrent, {"short_convolution": _after_stored_rows}),
+        (self_check._recurrent, {"short_convolution": _wrong}),
+        (self_check._recurrent, {"delta_rule": _after_stored_rows}),
+        (self_check._recurrent, {"delta_rule": _wrong}),
         (self_check._rounded, {"round_stochastically": lambda operator: lambda *given: _changed(operator(*given))}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

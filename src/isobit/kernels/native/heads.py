@@ -9,7 +9,8 @@ from torch import Tensor
 from isobit.errors import NonFiniteError
 from isobit.kernels.native.interface import KINDS, PLAIN, HeadInputArguments, pointer
 from isobit.kernels.native.quantization import Quantization
-from isobit.kernels.types import Heads, KVStore, Layout
+from isobit.kernels.stores import KVStore
+from isobit.kernels.types import Heads, Layout
 from isobit.precision import E4M3, INT8, nonfinite_message
 
 

@@ -2,6 +2,7 @@
 #include <cstddef>
 
 #include "attention.h"
+#include "delta.h"
 #include "heads.h"
 #include "product.h"
 
@@ -37,6 +38,26 @@ const Field head_inputs[] = {
     FIELD(store_k), FIELD(store_v), FIELD(scale_k), FIELD(scale_v), FIELD(form), FIELD(power_of_two),
     FIELD(rotated_q), FIELD(rotated_k), FIELD(threads), {nullptr, 0, sizeof(STRUCT)},
 };
+#undef STRUCT
+#define STRUCT Sequences
+const Field sequences[] = {
+    FIELD(row_start), FIELD(context), FIELD(page_table), FIELD(pages), FIELD(page_size), FIELD(count),
+    {nullptr, 0, sizeof(STRUCT)},
+};
+#undef STRUCT
+#define STRUCT DeltaRule
+const Field delta_rule[] = {
+    FIELD(kind), FIELD(key_heads), FIELD(value_heads), FIELD(key_dim), FIELD(value_dim), FIELD(qkv), FIELD(gates),
+    FIELD(decay), FIELD(step_bias), FIELD(scale), FIELD(states), FIELD(out), FIELD(threads),
+    {nullptr, 0, sizeof(STRUCT)},
+};
+#undef STRUCT
+#define STRUCT DeltaGradients
+const Field delta_gradients[] = {
+    FIELD(key_heads), FIELD(value_heads), FIELD(key_dim), FIELD(value_dim), FIELD(sequences), FIELD(row_start), FIELD(q),
+    FIELD(k), FIELD(v), FIELD(dout), FIELD(kept), FIELD(strength), FIELD(dq), FIELD(dk), FIELD(dv), FIELD(dkept),
+    FIELD(dstrength), FIELD(threads), {nullptr, 0, sizeof(STRUCT)},
+};
 
 }  // namespace
 
@@ -44,3 +65,6 @@ const Field head_inputs[] = {
 EXPORT const Field* isobit_product_fields() { return product; }
 EXPORT const Field* isobit_attention_fields() { return attention; }
 EXPORT const Field* isobit_head_inputs_fields() { return head_inputs; }
+EXPORT const Field* isobit_sequences_fields() { return sequences; }
+EXPORT const Field* isobit_delta_rule_fields() { return delta_rule; }
+EXPORT const Field* isobit_delta_gradients_fields() { return delta_gradients; }

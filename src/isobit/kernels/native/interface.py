@@ -19,7 +19,7 @@ KINDS = {
 """`enum Kind` of native.h; uint8 are nibbles."""
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "swiglu_clamped": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "swiglu_clamped": 2, "sigmoid": 3}
 """`enum Activation` of rows.h."""
 ALL_KEYS = 2**62
 """The window of a row that sees all earlier keys."""
@@ -94,6 +94,33 @@ class HeadInputArguments(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SequenceArguments(ctypes.Structure):
+    """`struct Sequences` of delta.h."""
+
+    _fields_ = [
+        ("row_start", _P), ("context", _P), ("page_table", _P), ("pages", _I), ("page_size", _I), ("count", _I),
+    ]  # fmt: skip
+
+
+class DeltaArguments(ctypes.Structure):
+    """`struct DeltaRule` of delta.h."""
+
+    _fields_ = [
+        ("kind", _I), ("key_heads", _I), ("value_heads", _I), ("key_dim", _I), ("value_dim", _I), ("qkv", _P),
+        ("gates", _P), ("decay", _P), ("step_bias", _P), ("scale", _D), ("states", _P), ("out", _P), ("threads", _I),
+    ]  # fmt: skip
+
+
+class DeltaGradientArguments(ctypes.Structure):
+    """`struct DeltaGradients` of delta.h."""
+
+    _fields_ = [
+        ("key_heads", _I), ("value_heads", _I), ("key_dim", _I), ("value_dim", _I), ("sequences", _I),
+        ("row_start", _P), ("q", _P), ("k", _P), ("v", _P), ("dout", _P), ("kept", _P), ("strength", _P),
+        ("dq", _P), ("dk", _P), ("dv", _P), ("dkept", _P), ("dstrength", _P), ("threads", _I),
+    ]  # fmt: skip
+
+
 class _Field(ctypes.Structure):
     """A field as C++ has it; the last one has no name and the size of the struct."""
 
@@ -104,6 +131,9 @@ _STRUCTS = {
     "isobit_product_fields": ProductArguments,
     "isobit_attention_fields": AttentionArguments,
     "isobit_head_inputs_fields": HeadInputArguments,
+    "isobit_sequences_fields": SequenceArguments,
+    "isobit_delta_rule_fields": DeltaArguments,
+    "isobit_delta_gradients_fields": DeltaGradientArguments,
 }
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
@@ -133,6 +163,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),
     "isobit_attention_backward": (None, [_P]),
+    "isobit_short_convolution": (None, [_P, _I, _P, _P, _I, _I, _P, _P, _I]),
+    "isobit_short_convolution_backward": (None, [_P, _I, _P, _P, _P, _I, _I, _P, _P, _I]),
+    "isobit_delta_rule": (None, [_P, _P]),
+    "isobit_delta_rule_backward": (None, [_P]),
 }
 
 

@@ -34,7 +34,8 @@ from isobit.kernels.reference.attention import assert_whole
 from isobit.kernels.reference.probabilities import boundaries
 from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.reference.tdp32 import computes
-from isobit.kernels.types import KVStore, Layout, Temperature
+from isobit.kernels.stores import KVStore
+from isobit.kernels.types import Layout, Temperature
 from isobit.precision import BLOCK, Format, Nibbles, QTensor
 from isobit.precision.nibbles import GROUP
 
@@ -264,6 +265,7 @@ class NativeOps(RowOperators):
         return tokens
 
     def square_sums(self, x: Tensor) -> Tensor:
+        assert x.ndim == 2
         x = x.contiguous()
         sums = torch.empty(x.shape[0], dtype=torch.float64)
         self._lib.isobit_square_sums(x.data_ptr(), *x.shape, sums.data_ptr(), torch.get_num_threads())

@@ -170,9 +170,12 @@ static bool gate_mul(const T* gate_up, int64_t rows, int64_t inner, T* out, cons
     } else if (activation == GELU_TANH) {   \
         if (single) CALL(GELU_TANH, true);  \
         else CALL(GELU_TANH, false);        \
-    } else {                                \
+    } else if (activation == CLAMPED) {     \
         if (single) CALL(CLAMPED, true);    \
         else CALL(CLAMPED, false);          \
+    } else {                                \
+        if (single) CALL(SIGMOID, true);    \
+        else CALL(SIGMOID, false);          \
     }
 
 EXPORT int64_t isobit_gate_mul(int64_t activation, int64_t kind, int64_t single, const void* gate_up, int64_t rows,
@@ -190,9 +193,10 @@ static INLINE void gate_mul_backward_lanes(const T* dh, const T* gate, const T* 
     const f32x16 one = splat(1.0f);
     const f32x16 given = decode(gate), more = decode(up), g = bounded_gate<A>(given), wide = decode(dh);
     const f32x16 sigma = one / (one + gate_exponential<A, Single>(g));
-    const f32x16 slope = sigma * (one + gate_slope<A, Single>(g) * (one - sigma));
+    const f32x16 rest = one - sigma;
+    const f32x16 slope = sigma * (A == SIGMOID ? rest : one + gate_slope<A, Single>(g) * rest);
     round_once(gate_gradient<A>(wide * bounded_up<A>(more) * slope, given), dgate);
-    round_once(up_gradient<A>(wide * (g * sigma), more), dup);
+    round_once(up_gradient<A>(wide * (A == SIGMOID ? sigma : g * sigma), more), dup);
 }
 
 template <Activation A, bool Single, class T>

@@ -28,12 +28,14 @@ _PATHS: dict[str, tuple[str, ...]] = {
 compiler that does not know the flags, such a file is empty."""
 SOURCES = (
     "product.cpp", "quantize.cpp", "pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp",
-    "sampling.cpp", "separate.cpp", "squares.cpp", "stochastic.cpp", "interface.cpp", "rows32.cpp", "tdp32.cpp",
+    "convolution.cpp", "delta.cpp", "delta_backward.cpp", "sampling.cpp", "separate.cpp", "squares.cpp",
+    "stochastic.cpp", "interface.cpp", "rows32.cpp", "tdp32.cpp",
     *_PATHS,
 )  # fmt: skip
 HEADERS = (
     "vectors.h", "native.h", "tile.h", "product.h", "pointwise.h", "quantize.h", "rows.h", "heads.h", "attention.h",
-    "attention_rows.h", "philox.h", "tdp32.h", "tdp32_kernel.h", "tdp32_registers.h", "tdp32_avx512.h", "self_test.h",
+    "attention_rows.h", "delta.h", "philox.h", "tdp32.h", "tdp32_kernel.h", "tdp32_registers.h", "tdp32_avx512.h",
+    "self_test.h",
 )  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Werror")

@@ -94,8 +94,8 @@ static float rms_norm_row(const T* x, const T* residual, T* summed, const R* wei
 }
 
 // Activations of gates: x / (1 + exp(-k)) with k = x, or 2 sqrt(2 / pi) (x + 0.044715 x^3), or 1.702 x of gates that are at
-// most 7, whose ups are at most 7 from 0, and 1 more.
-enum Activation : int64_t { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };
+// most 7, whose ups are at most 7 from 0, and 1 more; or 1 / (1 + exp(-x)).
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1, CLAMPED = 2, SIGMOID = 3 };
 constexpr float SLOPE = 1.702f, LIMIT = 7.0f;  // of the third
 constexpr double GELU[3] = {1.5957691216057308, 0.07135481627260025, 0.21406444881780076};
 constexpr float FAR = 16.0f;  // beyond it GELU's k says no more
@@ -144,7 +144,7 @@ static INLINE f32x16 gate_exponential(f32x16 x) {
 // x k'.
 template <Activation A, bool Single>
 static INLINE f32x16 gate_slope(f32x16 x) {
-    if (A == SILU) return x;
+    if (A == SILU || A == SIGMOID) return x;
     if (A == CLAMPED) return x * SLOPE;
     x = no_farther(x);
     if (Single) return gelu_terms(x, GELU[2]);
@@ -153,7 +153,8 @@ static INLINE f32x16 gate_slope(f32x16 x) {
 template <Activation A, bool Single>
 static INLINE f32x16 gate_mul_lanes(f32x16 gate, f32x16 up) {
     gate = bounded_gate<A>(gate);
-    return gate / (splat(1.0f) + gate_exponential<A, Single>(gate)) * bounded_up<A>(up);
+    const f32x16 below = splat(1.0f) + gate_exponential<A, Single>(gate);
+    return A == SIGMOID ? up / below : gate / below * bounded_up<A>(up);
 }
 
 // A row in strips of 16; the last one padded, so that all elements take the same path.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels.native.build import differing, library
-from isobit.kernels.native.heads import HeadInputs
+from isobit.kernels.native.delta import DeltaOperators
 from isobit.kernels.native.interface import ACTIVATIONS, PLAIN, pointer
 from isobit.kernels.native.quantization import has_scales
 from isobit.kernels.types import Activation
@@ -30,7 +30,7 @@ def check_rows() -> None:
         )
 
 
-class RowOperators(HeadInputs):
+class RowOperators(DeltaOperators):
     """The part of the native operators that computes norms and gates."""
 
     def rms_norm(

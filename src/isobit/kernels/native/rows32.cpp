@@ -1,7 +1,9 @@
-// The self-test of `rows32-v1` (reference/rows32.py): norms, gates and attention of hard numbers against scalar arithmetic.
+// The self-test of `rows32-v1` and `delta32-v1` (reference/rows32.py, delta.py): norms, gates, attention and linear
+// attention of hard numbers against scalar arithmetic.
 #include <initializer_list>
 
 #include "attention.h"
+#include "delta.h"
 #include "rows.h"
 #include "self_test.h"
 
@@ -73,6 +75,9 @@ int64_t differing_rows(Random& random, int64_t data) {
         const float more = (up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up) + 1.0f;
         wanted[i] = gate / (1.0f + scalar_exp(-(gate * 1.702f))) * more;
     }
+    different += differing(found, wanted, N);
+    isobit_gate_mul(SIGMOID, FP32, 1, x, 1, N, found, nullptr, nullptr, 1, 0, 1);
+    for (int64_t i = 0; i < N; i++) wanted[i] = x[N + i] / (1.0f + scalar_exp(-x[i]));
     return different + differing(found, wanted, N);
 }
 
@@ -173,6 +178,67 @@ int64_t differing_attention(Random& random, int64_t data, Kind kind, int64_t hea
     return different;
 }
 
+// ---- linear attention ----
+
+constexpr int64_t TOKENS = 5, WIDTH = 4, KEY = 22, VALUE = 40, CHANNELS = 2 * KEY + VALUE;
+
+float scalar_sigmoid(float x) { return 1.0f / (1.0f + scalar_exp(-x)); }
+
+// One head of one sequence, from nothing.
+void scalar_delta(const float (*x)[CHANNELS], const float (*weight)[WIDTH], const float (*gates)[2], float decay,
+                  float step_bias, float (*mixed)[CHANNELS], float (*out)[VALUE]) {
+    static float state[VALUE][KEY];
+    std::memset(state, 0, sizeof state);
+    for (int64_t t = 0; t < TOKENS; t++) {
+        for (int64_t c = 0; c < CHANNELS; c++) {
+            float total = 0.0f;
+            for (int64_t j = 0; j < WIDTH; j++)
+                total = fused(t + j < WIDTH - 1 ? 0.0f : x[t + j - WIDTH + 1][c], weight[c][j], total);
+            mixed[t][c] = total / (1.0f + scalar_exp(-total));
+        }
+        float unit[2][KEY];
+        for (int64_t side = 0; side < 2; side++) {
+            const float* one = mixed[t] + side * KEY;
+            const float inverse = 1.0f / std::sqrt(dot(one, one, KEY, 16) + 1e-6f);
+            for (int64_t i = 0; i < KEY; i++) unit[side][i] = one[i] * inverse * (side ? 1.0f : 0.21320072f);
+        }
+        const float step = gates[t][1] + step_bias;
+        const float soft = step > 20.0f ? step : float(logarithm(1.0 + double(scalar_exp(step))));
+        const float kept = scalar_exp(-(scalar_exp(decay) * soft)), strength = scalar_sigmoid(gates[t][0]);
+        for (int64_t j = 0; j < VALUE; j++) {
+            for (int64_t i = 0; i < KEY; i++) state[j][i] = state[j][i] * kept;
+            const float error = (mixed[t][2 * KEY + j] - dot(unit[1], state[j], KEY, 4)) * strength;
+            for (int64_t i = 0; i < KEY; i++) state[j][i] = fused(unit[1][i], error, state[j][i]);
+            out[t][j] = dot(unit[0], state[j], KEY, 4);
+        }
+    }
+}
+
+// Three tokens, and the others one after the other, over pages of two.
+int64_t differing_delta(Random& random, int64_t data) {
+    static float x[TOKENS][CHANNELS], weight[CHANNELS][WIDTH], mixed[TOKENS][CHANNELS], found_mixed[TOKENS][CHANNELS];
+    static float out[TOKENS][VALUE], found[TOKENS][VALUE], inputs[3][WIDTH - 1][CHANNELS], states[3][KEY][VALUE];
+    float gates[TOKENS][2];
+    for (auto& row : x)
+        for (float& one : row) one = hard(random, data);
+    for (auto& row : weight)
+        for (float& one : row) one = hard(random, 0);
+    for (auto& row : gates)
+        for (float& one : row) one = hard(random, 0) * 8.0f;
+    const float decay = hard(random, 0), step_bias = hard(random, 0);
+    scalar_delta(x, weight, gates, decay, step_bias, mixed, out);
+    const int32_t pages[3] = {2, 0, 1};
+    for (int64_t first = 0, rows = 3; first < TOKENS; first += rows, rows = 1) {
+        const int64_t row_start[2] = {0, rows};
+        const Sequences sequences{row_start, &first, pages, 3, 2, 1};
+        isobit_short_convolution(&sequences, FP32, x[first], weight[0], CHANNELS, WIDTH, inputs, found_mixed[first], 1);
+        const DeltaRule g{FP32, 1, 1, KEY, VALUE, found_mixed[first], gates[first], &decay, &step_bias,
+                          0.21320071635561041, states[0][0], found[first], 1};
+        isobit_delta_rule(&sequences, &g);
+    }
+    return differing(found_mixed[0], mixed[0], TOKENS * CHANNELS) + differing(found[0], out[0], TOKENS * VALUE);
+}
+
 }  // namespace
 
 // How many results differ.
@@ -180,7 +246,7 @@ EXPORT int64_t isobit_rows32_self_test() {
     Random random{1};
     int64_t different = 0;
     for (int64_t data = 0; data < 4; data++) {
-        different += differing_rows(random, data);
+        different += differing_rows(random, data) + differing_delta(random, data);
         for (int64_t heads = 1; heads <= 2; heads++)
             for (Kind kind : {FP32, E4M3, INT8})
                 for (int64_t window : {KEYS, int64_t(6)})  // 6 keys: their block is not the first

@@ -57,7 +57,7 @@ static void separate_gate_mul(const uint16_t* gate_up, int64_t rows, int64_t inn
         const uint16_t *gate = gate_up + r * 2 * inner, *up = gate + inner;
         for (int64_t i = 0; i < inner; i += 16) {
             const f32x16 wide = bounded_gate<A>(read_strip(gate + i, inner - i));
-            const f32x16 gated = as_bf16(wide / (splat(1.0f) + gate_exponential<A, true>(wide)));
+            const f32x16 gated = as_bf16((A == SIGMOID ? splat(1.0f) : wide) / (splat(1.0f) + gate_exponential<A, true>(wide)));
             write_strip(gated * bounded_up<A>(read_strip(up + i, inner - i)), out + r * inner + i, inner - i);
         }
     }
@@ -66,6 +66,7 @@ EXPORT void isobit_separate_gate_mul(int64_t activation, const uint16_t* gate_up
                                      uint16_t* out, int64_t threads) {
     const auto run = activation == SILU        ? separate_gate_mul<SILU>
                      : activation == GELU_TANH ? separate_gate_mul<GELU_TANH>
-                                               : separate_gate_mul<CLAMPED>;
+                     : activation == CLAMPED   ? separate_gate_mul<CLAMPED>
+                                               : separate_gate_mul<SIGMOID>;
     run(gate_up, rows, inner, out, threads);
 }

@@ -8,6 +8,7 @@ from isobit.kernels.matrices import Operand, Prepared, by_rows, weight_of
 from isobit.kernels.reference import (
     attention,
     attention32,
+    delta,
     pointwise,
     product,
     routing,
@@ -16,7 +17,8 @@ from isobit.kernels.reference import (
     stochastic,
     tdp32,
 )
-from isobit.kernels.types import Activation, KVStore, Layout, Temperature
+from isobit.kernels.stores import KVStore, StateStore
+from isobit.kernels.types import Activation, DeltaHeads, Layout, Temperature
 from isobit.precision import Format, Nibbles, QTensor, QuantSpec, quantize
 
 ORDERS = {"exact": "exact", "bitwise": f"{tdp32.ORDER}+{rows32.ORDER}", "fast": "libraries"}
@@ -99,6 +101,24 @@ class ReferenceOps(Composed):
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._attention.attention_backward(dout, q, out, lse, store, layout, scale, window)
+
+    def short_convolution(self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
+        return delta.short_convolution(x, weight, store, layout)
+
+    def short_convolution_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        return delta.short_convolution_backward(dy, x, weight, layout)
+
+    def delta_rule(
+        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
+    ) -> Tensor:
+        return delta.delta_rule(qkv, gates, heads, store, layout)
+
+    def delta_rule_backward(
+        self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return delta.delta_rule_backward(dout, qkv, gates, heads, layout)
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         return self._rows.gate_mul(activation, gate_up)

@@ -27,7 +27,8 @@ from isobit.errors import NonFiniteError
 from isobit.kernels.reference.probabilities import lane_sum, uncertain, weigh
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import UNIT, norm_bound, tree_sum, undecided
-from isobit.kernels.types import KVStore, Layout
+from isobit.kernels.stores import KVStore
+from isobit.kernels.types import Layout
 from isobit.precision import Format, QuantSpec, nonfinite_message, quantize, quantize_with_scale
 
 _PIECE_ROWS = 256

@@ -35,7 +35,8 @@ from isobit.kernels.codes import decode
 from isobit.kernels.reference.attention import assert_whole
 from isobit.kernels.reference.probabilities import to_e4m3
 from isobit.kernels.reference.rows32 import CHAIN, HEAD_LANES, blocked_sum, dot, exp, fma, log, tree
-from isobit.kernels.types import KVStore, Layout
+from isobit.kernels.stores import KVStore
+from isobit.kernels.types import Layout
 from isobit.precision import INT8, Format
 
 _ELEMENTS = 1 << 21  # products at a time

@@ -53,20 +53,34 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
     """gate / (1 + exp(-k)) · up, in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020); k as in `inner`, gate and
-    up as in `bounded`."""
+    up as in `bounded`. With `sigmoid` up / (1 + exp(-gate))."""
     gate, up = bounded(activation, gate_up)
-    return (gate / (1.0 + inner(activation, gate)[0]) * up).to(gate_up.dtype)
+    return gated(activation, gate, up, inner(activation, gate)[0]).to(gate_up.dtype)
+
+
+def gated(activation: Activation, gate: Tensor, up: Tensor, exponential: Tensor) -> Tensor:
+    """activation(gate) · up, given exp(-k), before it is rounded."""
+    below = 1.0 + exponential
+    return up / below if activation == "sigmoid" else gate / below * up
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-    """With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ."""
+    """As `gated_backward`."""
     gate, up = bounded(activation, gate_up)
-    exponential, slope = inner(activation, gate)
-    sigma = 1.0 / (1.0 + exponential)
-    wide = dh.float()
-    dgate = wide * up * (sigma * (1.0 + slope * (1.0 - sigma)))
-    gradient = torch.cat((dgate, wide * (gate * sigma)), dim=-1)
+    gradient = gated_backward(activation, dh.float(), gate, up, *inner(activation, gate))
     return within_bounds(activation, gate_up, gradient).to(gate_up.dtype)
+
+
+def gated_backward(
+    activation: Activation, dh: Tensor, gate: Tensor, up: Tensor, exponential: Tensor, slope: Tensor
+) -> Tensor:
+    """Given exp(-k) and gate·k', with σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ;
+    with `sigmoid` d gate = dh·up·σ·(1 - σ), d up = dh·σ."""
+    sigma = 1.0 / (1.0 + exponential)
+    if activation == "sigmoid":
+        return torch.cat((dh * up * (sigma * (1.0 - sigma)), dh * sigma), dim=-1)
+    dgate = dh * up * (sigma * (1.0 + slope * (1.0 - sigma)))
+    return torch.cat((dgate, dh * (gate * sigma)), dim=-1)
 
 
 def bounded(activation: Activation, gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,11 +102,11 @@ def within_bounds(activation: Activation, gate_up: Tensor, gradient: Tensor) -> 
 
 
 def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """(exp(-k), gate·k') of a gate in float32: k = gate for SiLU; for GELU in its form with tanh, which is
+    """(exp(-k), gate·k') of a gate in float32: k = gate for SiLU and sigmoid; for GELU in its form with tanh, which is
     gate / (1 + exp(-k)) too, k = 2·√(2/π)·(gate + 0.044715·gate³) in float64 (Hendrycks and Gimpel 2016); for
     gpt-oss's gates k = 1.702·gate."""
     if activation != "gelu_pytorch_tanh":
-        k = gate if activation == "silu" else gate * CLAMPED[0]
+        k = gate * CLAMPED[0] if activation == "swiglu_clamped" else gate
         return torch.exp(-k), k
     x = gate.clamp(-FAR, FAR).double()
     first, second, third = GELU

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isobit.kernels.reference.pointwise import CLAMPED, FAR, GELU, bounded, within_bounds
+from isobit.kernels.reference.pointwise import CLAMPED, FAR, GELU, bounded, gated, gated_backward, within_bounds
 from isobit.kernels.types import Activation
 
 ORDER = "rows32-v1"
@@ -53,23 +53,21 @@ def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
     """As `pointwise.gate_mul`."""
     gate, up = bounded(activation, gate_up)
-    return (gate / (1.0 + exp(-inner(activation, gate)[0])) * up).to(gate_up.dtype)
+    return gated(activation, gate, up, exp(-inner(activation, gate)[0])).to(gate_up.dtype)
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
     """As `pointwise.gate_mul_backward`."""
     gate, up = bounded(activation, gate_up)
     k, slope = inner(activation, gate)
-    sigma, wide = 1.0 / (1.0 + exp(-k)), dh.float()
-    dgate = wide * up * (sigma * (1.0 + slope * (1.0 - sigma)))
-    gradient = torch.cat((dgate, wide * (gate * sigma)), dim=-1)
+    gradient = gated_backward(activation, dh.float(), gate, up, exp(-k), slope)
     return within_bounds(activation, gate_up, gradient).to(gate_up.dtype)
 
 
 def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
     """(k, gate·k') of `pointwise.inner`: k = x·(a + b·x²), the sum a fused multiply-add, x at most `FAR` from 0."""
     if activation != "gelu_pytorch_tanh":
-        k = gate if activation == "silu" else gate * CLAMPED[0]
+        k = gate * CLAMPED[0] if activation == "swiglu_clamped" else gate
         return k, k
     x = gate.clamp(-FAR, FAR)
     first, second, third = (gate.new_tensor(value) for value in GELU)

@@ -28,9 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch, target
-from isobit.kernels.types import KVStore, Layout
+from isobit.kernels.types import Layout
 from isobit.precision import E4M3, INT8
 
 _BLOCK_ROWS = 64

@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch, target
-from isobit.kernels.types import KVStore, Layout
+from isobit.kernels.types import Layout
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _TILE_ROWS = 16

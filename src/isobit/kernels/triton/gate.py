@@ -1,7 +1,8 @@
 """Gates on a GPU, alone or with its result quantized at once, and its backward.
 
 activation(gate) · up = gate / (1 + exp(-k)) · up in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020), where k is
-the gate for SiLU, and otherwise what `rows32.inner` says, of a gate and an up as `pointwise.bounded` gives them.
+the gate for SiLU, and otherwise what `rows32.inner` says, of a gate and an up as `pointwise.bounded` gives them; for
+the sigmoid up / (1 + exp(-gate)).
 Elementwise but for the scales, so a row's bits depend on the row alone. `exp` is the GPU's (2 units in the last place,
 and a relative error of |k| · 2⁻²⁴ from its argument), so the bits are not the CPU's. The bound is the memory's speed:
 an element of the BF16 result takes 4 bytes read, and 2 written or 1 for its code; in the backward 6 read and 4 written.
@@ -32,7 +33,7 @@ _SLOPE, _LIMIT = (tl.constexpr(value) for value in CLAMPED)
 @triton.jit
 def _inner(gate, ACTIVATION: tl.constexpr):
     """(k, gate · k') of a gate."""
-    if ACTIVATION == "silu":
+    if ACTIVATION == "silu" or ACTIVATION == "sigmoid":
         return gate, gate
     elif ACTIVATION == "swiglu_clamped":
         return gate * _SLOPE, gate * _SLOPE
@@ -71,7 +72,9 @@ def _gate_mul(
     up = tl.load(gate_up_ptr + COLUMNS + at, mask=inside, other=0).to(tl.float32)
     gate, up = _bounded(gate, up, ACTIVATION)
     k, _ = _inner(gate, ACTIVATION)
-    h = cast(tl.div_rn(gate, 1.0 + tl.exp(-k)) * up, gate_up_ptr.dtype.element_ty)
+    below = 1.0 + tl.exp(-k)
+    product = tl.div_rn(up, below) if ACTIVATION == "sigmoid" else tl.div_rn(gate, below) * up
+    h = cast(product, gate_up_ptr.dtype.element_ty)
     out = h_ptr + first * COLUMNS + i[:, None] * COLUMNS + column[None, :]
     if QUANTIZED:
         h = h.to(tl.float32)
@@ -104,8 +107,12 @@ def _backward(
     bounded, multiplied = _bounded(gate, up, ACTIVATION)
     k, slope = _inner(bounded, ACTIVATION)
     sigma = tl.div_rn(1.0, 1.0 + tl.exp(-k))
-    dgate = dh * multiplied * (sigma * (1.0 + slope * (1.0 - sigma)))
-    dup = dh * (bounded * sigma)
+    if ACTIVATION == "sigmoid":
+        dgate = dh * multiplied * (sigma * (1.0 - sigma))
+        dup = dh * sigma
+    else:
+        dgate = dh * multiplied * (sigma * (1.0 + slope * (1.0 - sigma)))
+        dup = dh * (bounded * sigma)
     if ACTIVATION == "swiglu_clamped":
         dgate = tl.where(gate > _LIMIT, 0.0, dgate)
         dup = tl.where((up > _LIMIT) | (up < -_LIMIT), 0.0, dup)
@@ -140,7 +147,8 @@ def gate_mul_quantized(activation: Activation, gate_up: Tensor, spec: QuantSpec,
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up [T, 2I], in its type, of that of the result dh [T, I].
 
-    With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ.
+    With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ; of the sigmoid dh·up·σ·(1 - σ)
+    and dh·σ.
     """
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     gradient = torch.empty_like(gate_up)

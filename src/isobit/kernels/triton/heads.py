@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch
-from isobit.kernels.types import Heads, KVStore, Layout
+from isobit.kernels.types import Heads, Layout
 from isobit.precision import E4M3, INT8
 
 _HEADS = 8

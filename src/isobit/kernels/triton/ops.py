@@ -20,6 +20,7 @@ from isobit.errors import IsobitError
 from isobit.kernels.composed import sink_gradients
 from isobit.kernels.matrices import Operand, Prepared, Stacked, by_rows, plain, values, weight_of
 from isobit.kernels.reference.stochastic import check_stochastic
+from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import (
     attention,
     attention_backward,
@@ -36,8 +37,9 @@ from isobit.kernels.triton import (
 )
 from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
+from isobit.kernels.triton.delta import DeltaOperators
 from isobit.kernels.triton.launch import Faults, target
-from isobit.kernels.types import Activation, Heads, KVStore, Layout, Ops, Temperature
+from isobit.kernels.types import Activation, Heads, Layout, Temperature
 from isobit.precision import E4M3, INT8, ErrorSums, Format, Nibbles, Precision, QTensor, QuantSpec, error_sums
 from isobit.precision import quantize as reference_quantize
 from isobit.precision.nibbles import NVFP4
@@ -54,7 +56,7 @@ _ALLOWED = {
 _BESIDES = {"weights": ", and nvfp4 under activation: bf16"}
 
 
-class TritonOps(Ops):
+class TritonOps(DeltaOperators):
     """The operators on one device."""
 
     backend = "triton"

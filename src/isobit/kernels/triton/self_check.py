@@ -1,8 +1,9 @@
 """Whether the kernels keep on this GPU what they promise, before a run counts on it.
 
 Nothing but a run on a GPU can show that its matrix instructions give a row the same bits alone and among others. So the
-first start on a machine computes products, attention, the output head, norms and gates: rows alone, a few of them and
-all must agree in every bit, and be the reference's within a bound; and the rounding of BF16 masters, in every bit. Most
+first start on a machine computes products, attention, linear attention, the output head, norms and gates: rows alone, a
+few of them and all must agree in every bit, and be the reference's within a bound; and the rounding of BF16 masters, in
+every bit. Most
 of the time goes into compiling. A pass is remembered for the GPU, its driver, the versions of PyTorch and Triton, and
 the kernels' sources. Left out: whole models (`python -m benchmarks.gpu`), the backward, and several GPUs of which one
 is broken.
@@ -11,6 +12,7 @@ is broken.
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +23,8 @@ from isobit.kernels.gpu import versions
 from isobit.kernels.matrices import Operand, values
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.reference.stochastic import round_stochastically
-from isobit.kernels.types import KVStore, Layout, Ops
+from isobit.kernels.stores import KVStore, StateStore
+from isobit.kernels.types import DeltaHeads, Layout, Ops
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
 _BLOCK, _ROW = QuantSpec(E4M3, "128x128"), QuantSpec(E4M3, "1x128")
@@ -31,6 +34,7 @@ _PARTS = ((0, 1), (79, 80), (3, 20), (10, 75))
 _SIZES = ((192, 640), (64, 8192))  # outputs and inputs of products; the second sums in chunks
 _LENGTH = 600  # of a sequence: two splits of keys
 _WIDTH = 384  # of what is normed and gated
+_STATES = (_ROWS, 2, 4, 128)  # rows of linear attention, its heads of keys and of values, their dimension
 _BOUND = 2.0**-7  # of the largest result: BF16 rounds by half of this at most
 Found = tuple[str, bool]
 
@@ -70,6 +74,7 @@ def _all(ops: Ops, kind: str) -> Iterator[Found]:
     else:
         yield from _head(ops)
         yield from _rounded(ops)
+        yield from _recurrent(ops)
 
 
 def _random(ops: Ops, seed: int, *shape: int) -> Tensor:
@@ -122,6 +127,32 @@ def _attention(ops: Ops, kind: str) -> Iterator[Found]:
     reference.kv_write(there, k.cpu(), v.cpu(), packed)
     yield f"{what}: other codes are stored than the definition's", torch.equal(store.k.cpu(), there.k)
     yield _near(what, whole, reference.attention(q.cpu(), there, packed, dim**-0.5)[0])
+
+
+def _recurrent(ops: Ops) -> Iterator[Found]:
+    """Linear attention over a learner's whole sequence, and from states that are kept: a chunk, a row, the others."""
+    length, key_heads, value_heads, dim = _STATES
+    channels = (2 * key_heads + value_heads) * dim
+    x, weight = _random(ops, 0, length, channels), _random(ops, 1, channels, 4).float()
+    gates = _random(ops, 2, length, 2 * value_heads).float()
+    heads = DeltaHeads(key_heads, value_heads, dim, dim, *_random(ops, 3, 2, value_heads).float())
+    packed = Layout.packed([length])
+    store = StateStore.allocate(packed.page_table.shape[1], (3, channels), (value_heads, dim, dim), BF16, ops.device)
+
+    def run(lo: int, hi: int, store: StateStore | None = store) -> list[Tensor]:
+        layout = Layout.build([hi - lo], [lo], packed.page_table, packed.page_size).to(ops.device)
+        mixed = ops.short_convolution(x[lo:hi], weight, store, layout)
+        return [mixed, ops.delta_rule(mixed, gates[lo:hi], heads, store, layout).flatten(1)]
+
+    whole, middle = run(0, length, None), length // 2
+    parts = zip(*(run(lo, hi) for lo, hi in ((0, middle), (middle, middle + 1), (middle + 1, length))))
+    for what, found, divided in zip(("convolution", "delta rule"), whole, parts):
+        same = torch.equal(torch.cat(divided), found)
+        yield f"{what}: a sequence in parts has other bits than the whole one", same
+    reference, there = ReferenceOps("exact"), replace(heads, decay=heads.decay.cpu(), step_bias=heads.step_bias.cpu())
+    yield _near("convolution", whole[0], reference.short_convolution(x.cpu(), weight.cpu(), None, packed))
+    wanted = reference.delta_rule(whole[0].cpu(), gates.cpu(), there, None, packed).flatten(1)
+    yield _near("delta rule", whole[1], wanted)
 
 
 def _head(ops: Ops) -> Iterator[Found]:
