@@ -214,7 +214,7 @@ def nemo(factors: Factors, name: str, flow: str, mean: int, gpus: int, split: in
     given = job(name, *changes, ranks=gpus, device=_H100, prompts=64, group=32, lengths=lengths)
     room = share * split * _H100.memory - weights(given.model, given.precision).quantized
     room -= weights(given.model, given.precision).plain
-    pages = int(room / cache_bytes_of_a_token(given.model, given.precision) / given.config.engine.page_size)
+    pages = int(room / cache_bytes_of_a_token(given.model, given.precision) / given.page_size)
     config = replace(given.config, engine=replace(given.config.engine, kv_pages=pages))
     wide = replace(given, config=config, device=_spanning(_H100, split), ranks=gpus // split)
     learning = given.updates * given.rounds * micro_batch(given, factors)

@@ -11,6 +11,8 @@ from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
+from isobit.model.linear_attention import LinearAttention
+from isobit.model.rope import Rope
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "models" / "stories260K"
@@ -58,10 +60,13 @@ def tiny_model(
             family
         ),
     }
+    layers = range(sizes.get("num_layers", 2) - 1)
+    linear = LinearAttention(tuple(layers), 2, 4, 8, 12) if FAMILIES[family].linear_attention else None
+    rope = Rope.of(10000.0, 1.0 if FAMILIES[family].partial_rotary == 1.0 else 0.5)
     config = ModelConfig(
         family=family,
         vocab_size=tokenizer.vocab_size,
-        **{**shape, **sizes},
+        **{**shape, "linear": linear, "rope": rope, **sizes},
         qkv_bias=family == "qwen2" or FAMILIES[family].biased,
         o_bias=FAMILIES[family].biased,
         qk_norm=FAMILIES[family].qk_norm,

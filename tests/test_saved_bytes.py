@@ -23,7 +23,9 @@ def _alive(model: Model, tokens: int, recompute: Recompute) -> int:
 
 
 @pytest.mark.parametrize("recompute", [False, "mlp", True])
-@pytest.mark.parametrize(("preset", "family"), [("bf16", "qwen3"), ("fp8", "qwen3"), ("fp8-e2e", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("preset", "family"), [("bf16", "qwen3"), ("fp8", "qwen3"), ("fp8-e2e", "qwen3_moe"), ("fp8", "qwen3_5_text")]
+)
 def test_what_is_counted_is_what_is_alive(preset: str, family: str, recompute: Recompute) -> None:
     """The tokens themselves and the rotary tables' places are the caller's; the planner has the same figure."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_positions": 256}

@@ -11,12 +11,14 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from isobit.model.linear_attention import LinearAttention
 from isobit.model.rope import Rope
 from tests.models import ALPHABET, level, require
 
 from .helpers import CONFIG, differing
 from .test_invariance import PROMPT_IDS, PROMPTS
 
+_HALF = Rope(300.0, "default", (("partial_rotary_factor", 0.5),))
 ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral": ({"windows": (7, 7, 7)}, {"windows": (7, 8, 7)}),
     "qwen3": ({"windows": (None, 5, None), "qk_norm": True}, {"windows": (None, 6, None)}),
@@ -32,6 +34,10 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt_oss": (
         {"windows": (5, None, 9), "qkv_bias": True, "o_bias": True, "experts": Experts(5, 2, 208)},
         {"windows": (5, None, 8)},
+    ),
+    "qwen3_5_text": (
+        {"qk_norm": True, "linear": LinearAttention((0, 2), 2, 4, 20, 12), "rope": _HALF},
+        {"rms_eps": 1e-2},
     ),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
 }

@@ -77,9 +77,11 @@ def test_under_other_settings_too(sizes: dict[str, int], make_captured: MakeEngi
     check("fp8", "native", make_captured(tiny("fp8", "native"), **sizes))
 
 
-def test_experts_serve_padded_rows_without_effect(make_engine: MakeEngine, make_captured: MakeEngine) -> None:
-    """A mixture's padded rows go through experts too, and through their routers' choices."""
-    model = tiny_model("fp8", "qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
+def test_padded_rows_are_without_effect(family: str, make_engine: MakeEngine, make_captured: MakeEngine) -> None:
+    """A mixture's go through experts too, and through their routers' choices; those of linear attention have a state,
+    in a page of their own."""
+    model = tiny_model("fp8", family)
     prompts, sampling = [[3, 4, 5], [6], [7, 8]], Sampling(3, 6, seed=1)
     plain, captured = (
         make(model, kv_pages=60, page_size=4).generate(prompts, sampling) for make in (make_engine, make_captured)

@@ -9,6 +9,7 @@ import torch
 
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import get_ops
+from isobit.model.linear_attention import LinearAttention
 from isobit.model.rope import Rope
 from tests.models import tiny_model
 
@@ -56,6 +57,17 @@ def test_zero_bits_differ_with_heads_of_256_and_gelu() -> None:
     groups = _completions(model)
     assert differing(model, groups) == (0, 12)
     model.transformer.config = replace(model.config, query_scalar=200)
+    assert differing(model, groups)[0] > 0
+
+
+@pytest.mark.slow
+def test_zero_bits_differ_with_linear_attention() -> None:
+    """A layer of each kind of Qwen3.5. Control: a learner whose norms divide by more."""
+    sizes = {"num_layers": 2, "head_dim": 16, "linear": LinearAttention((0,), 1, 2, 16, 16)}
+    model = tiny_model("fp8", "qwen3_5_text", backend="triton", scale=6, **sizes)
+    groups = _completions(model)
+    assert differing(model, groups) == (0, 12)
+    model.transformer.config = replace(model.config, rms_eps=1e-2)
     assert differing(model, groups)[0] > 0
 
 

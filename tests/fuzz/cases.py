@@ -8,6 +8,7 @@ from isobit.engine.pages import pages_needed
 from isobit.engine.types import Sampling
 from isobit.model import Experts, ModelConfig
 from isobit.model.families import FAMILIES, Family
+from isobit.model.linear_attention import LinearAttention
 from isobit.model.rope import Rope
 from isobit.precision import Precision, precision_from
 from isobit.precision.flow import LINEAR_LAYERS
@@ -91,17 +92,18 @@ def _model(rng: Random) -> ModelConfig:
     bias = rng.random() < 0.3 and family.attention_bias
     inner = _size(rng)
     windows = _windows(rng, family, layers)
+    heads, head_dim = kv_heads * rng.choice((1, 2, 3, 4, 8)), rng.choice((2, 4, 8, 12, 16, 20, 32, 36, 64, 80, 128))
     return ModelConfig(
         family=name,
         vocab_size=rng.choice(VOCABULARIES),
         hidden_size=_size(rng),
         intermediate_size=inner,
         num_layers=layers,
-        num_heads=kv_heads * rng.choice((1, 2, 3, 4, 8)),
+        num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=rng.choice((2, 4, 8, 12, 16, 20, 32, 36, 64, 80, 128)),
+        head_dim=head_dim,
         rms_eps=rng.choice((1e-5, 1e-6)),
-        rope=_rope(rng),
+        rope=_rope(rng) if family.partial_rotary == 1.0 else Rope.of(500.0, 1.0 if head_dim % 4 else 0.5),
         qkv_bias=bias or family.qkv_bias,
         o_bias=bias,
         mlp_bias=family.mlp_bias and rng.random() < 0.3,
@@ -113,8 +115,17 @@ def _model(rng: Random) -> ModelConfig:
         windows=windows,
         unrotated=() if family.unrotated is None else tuple(n for n in range(layers) if rng.random() < 0.3),
         sliding_rope=_rope(rng) if windows and family.ropes is not None else None,
+        linear=_linear(rng, layers) if family.linear_attention else None,
         query_scalar=None if family.query_scalar is None else rng.choice((4, 24, 64, 256)),
     )
+
+
+def _linear(rng: Random, layers: int) -> LinearAttention:
+    """In some of the layers, with heads of any size."""
+    where = tuple(layer for layer in range(layers) if rng.random() < 0.7)
+    heads = rng.choice((1, 2, 3))
+    sizes = rng.choice((4, 12, 16, 20, 32, 36, 128)), rng.choice((4, 12, 16, 20, 32, 36, 128))
+    return LinearAttention(where, heads, heads * rng.choice((1, 2)), *sizes, rng.choice((2, 3, 4)))
 
 
 def _windows(rng: Random, family: Family, layers: int) -> tuple[int | None, ...]:

@@ -114,7 +114,7 @@ def _learner(model: Model, case: Case, completions: list[Completion], update: bo
     temperature = 1.0 if case.sampling.greedy else case.sampling.temperature
     results: dict[Key, torch.Tensor] = {}
     for part in parts:
-        packed = pack(part, learning.share_prompts)
+        packed = pack(part, learning.share_prompts and model.config.linear is None)
         logprobs, entropy = forward(model, packed, temperature, case.sampling.truncation, recompute=learning.recompute)
         if update:
             (logprobs.sum() + 0.1 * entropy.sum()).backward()

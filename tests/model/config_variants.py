@@ -59,6 +59,16 @@ BASES["gpt_oss"] = _SIZES | {
     "layer_types": ["sliding_attention", "full_attention"],
     "pad_token_id": 0,
 }
+BASES["qwen3_5_text"] = _SIZES | {
+    "attention_bias": False,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "pad_token_id": 0,
+}
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
 """Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the others, and not
 compared again."""
@@ -72,6 +82,8 @@ SHAPES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings", "num_experts"),
     *("num_local_experts", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "full_attention_interval", "layer_types"),
 )
 """The keys on which names and shapes of weights depend."""
 
@@ -131,7 +143,9 @@ def variants() -> list[Variant]:
     """The table."""
     rows = []
     for family in BASES:
-        own = {"olmo3": _olmo3, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss}.get(family, _windows)
+        own = {"olmo3": _olmo3, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss, "qwen3_5_text": _qwen35}.get(
+            family, _windows
+        )
         makers = [_sizes, _flags, own, _experts, _unrotated]
         for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
             made = (Variant(family, *row) for row in make(family))
@@ -160,7 +174,7 @@ def _sizes(family: str) -> Iterator[Row]:
         yield f"no num_key_value_heads, {heads} heads", change, "" if shared else "cannot share"
     yield "no head_dim", {"head_dim": _LEFT_OUT}, ""
     yield "null head_dim", {"head_dim": None}, "" if family in ("llama", "mixtral", "mistral") else "head_dim"
-    yield "head_dim 20", {"head_dim": 20}, ""
+    yield "head_dim 20", {"head_dim": 20}, "an even part of a head" if family == "qwen3_5_text" else ""
     yield "head_dim 7", {"head_dim": 7}, "even head_dim"
     if family in (
         "llama",
@@ -178,10 +192,10 @@ def _sizes(family: str) -> Iterator[Row]:
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
-    biased = family in ("llama", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmo3", "gemma3_text", "gpt_oss")
+    never = ("qwen2", "mixtral", "mistral")
     yield "attention_bias", {"attention_bias": True}, ""
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
-    yield "attention_bias as text", {"attention_bias": "false"}, "attention_bias" if biased else ""
+    yield "attention_bias as text", {"attention_bias": "false"}, "" if family in never else "attention_bias"
     yield "mlp_bias", {"mlp_bias": True}, ""
     yield "no mlp_bias", {"mlp_bias": _LEFT_OUT}, ""
     yield "tied", {"tie_word_embeddings": True}, ""
@@ -367,6 +381,34 @@ def _gpt_oss(family: str) -> Iterator[Row]:
         yield f"another {key}", {key: 2.5}, f"unsupported {key} 2.5"
     yield "MXFP4 in name", {"quantization_config": {"quant_method": "fp8"}}, "or one in MXFP4"
     yield "initial_context_length", {"initial_context_length": 4096, "experts_per_token": 2}, ""
+
+
+def _qwen35(family: str) -> Iterator[Row]:
+    """Which layers have linear attention, its sizes, and the part of a head that is rotated."""
+    for kinds in (["full_attention"] * 2, ["linear_attention"] * 2, ["full_attention", "linear_attention"]):
+        yield f"layers {kinds}", {"layer_types": kinds}, ""
+    for every in (1, 2, _LEFT_OUT):
+        change = {"layer_types": _LEFT_OUT, "num_hidden_layers": 4, "full_attention_interval": every}
+        yield f"attention in every layer {every if every in (1, 2) else 4}", change, ""
+    yield "null layer_types", {"layer_types": None, "full_attention_interval": 2}, ""
+    yield "interval 0", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval"
+    yield "a sliding layer", {"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"
+    yield "too few layer_types", {"layer_types": ["linear_attention"]}, "layer_types"
+    for key, value in (("num_key_heads", 4), ("num_key_heads", 1), ("key_head_dim", 7), ("value_head_dim", 20)):
+        yield f"{key} {value}", {f"linear_{key}": value}, ""
+    yield "3 value heads", {"linear_num_value_heads": 3}, "cannot share"
+    yield "value heads as text", {"linear_num_value_heads": "4"}, "linear_num_value_heads"
+    yield "a convolution over 2", {"linear_conv_kernel_dim": 2}, ""
+    for part in (0.5, 1.0):
+        yield f"{part} of each head, outside", {"partial_rotary_factor": part}, ""
+        inside = {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": part}
+        yield f"{part} of each head", {"rope_theta": _LEFT_OUT, "rope_parameters": inside}, ""
+    pictures = {"rope_type": "default", "rope_theta": 900.0, "mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    yield "positions of pictures", {"rope_theta": _LEFT_OUT, "rope_parameters": pictures}, ""
+    for part in (0.0, 1.5, "half", 0.2):
+        yield f"part {part}", {"partial_rotary_factor": part}, "partial_rotary_factor"
+    for kind in ("linear", "yarn", "llama3"):
+        yield f"rope_scaling {kind}", {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind]}}, ""
 
 
 def _unrotated(family: str) -> Iterator[Row]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from isobit.kernels import Layout
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES as FAMILY_TABLES
+from isobit.model.linear_attention import LinearAttention
+from isobit.model.rope import Rope
 from tests.models import ALPHABET, level, require
 
 VOCABULARY = 61
@@ -52,6 +54,9 @@ _GEMMA_LINEAR = {
 _PLAIN = {"rope_type": "default", "rope_theta": 300.0}
 _GPT_OSS = {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, **_PAD}
 _GPT_OSS |= {"rope_parameters": {**_YARN, "truncate": False}}
+_QWEN35 = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 20}
+_QWEN35 |= {"linear_value_head_dim": 12, "rms_norm_eps": 1e-6}
+_QWEN35_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 _EXPERTS = {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -86,6 +91,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**_GPT_OSS, "attention_bias": False, "rope_parameters": _PLAIN, "sliding_window": 200},
     ),
+    "qwen3.5": ("Qwen3_5", {**_QWEN35, "num_hidden_layers": 4}),
+    "qwen3.5-tied": (
+        "Qwen3_5",
+        {
+            **_QWEN35,
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": _QWEN35_ROPE,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }
@@ -95,7 +111,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def oracle(family: str, **changes: Any) -> Any:
     """The `transformers` model, in float32, with weights and biases large enough to matter."""
     prefix, own = FAMILIES[family]
-    text = "TextConfig" if prefix == "Gemma3" else "Config"
+    text = "TextConfig" if prefix in ("Gemma3", "Qwen3_5") else "Config"
     config = getattr(transformers, f"{prefix}{text}")(**(_SIZES | own | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
@@ -111,7 +127,8 @@ def randomize(model: Any, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         norm = name.endswith("norm.weight")
-        middle = float(norm and not model.config.model_type.startswith("gemma"))
+        around_0 = model.config.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+        middle = float(norm and not around_0)
         parameter.copy_(middle + (0.2 if norm else 0.25) * noise)
 
 
@@ -160,6 +177,8 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "max_positions": 128,
         "eos_ids": (2,),
     }
+    if FAMILY_TABLES[family].linear_attention:
+        values |= {"linear": LinearAttention((0, 2), 2, 4, 64, 64), "rope": Rope.of(500.0, 0.5)}
     return ModelConfig(**(values | changes))
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from isobit import Model
 from isobit.errors import IsobitError
-from isobit.model import Experts
+from isobit.model import Experts, names
 from isobit.model.checkpoint import read_json, read_weights, write_json
 from isobit.model.fp8_blocks import block_checkpoint
 from isobit.precision import QTensor
@@ -19,7 +19,7 @@ from tests.models import level
 from .helpers import logits, oracle_logits, random_model, tokens
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "qwen3_5_text"]
 
 
 def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
@@ -62,7 +62,7 @@ def test_every_byte_is_the_rollouts(family: str, precision: str, tmp_path: Path)
     expected: dict[str, tuple[bytes, bytes]] = {}
     for weight in model.transformer.rollout_weights():
         if isinstance(weight.working, QTensor) and weight.name.endswith(".o"):
-            name = f"model.layers.{weight.name.split('.')[1]}.self_attn.o_proj.weight"
+            name = dict(names.parts(model.config))[weight.name][0][0]
             expected[name] = tuple(
                 t.contiguous().view(torch.uint8) for t in (weight.working.data, weight.working.scale)
             )
@@ -72,8 +72,13 @@ def test_every_byte_is_the_rollouts(family: str, precision: str, tmp_path: Path)
         assert torch.equal(stored[f"{name}_scale_inv"].view(torch.uint8), scale)
     quantized = {name.removesuffix(".weight_scale_inv") for name in stored if name.endswith("_scale_inv")}
     assert not quantized & skipped
-    assert ("model.layers.0.self_attn.q_proj" in skipped) == ("bf16_first" in precision)
-    linear = {n.removesuffix(".weight") for n in stored if n.endswith(("_proj.weight", ".w1.weight", "gate.weight"))}
+    first = dict(names.parts(model.config))["layers.0.qkv"][0][0].removesuffix(".weight")
+    assert (first in skipped) == ("bf16_first" in precision)
+    linear = {
+        n.removesuffix(".weight")
+        for n in stored
+        if n.endswith(("_proj.weight", "_qkv.weight", "_z.weight", ".w1.weight", "gate.weight"))
+    }
     assert linear <= quantized | skipped  # a reader that expects scales everywhere else finds them
 
 

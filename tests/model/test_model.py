@@ -18,6 +18,11 @@ from .helpers import FAMILIES, config, directory, logits, oracle_logits, random_
 _TOLERANCE = 1e-4
 
 
+def _tolerance(family: str) -> float:
+    """A state of linear attention sums up what came before in float32, token by token here, in chunks there."""
+    return 2e-4 if family.startswith("qwen3.5") else _TOLERANCE
+
+
 # the reference backend where it is quick enough, the fastest one where a comparison needs many tokens
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -28,7 +33,7 @@ def test_logits_and_greedy_text_of_transformers(family: str, backend: str, tmp_p
         sequence = tokens(length)
         wanted = oracle_logits(theirs, sequence)
         given = logits(mine, sequence)
-        assert float((given - wanted).abs().max()) <= _TOLERANCE
+        assert float((given - wanted).abs().max()) <= _tolerance(family)
         assert torch.equal(given.argmax(-1), wanted.argmax(-1))
         assert float(wanted.std()) > 0.3  # the comparison is not of flat distributions
 
@@ -58,6 +63,7 @@ def test_gradients_of_transformers(family: str, backend: str, tmp_path: Path) ->
     for name, master in mine.named_parameters().items():
         error = (master.grad.double() - wanted[name].double()).norm() / wanted[name].double().norm()
         limit = 5e-5 if name.endswith("router_bias") else 2e-5  # sums over rows, much of which cancels
+        limit = 5e-5 if family.startswith("qwen3.5") else limit
         assert float(error) < limit, (name, float(error))
 
 

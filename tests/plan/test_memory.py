@@ -62,7 +62,7 @@ def test_what_is_held_and_a_layers_gradient_are_the_designs(name: str, by_ranks:
         assert other / 1e9 != pytest.approx(gigabytes, rel=0.03)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text"])
 @pytest.mark.parametrize("flow", FLOWS)
 def test_working_weights_have_these_bytes(flow: str, family: str) -> None:
     """No byte more or less, scales and routers included; some matrices are no multiples of a block."""
@@ -71,7 +71,7 @@ def test_working_weights_have_these_bytes(flow: str, family: str) -> None:
     assert planned.total - planned.own == held["rollout"]
     assert planned.own == held["learner"]
     assert 4 * num_parameters(model.config) == held["masters"]
-    assert (planned.router > 0) == (family == "qwen3_moe")
+    assert (planned.router > 0) == (family in ("qwen3_moe", "qwen3_5_text"))
     other = "bf16" if flow != "bf16" else "fp8"  # the control
     assert weights(model.config, PRESETS[other]).total != sum(held.values()) - held["masters"]
 

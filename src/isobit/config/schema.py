@@ -166,6 +166,7 @@ class ArchitectureConfig:
         "llama",
         "qwen2",
         "qwen3",
+        "qwen3_5_text",
         "qwen3_moe",
         "mistral",
         "mixtral",

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from isobit.engine.prompts import Prompt, encode
-from isobit.kernels import KVStore, Layout
+from isobit.kernels import Layout
 from isobit.model import Model
 from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from
+from isobit.model.storage import new_store
 
 _FORWARD_TOKENS = 16384
 
@@ -30,8 +31,8 @@ def measured_amax(model: Model, sequences: Sequence[Sequence[int]], use: str, mo
     with transformer.watched(recorder, use):
         for part in _forwards(sequences, most_tokens):
             layout = Layout.packed([len(ids) for ids in part])
-            shape = (layout.num_slots, config.num_kv_heads, config.head_dim)
-            stores = [KVStore.allocate(*shape, None, flow.compute, device=device) for _ in range(config.num_layers)]
+            size = layout.num_slots // layout.page_size, layout.page_size
+            stores = [new_store(config, layer, flow, *size, device, None) for layer in range(config.num_layers)]
             tokens = torch.tensor([token for ids in part for token in ids], dtype=torch.int64)
             transformer.hidden(tokens, layout, stores, use=use, calibrating=True)
     transformer.ops[use].raise_faults()

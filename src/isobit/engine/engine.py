@@ -20,7 +20,7 @@ import torch
 from isobit.engine.calibration import Calibrator
 from isobit.engine.endings import Endings
 from isobit.engine.graphs import DecodeGraphs, graph_kind
-from isobit.engine.pages import PagePool, pages_needed
+from isobit.engine.pages import PagePool, pages_needed, tokens_of_a_page
 from isobit.engine.prompts import Prompt, check_context, check_id, check_ids, encode, encode_prompt, new_token_limit
 from isobit.engine.routes import RouteStore
 from isobit.engine.runner import Runner
@@ -28,8 +28,9 @@ from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion, EngineSize, Sampling, Ticket
 from isobit.errors import IsobitError
-from isobit.kernels import KVStore
+from isobit.kernels import Store
 from isobit.model import Model
+from isobit.model.storage import new_store
 
 _CACHE_BYTES = 2 << 30
 _GPU_FRACTION = 3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
@@ -39,7 +40,7 @@ OnGroup = Callable[[int, list[Completion]], None]
 
 
 class Engine:
-    """A rollout engine over `kv_pages` pages of `page_size` tokens, on the device of the model's operators.
+    """A rollout engine over `kv_pages` pages of `page_size` tokens (`tokens_of_a_page`), on the model's device.
 
     A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a GPU, steps of decoding
     sequences only are captured as `cuda_graphs`. With `prefix_cache` requests share the full pages of equal beginnings,
@@ -50,7 +51,7 @@ class Engine:
         self,
         model: Model,
         kv_pages: int = 512,
-        page_size: int = 16,
+        page_size: int | None = None,
         max_batch_tokens: int = 2048,
         max_sequences: int = 512,
         cuda_graphs: bool = True,
@@ -58,6 +59,7 @@ class Engine:
     ) -> None:
         if not isinstance(model, Model):
             raise IsobitError(f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)")
+        page_size = tokens_of_a_page(model.config, page_size)
         for name, value in (
             ("kv_pages", kv_pages),
             ("page_size", page_size),
@@ -78,7 +80,7 @@ class Engine:
         self.record_routes = False  # of a mixture of experts, for router replay
         self._graph_kind = graph_kind(model, cuda_graphs)
         self.graphs: DecodeGraphs | None = None  # made with the first request
-        self.stores: list[KVStore] = []
+        self.stores: list[Store] = []
         self._routes: RouteStore | None = None
         self._runner: Runner | None = None  # while a request is open
         self._endings = Endings(model, self.scheduler)
@@ -111,17 +113,18 @@ class Engine:
         for index, length in enumerate(lengths):
             check_context(f"prompt {index}", length, positions)
         limit = min(max_new_tokens, positions - longest)
-        each = pages_needed(longest, limit, size.page_size)
+        page_size = tokens_of_a_page(model.config, size.page_size)
+        each = pages_needed(longest, limit, page_size)
         kv_pages = size.kv_pages
         if kv_pages is None:
-            page_bytes = Engine(model, 1, size.page_size, cuda_graphs=False).kv_bytes
+            page_bytes = Engine(model, 1, page_size, cuda_graphs=False).kv_bytes
             limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
             # a prompt is held beside the sequences that share its pages
             kv_pages = max(each, min((min(sequences, size.max_sequences) + 1) * each, limit_bytes // page_bytes))
         engine = Engine(
             model,
             kv_pages,
-            size.page_size,
+            page_size,
             size.max_batch_tokens,
             size.max_sequences,
             size.cuda_graphs,
@@ -373,12 +376,11 @@ class Engine:
         self.graphs.begin(self.stores)
         return self.graphs
 
-    def _allocate(self, layer: int) -> KVStore:
+    def _allocate(self, layer: int) -> Store:
         config = self.model.config
         flow = self.model.precision.flow("rollout", layer, config.num_layers)
-        shape = (self._num_pages * self.page_size, config.num_kv_heads, config.head_dim)
         device = self.model.transformer.ops["rollout"].device
-        return KVStore.allocate(*shape, flow.kv, flow.compute, device=device)
+        return new_store(config, layer, flow, self._num_pages, self.page_size, device, flow.kv)
 
 
 def _most_cache_bytes(device: torch.device, reserved: int) -> int:

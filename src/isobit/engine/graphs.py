@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from isobit.engine.rows import DecodeRows
 from isobit.engine.sampler import NEUTRAL, Draws, Kinds, draw
-from isobit.kernels import KVStore, Layout
+from isobit.kernels import Layout, Store
 from isobit.model import Model
 
 SMALLEST_CONTEXT = 1024
@@ -148,7 +148,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int, Kinds], Graph] = {}
         self._kept: list[object] = []
         self._storage: tuple[int, ...] = ()
-        self._stores: list[KVStore] = []
+        self._stores: list[Store] = []
         self._padded = 0
 
     @property
@@ -161,10 +161,10 @@ class DecodeGraphs:
         self._kept.clear()
         self._stores = []
 
-    def begin(self, stores: list[KVStore]) -> None:
+    def begin(self, stores: list[Store]) -> None:
         """Requests arrive: graphs that read other weights or stores than its own are dropped."""
-        held = [t for s in stores for t in (s.k, s.v, s.k_scale, s.v_scale, s.counts) if t is not None]
-        storage = (*self._transformer.rollout_storage(), *(tensor.data_ptr() for tensor in held))
+        held = [tensor.data_ptr() for store in stores for tensor in store.tensors]
+        storage = (*self._transformer.rollout_storage(), *held)
         if storage != self._storage:
             self.clear()
         self._storage, self._stores, self._padded = storage, stores, 0

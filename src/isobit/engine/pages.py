@@ -18,6 +18,18 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from isobit.model import ModelConfig
+
+_PAGE, _PAGE_WITH_STATES = 16, 256
+
+
+def tokens_of_a_page(config: ModelConfig, given: int | None) -> int:
+    """Where nobody has given them: few, so that little of the last page is empty, or more where each page has states of
+    linear attention, which may take as much as hundreds of tokens."""
+    if given is not None:
+        return given
+    return _PAGE if config.linear is None else _PAGE_WITH_STATES
+
 
 class PagePool:
     """Allocator of `num_pages` pages of `page_size` tokens. Pages are handed out in a fixed order, so a run repeats

@@ -19,7 +19,7 @@ from isobit.engine.sampler import draw
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import StepPlan
 from isobit.errors import NonFiniteError
-from isobit.kernels import KVStore
+from isobit.kernels import KVStore, Store
 from isobit.model import Model
 from isobit.model.moe import RouteTape
 
@@ -32,14 +32,14 @@ class Runner:
         self,
         model: Model,
         scheduler: Scheduler,
-        stores: list[KVStore],
+        stores: list[Store],
         graphs: DecodeGraphs | None,
         routes: RouteStore | None,
     ) -> None:
         self.model, self.scheduler, self.stores, self.graphs, self.routes = model, scheduler, stores, graphs, routes
         self._ahead: Launch | None = None
         for layer, store in enumerate(stores):
-            if store.calibrated:
+            if isinstance(store, KVStore) and store.calibrated:
                 store.set_scales(model.transformer.layer_scales(layer))
 
     def run(self) -> tuple[StepPlan, NDArray[np.int64]]:
@@ -78,13 +78,10 @@ class Runner:
         pairs = list(copies)
         if not pairs:
             return
-        source, target = stage(torch.tensor(pairs), self.stores[0].k.device).unbind(1)
+        source, target = stage(torch.tensor(pairs), self.model.transformer.ops["rollout"].device).unbind(1)
         for store in self.stores:
-            scales = () if store.calibrated else (store.k_scale, store.v_scale)
-            for tensor in (store.k, store.v, *scales):
-                if tensor is not None:
-                    pages = tensor.view(-1, self.scheduler.page_size, *tensor.shape[1:])
-                    pages[target] = pages[source]
+            for pages in store.by_page(self.scheduler.page_size):
+                pages[target] = pages[source]
         if self.routes is not None:
             self.routes.copy(*(list(pages) for pages in zip(*pairs)))
 

@@ -70,7 +70,12 @@ class EngineSize:
     """An engine's memory and batch, for `Engine.sized_for`; those of an `Engine` itself have the same names."""
 
     kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: what one step needs"] = None
-    page_size: Annotated[int, at_least(1), at_most(1024), "tokens per page"] = 16
+    page_size: Annotated[
+        int | None,
+        at_least(1),
+        at_most(1024),
+        "tokens per page; default: 16, or 256 where layers have linear attention, which keeps a state for each page",
+    ] = None
     max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prefills are chunked"] = 2048
     max_sequences: Annotated[int, at_least(1), "sequences decoded at the same time"] = 512
     cuda_graphs: Annotated[bool, "capture decode steps on a GPU; ignored on a CPU"] = True

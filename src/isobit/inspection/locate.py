@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, Layout, Ops, Watching
+from isobit.kernels import Layout, Ops, Store, Watching
 from isobit.kernels.truncation import Context, Truncation
 from isobit.model import Model
+from isobit.model.storage import new_store
 from isobit.precision import QTensor
 
 _PLACES = {
@@ -25,6 +26,8 @@ _PLACES = {
     "gate_mul": "gate",
     "attention_inputs": "attention",
     "attention": "attention",
+    "short_convolution": "convolution",
+    "delta_rule": "delta rule",
     "sum_of_rows": "experts",
 }
 """The operators that are watched, with their place in the layer if no argument names it."""
@@ -115,13 +118,10 @@ def _token_by_token(
     """As a rollout computes: each row alone, over the stored keys and values of those before."""
     transformer, config, size = model.transformer, model.config, 16
     flows = [model.precision.flow("rollout", layer, config.num_layers) for layer in range(config.num_layers)]
-    pages = -(-len(tokens) // size)
-    shape, device = (pages * size, config.num_kv_heads, config.head_dim), transformer.ops["rollout"].device
+    pages, device = -(-len(tokens) // size), transformer.ops["rollout"].device
+    scales = [transformer.layer_scales(layer) if flow.calibrated else None for layer, flow in enumerate(flows)]
     stores = [
-        KVStore.allocate(
-            *shape, flow.kv, flow.compute, transformer.layer_scales(layer) if flow.calibrated else None, device
-        )
-        for layer, flow in enumerate(flows)
+        new_store(config, layer, flow, pages, size, device, flow.kv, scales[layer]) for layer, flow in enumerate(flows)
     ]
     table = torch.arange(pages, dtype=torch.int32).unsqueeze(0)
     whole: list[list[Tensor]] = []
@@ -134,7 +134,7 @@ def _token_by_token(
 
 
 def _watched(
-    model: Model, use: str, ids: Tensor, layout: Layout, stores: Sequence[KVStore] | None
+    model: Model, use: str, ids: Tensor, layout: Layout, stores: Sequence[Store] | None
 ) -> tuple[_Trace, Tensor]:
     transformer, trace = model.transformer, _Trace()
     names = transformer.working_names(use)

@@ -29,6 +29,7 @@ INDEX = "model.safetensors.index.json"
 Shapes = Mapping[str, tuple[int, ...]]
 SHARD_BYTES = 5 << 30
 _MOST_TEXT_BYTES = 1 << 28  # a tokenizer.json of a vocabulary of 260,000 has 3e7
+_LANGUAGE_MODEL, _BESIDE = "model.language_model.", ("model.visual.", "mtp.")
 _SCALES = "_scale_inv"
 _EXPECTED = {"adapter": "a PEFT folder, such as a checkpoint of a run that trained an adapter"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,9 +73,11 @@ def read_text(path: Path) -> str:
 
 class Weights:
     """The tensors of a directory whose files are open: their `shapes`, and their rows as float32, of which no more is
-    read than is asked for. Scales of FP8 blocks belong to their tensors, and blocks and scales of MXFP4 are one."""
+    read than is asked for. Scales of FP8 blocks belong to their tensors, and blocks and scales of MXFP4 are one. Of a
+    model that reads images too these are its language model's, by the names that they have without it."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, FileTensor]]) -> None:
+        tensors = _of_language_model(tensors)
         self._directory, self._tensors = directory, tensors
         scales = [key for key in tensors if key.endswith(_SCALES) and key.removesuffix(_SCALES) in tensors]
         self._packed = mxfp4.shapes_of(tensors, directory)
@@ -130,6 +133,14 @@ class Weights:
         with _reading(path):
             values = (tensor[lo:hi] if tensor.shape else tensor[...]).float()
         return _finite(values, path, name)
+
+
+def _of_language_model(tensors: Mapping[str, tuple[Path, FileTensor]]) -> Mapping[str, tuple[Path, FileTensor]]:
+    """Without the towers beside it, and the layers that predict further tokens, where files have a language model."""
+    if not any(name.startswith(_LANGUAGE_MODEL) for name in tensors):
+        return tensors
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BESIDE)}
+    return {name.replace(_LANGUAGE_MODEL, "model.", 1): tensor for name, tensor in kept.items()}
 
 
 def _finite(values: Tensor, path: Path, name: str) -> Tensor:

@@ -1,10 +1,10 @@
 """The architecture of a model, read from and written to a Hugging Face `config.json`.
 
 Transformers with RMS norms before or after attention and MLP, rotary embedding, grouped-query attention, in which a
-layer may have a sliding window, and a gated MLP, or several of which a router chooses. How families differ is in their
-tables (`families/`). Left out: shared experts, capped scores and logits; each is refused with the reason, and nothing
-in a model directory is ever executed. What is accepted has the log-probabilities of `transformers`
-(`tests/model/test_config_table.py`).
+layer may have a sliding window, or linear attention in its place, and a gated MLP, or several of which a router
+chooses. How families differ is in their tables (`families/`). Left out: shared experts, capped scores and logits; each
+is refused with the reason, and nothing in a model directory is ever executed. What is accepted has the
+log-probabilities of `transformers` (`tests/model/test_config_table.py`).
 """
 
 from collections.abc import Mapping
@@ -26,6 +26,7 @@ from isobit.model.families import (
     windows_of,
     windows_to_hf,
 )
+from isobit.model.linear_attention import LinearAttention
 from isobit.model.rope import Rope
 
 
@@ -46,7 +47,8 @@ class ModelConfig:
     """One architecture. Sizes are counts; `max_positions` is the context length in tokens. `windows`: of each layer the
     last tokens that a row sees, itself included, None where it sees all; () if it does in every layer. `unrotated`:
     the layers without rotary embedding. `sliding_rope`: that of layers with a window, None if it is `rope`.
-    `query_scalar`: scores are divided by its root; head_dim where None."""
+    `query_scalar`: scores are divided by its root; head_dim where None. `linear`: which layers have linear attention,
+    None if none has."""
 
     family: str
     vocab_size: int
@@ -72,6 +74,7 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()
     sliding_rope: Rope | None = None
     query_scalar: int | None = None
+    linear: LinearAttention | None = None
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -83,6 +86,11 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise IsobitError(f"config.json: rotary embedding needs an even head_dim, got {self.head_dim}")
+        if self.rope.rotated(self.head_dim) < 2 or self.rope.rotated(self.head_dim) % 2:
+            raise IsobitError(
+                f"config.json: rotary embedding needs an even part of a head, and partial_rotary_factor leaves "
+                f"{self.rope.rotated(self.head_dim)} of head_dim {self.head_dim}"
+            )
         family = FAMILIES[self.family]
         assert (self.experts is not None) == (family.mixtures is not None)
         assert not self.windows or (family.windows is not None and len(self.windows) == self.num_layers)
@@ -90,6 +98,7 @@ class ModelConfig:
             raise IsobitError(
                 f"config.json: {self.experts.per_token} experts per token, of {self.experts.count}: expected 1 to all"
             )
+        assert (self.linear is not None) == family.linear_attention
         assert self.query_scalar is None or family.query_scalar is not None
         assert self.sliding_rope is None or family.ropes is not None
         assert not self.unrotated or family.unrotated is not None
@@ -98,7 +107,18 @@ class ModelConfig:
 
     @property
     def qkv_size(self) -> int:
+        """What attention takes of a token: queries, keys and values."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def gated_attention(self) -> bool:
+        """Whether each head has a gate."""
+        return FAMILIES[self.family].gated_attention
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of attention's projection: `qkv_size`, and the gates."""
+        return self.qkv_size + (self.num_heads * self.head_dim if self.gated_attention else 0)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -131,6 +151,10 @@ class ModelConfig:
         """What norms add to their weights before they multiply."""
         return FAMILIES[self.family].norm_offset
 
+    def offset_of(self, norm: str) -> float:
+        """The `norm_offset` of a layer's norm; that of states has none."""
+        return 0.0 if norm.endswith("state_norm") else self.norm_offset
+
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""
@@ -151,6 +175,15 @@ class ModelConfig:
         slides = bool(self.windows) and self.windows[layer] is not None
         return None if layer in self.unrotated else (self.sliding_rope if slides else None) or self.rope
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether the layer has linear attention in place of attention."""
+        return self.linear is not None and layer in self.linear.layers
+
+    @property
+    def num_attentions(self) -> int:
+        """Layers with attention, and so with keys and values."""
+        return self.num_layers - (0 if self.linear is None else len(self.linear.layers))
+
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer has experts in place of one MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
@@ -163,6 +196,7 @@ class ModelConfig:
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
         """From the parsed config.json. Raises IsobitError for an unsupported architecture or feature."""
+        values = _text_of(values)
         name = values.get("model_type")
         if not isinstance(name, str) or name not in FAMILIES:
             named = name or architectures(values)
@@ -175,13 +209,7 @@ class ModelConfig:
             raise IsobitError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}")
         layers = whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
-        if family.ropes is None:
-            given = values
-            if family.rope_section is not None and not (values.get("rope_scaling") or values.get("rope_parameters")):
-                given = {**values, "rope_scaling": family.rope_section}
-            rope, sliding = Rope.from_hf(given, where, theta=family.rope_theta, max_positions=max_positions), None
-        else:
-            rope, sliding = family.ropes.read(values, where, max_positions)
+        rope, sliding = _ropes(values, where, family, max_positions)
         head_dim = optional_whole(values, "head_dim", where, family.nullable, family.head_dim)
         kv_heads = optional_whole(values, "num_key_value_heads", where, family.nullable, family.kv_heads)
         if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
@@ -212,11 +240,12 @@ class ModelConfig:
             eos_ids=ids["eos"],
             pad_id=_first(ids["pad"]),
             experts=None if family.mixtures is None else _experts_from_hf(values, where, family.mixtures, layers),
-            windows=windows_of(values, where, family.windows, layers, max_positions),
+            windows=() if family.linear_attention else windows_of(values, where, family.windows, layers, max_positions),
             sliding_rope=None if sliding == rope else sliding,
             query_scalar=None
             if family.query_scalar is None
             else whole(values, "query_pre_attn_scalar", where, family.query_scalar),
+            linear=LinearAttention.from_hf(values, where, layers) if family.linear_attention else None,
             unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
         )
 
@@ -243,7 +272,7 @@ class ModelConfig:
             "dtype": "float32",
         }
         if family.ropes is None:
-            values |= self.rope.to_hf(scaled=family.rope_section is not None)
+            values |= self.rope.to_hf(scaled=family.rope_section is not None or family.partial_rotary != 1.0)
         else:
             values |= family.ropes.write(self.rope, self.sliding_rope or self.rope)
         if family.query_scalar is not None:
@@ -256,9 +285,32 @@ class ModelConfig:
             values |= windows_to_hf(self.windows, family.windows, self.num_layers)
         if family.unrotated is not None:
             values["no_rope_layers"] = [int(layer not in self.unrotated) for layer in range(self.num_layers)]
+        if self.linear is not None:
+            values |= self.linear.to_hf(self.num_layers)
         if family.mixtures is not None and self.experts is not None:
             values |= _experts_to_hf(self.experts, family.mixtures)
         return values
+
+
+def _ropes(values: Mapping[str, Any], where: str, family: Family, max_positions: int) -> tuple[Rope, Rope | None]:
+    """The rotary embedding, and that of layers with a window where it may be another."""
+    if family.ropes is not None:
+        return family.ropes.read(values, where, max_positions)
+    if family.rope_section is not None and not (values.get("rope_scaling") or values.get("rope_parameters")):
+        values = {**values, "rope_scaling": family.rope_section}
+    theta, partial = family.rope_theta, family.partial_rotary
+    return Rope.from_hf(values, where, theta=theta, max_positions=max_positions, partial=partial), None
+
+
+def _text_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that reads images too, and whose language model is supported, the language model's values."""
+    text = values.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        return values
+    if values.get("model_type") in HINTS or text["model_type"] == values.get("model_type"):
+        return values
+    outside = {key: values[key] for key in ("tie_word_embeddings", "quantization_config") if key in values}
+    return {**outside, **text}
 
 
 def _experts_from_hf(values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int) -> Experts:

@@ -71,9 +71,9 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
             continue
         pieces = model.named_parameters()[master].detach().split([shape[0] for _, shape in parts])
         # 1 and a norm's weight are added in float32 (Gemma), so the sum has bits that BF16 has not
-        added = model.config.norm_offset and master.endswith("norm")
+        added = master.endswith("norm") and model.config.offset_of(master)
         dtype = torch.float32 if added else torch.bfloat16
-        tensors |= {name: piece.to(dtype) for (name, _), piece in zip(parts, pieces)}
+        tensors |= {name: piece.reshape(shape).to(dtype) for (name, shape), piece in zip(parts, pieces)}
         if weight is not None:
             shape = f"{tuple(ragged[0])} is not a multiple of {BLOCK}" if ragged else ""
             reason = shape if isinstance(weight, QTensor) else "not quantized in the flow"

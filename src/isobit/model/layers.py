@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.kernels import Heads, KVStore, Layout, Ops, unwatched
+from isobit.kernels import Heads, KVStore, Layout, Ops, StateStore, Store, unwatched
 from isobit.model import autograd
+from isobit.model.arranged import arranged, arranged_norm
 from isobit.model.config import ModelConfig
+from isobit.model.delta import Recurrent, linear_attention
 from isobit.model.kv_scales import KVScales, scales_of
 from isobit.model.moe import RouteTape, mixture
 from isobit.model.recompute import Recompute, recomputed
 from isobit.model.rope import Tables
+from isobit.model.storage import new_store
 from isobit.model.weights import Vector, Weight
-from isobit.model.working import Layer, Mixture, Working
+from isobit.model.working import Attention, Delta, Layer, Mixture, Working
 
 Watch = Callable[[Ops, int | None], Any]
 """Called with the operators and the index of the layer that uses them (None outside the layers); returns the operators
@@ -31,10 +34,11 @@ to use instead. These return the same results, and may look at them (`isobit.ker
 class Pass:
     """What the layers of one forward share.
 
-    `masters` receive gradients. `stores` hold keys and values, one per layer; without them each layer has a temporary
-    one. `scales` are those of a calibrated cache. `tape` follows the routers of a mixture of experts, `watch` the
-    operators. With `recompute` the backward computes each layer's activations again, or those of its MLP, and the
-    forward keeps none (`recompute.py`). While `calibrating`, queries with calibrated scales stay in the compute format.
+    `masters` receive gradients. `stores` hold keys and values or states, one per layer; without them each layer has a
+    temporary one, and states are not kept. `scales` are those of a calibrated cache. `tape` follows the routers of a
+    mixture of experts, `watch` the operators. With `recompute` the backward computes each layer's activations again, or
+    those of its MLP, and the forward keeps none (`recompute.py`). While `calibrating`, queries with calibrated scales
+    stay in the compute format.
     """
 
     config: ModelConfig
@@ -42,7 +46,7 @@ class Pass:
     layout: Layout
     tables: Tables
     masters: Mapping[str, Tensor]
-    stores: Sequence[KVStore] | None = None
+    stores: Sequence[Store] | None = None
     scales: KVScales | None = None
     tape: RouteTape | None = None
     watch: Watch | None = None
@@ -55,14 +59,26 @@ class Pass:
 
     def store_of(self, index: int, layer: Layer) -> KVStore:
         """Where a layer's keys and values are."""
-        return self.stores[index] if self.stores is not None else self.temporary_store(index, layer)
+        if self.stores is None:
+            return self.temporary_store(index, layer)
+        found = self.stores[index]
+        assert isinstance(found, KVStore)
+        return found
+
+    def states_of(self, index: int) -> StateStore | None:
+        """Where a layer's states are, if anywhere."""
+        found = None if self.stores is None else self.stores[index]
+        assert not isinstance(found, KVStore)
+        return found
 
     def temporary_store(self, index: int, layer: Layer) -> KVStore:
         """An empty one for a layer's keys and values of this forward alone."""
-        config, flow = self.config, layer.flow
-        shape = (self.layout.num_slots, config.num_kv_heads, config.head_dim)
+        flow, layout = layer.flow, self.layout
         scales = scales_of(self.scales)[index, :2] if flow.calibrated else None
-        return KVStore.allocate(*shape, flow.kv, flow.compute, scales, self.layout.positions.device)
+        size = layout.num_slots // layout.page_size, layout.page_size
+        found = new_store(self.config, index, flow, *size, layout.positions.device, flow.kv, scales)
+        assert isinstance(found, KVStore)
+        return found
 
 
 def forward(tokens: Tensor, working: Working, one: Pass) -> Tensor:
@@ -78,8 +94,12 @@ def forward(tokens: Tensor, working: Working, one: Pass) -> Tensor:
 def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
     """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
     eps, ops = one.config.rms_eps, one.ops_of(index)
-    qkv, residual = _into(x, residual, layer.input_norm, layer.qkv, eps, ops)
-    x = _out_of(_attend(qkv, index, layer, one, ops), layer.attention_out_norm, eps, ops)
+    if isinstance(layer.attention, Delta):
+        x, residual = _recall(x, residual, index, layer, layer.attention, one, ops)
+    else:
+        qkv, residual = _into(x, residual, layer.input_norm, layer.attention.qkv, eps, ops)
+        x = _attend(qkv, index, layer, layer.attention, one, ops)
+    x = _out_of(x, layer.attention_out_norm, eps, ops)
     if isinstance(layer.mlp, Mixture):
         assert layer.post_norm is not None
         normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
@@ -109,13 +129,31 @@ def _out_of(x: Tensor, norm: Vector | None, eps: float, ops: Ops) -> Tensor:
     return x if norm is None else autograd.rms_norm(x, None, norm, eps, ops)[0]
 
 
-def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tensor:
-    """Attention and its output projection: qkv [T, (H + 2 KV) · D] to [T, hidden]."""
-    dim, norms = one.config.head_dim, layer.head_norms
+def _recall(
+    x: Tensor, residual: Tensor | None, index: int, layer: Layer, own: Delta, one: Pass, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """(linear attention and its output projection, the sum x + residual), both [T, hidden]."""
+    assert layer.input_norm is not None
+    assert one.config.linear is not None
+    normed, residual = autograd.rms_norm(x, residual, layer.input_norm, one.config.rms_eps, ops)
+    qkvz = autograd.linear(normed, own.qkv, ops, kept=True)
+    gates = autograd.linear(normed, own.gates, ops, kept=True, dtype=torch.float32)
+    given = Recurrent(one.config.linear, one.config.rms_eps, one.layout, one.states_of(index))
+    return linear_attention(qkvz, gates, own, given, ops), residual
+
+
+def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, one: Pass, ops: Ops) -> Tensor:
+    """Attention and its output projection: qkv [T, (H + 2 KV) · D], with gates [T, (2 H + 2 KV) · D], to
+    [T, hidden]."""
+    dim, norms, rope = one.config.head_dim, own.head_norms, one.config.rope_of(index)
     if norms is not None and one.config.norms_all_heads:
         qkv, norms = _normed_heads(qkv, norms, one.config.rms_eps, ops), None
+    rotated = dim if rope is None else rope.rotated(dim)
+    qkv, gate = arranged(qkv, one.config, rotated)
+    if norms is not None:
+        norms = arranged_norm(norms[0], rotated), arranged_norm(norms[1], rotated)
     masters = None if norms is None else (norms[0].master, norms[1].master)
-    tables = one.tables[one.config.rope_of(index)]
+    tables = one.tables[rope]
     heads = Heads(None if norms is None else (norms[0].working, norms[1].working), one.config.rms_eps, tables)
     query, scale = layer.flow.query, None
     if one.calibrating and layer.flow.calibrated_queries:
@@ -125,10 +163,12 @@ def _attend(qkv: Tensor, index: int, layer: Layer, one: Pass, ops: Ops) -> Tenso
     factor = one.config.attention_scale
     store, temporary = partial(one.store_of, index, layer), partial(one.temporary_store, index, layer)
     window = one.config.window(index)
-    further = query, scale, layer.sinks, layer.flow.probabilities
+    further = query, scale, own.sinks, layer.flow.probabilities
     given = autograd.Attended(heads, store, temporary, one.layout, factor, window, *further)
     out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, given, ops)
-    return autograd.linear(out.flatten(1), layer.o, ops, kept=True)
+    if gate is not None:
+        return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
+    return autograd.linear(out.flatten(1), own.o, ops, kept=True)
 
 
 def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Ops) -> Tensor:

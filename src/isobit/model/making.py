@@ -14,7 +14,7 @@ from isobit.kernels import Kept, Ops, Stacked
 from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter
 from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight, working_vector
-from isobit.model.working import Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
+from isobit.model.working import Attention, Delta, Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
 from isobit.precision import Flow, Format, Nibbles, Precision, QTensor, QuantSpec, nibbles
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
@@ -90,7 +90,7 @@ def make_working(
             part = (
                 _make_outside(config, flow, sources)
                 if index is None
-                else _make_layer(config, precision, ops, sources, index, flow)
+                else _LayerMaker(config, precision, ops, sources, index, flow).layer()
             )
             made[index, flow] = _prepared(part, multiplying)
         parts.append(made[index, flow])
@@ -117,69 +117,101 @@ def _make_outside(config: ModelConfig, flow: Flow, sources: Sources) -> Outside:
     return Outside(embed, final_norm, Weight(head.name, head.master, head.working, None, None))
 
 
-def _make_layer(config: ModelConfig, precision: Precision, ops: Ops, sources: Sources, index: int, flow: Flow) -> Layer:
-    prefix, masters, leaf = f"layers.{index}.", sources.masters, sources.leaf
-    dgrad, wgrad = precision.backward(index, config.num_layers)
+@dataclass(frozen=True, eq=False)
+class _LayerMaker:
+    """Makes the working weights of one layer."""
 
-    def made_of(name: str, master: Tensor) -> Kept:
-        spec = precision.linear_flow(flow, name.rpartition(".")[2]).weight
+    config: ModelConfig
+    precision: Precision
+    ops: Ops
+    sources: Sources
+    index: int
+    flow: Flow
+
+    def layer(self) -> Layer:
+        config = self.config
+        norms = {name: self.norm(name) for name in config.norms}
+        mixture = config.is_mixture(self.index)
+        return Layer(
+            flow=self.flow,
+            input_norm=norms.get("input_norm"),
+            attention=self.delta() if config.is_linear(self.index) else self.attention(),
+            attention_out_norm=norms.get("attention_out_norm"),
+            post_norm=norms.get("post_norm"),
+            mlp=self.mixture() if mixture else Mlp(self.made("gate_up"), self.made("down"), config.activation),
+            mlp_out_norm=norms.get("mlp_out_norm"),
+        )
+
+    def attention(self) -> Attention:
+        norms = (self.norm("q_norm"), self.norm("k_norm")) if self.config.qk_norm else None
+        return Attention(self.made("qkv"), norms, self.single("sinks") if self.config.sinks else None, self.made("o"))
+
+    def delta(self) -> Delta:
+        vectors = self.single("conv"), self.single("decay"), self.single("step_bias"), self.norm("state_norm")
+        return Delta(self.made("qkv"), _single(self.named("gates"), self.sources), *vectors, self.made("o"))
+
+    def mixture(self) -> Mixture:
+        config = self.config
+        assert config.experts is not None
+        (gate_up, ups), (down, downs) = self.stacked("gate_up"), self.stacked("down")
+        experts = tuple(Mlp(first, second, config.activation) for first, second in zip(ups, downs))
+        router = _single(self.named("router"), self.sources)
+        return Mixture(router, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
+
+    def stacked(self, role: str) -> tuple[Stacked, list[Weight]]:
+        """A matrix of all experts in one storage, and each expert's."""
+        assert self.config.experts is not None
+        count = self.config.experts.count
+        names, leaves = [f"experts.{number}.{role}" for number in range(count)], []
+
+        def matrices() -> Iterator[Kept]:
+            for name in names:
+                master = self.sources.masters[self.named(name)]
+                leaves.append(self.sources.leaf(master))
+                yield self.made_of(name, master)
+
+        stack = Stacked.of(matrices(), count)
+        return with_biases(stack, [self.weight(*each) for each in zip(names, leaves, stack.experts)])
+
+    def named(self, name: str) -> str:
+        return f"layers.{self.index}.{name}"
+
+    def norm(self, name: str) -> Vector:
+        return _vector(self.named(name), self.flow, self.sources, self.config.offset_of(name))
+
+    def single(self, name: str) -> Vector:
+        return _vector(self.named(name), self.flow, self.sources, dtype=torch.float32)
+
+    def made(self, name: str) -> Weight:
+        return self.weight(name, self.sources.masters[self.named(name)])
+
+    def made_of(self, name: str, master: Tensor) -> Kept:
+        """A matrix as the flow stores it."""
+        spec = self.precision.linear_flow(self.flow, name.rpartition(".")[2]).weight
         if spec is None:
-            return master.detach().to(flow.compute.dtype, copy=True)
-        return sources.kept(ops.quantize(master.detach(), spec, prefix + name), master, dgrad)
+            return master.detach().to(self.flow.compute.dtype, copy=True)
+        dgrad, _ = self.precision.backward(self.index, self.config.num_layers)
+        return self.sources.kept(self.ops.quantize(master.detach(), spec, self.named(name)), master, dgrad)
 
-    def weight(name: str, master: Tensor, working: Kept | None = None) -> Weight:
-        bias = masters.get(f"{prefix}{name}_bias")
-        rounded = None if bias is None else bias.detach().to(flow.compute.dtype, copy=True)
-        operand = made_of(name, master) if working is None else working
-        adapters, kept = sources.low_rank(prefix + name, flow), None if bias is None else leaf(bias)
-        found = Weight(prefix + name, leaf(master), operand, kept, rounded, adapters=adapters)
-        activation = precision.linear_flow(flow, name.rpartition(".")[2]).activation
+    def weight(self, name: str, master: Tensor, working: Kept | None = None) -> Weight:
+        """A linear layer, of a `working` matrix that is made already, or makes it."""
+        precision, sources, compute = self.precision, self.sources, self.flow.compute.dtype
+        bias = sources.masters.get(f"{self.named(name)}_bias")
+        rounded = None if bias is None else bias.detach().to(compute, copy=True)
+        operand = self.made_of(name, master) if working is None else working
+        kept = None if bias is None else sources.leaf(bias)
+        adapters = sources.low_rank(self.named(name), self.flow)
+        found = Weight(self.named(name), sources.leaf(master), operand, kept, rounded, adapters=adapters)
+        activation = precision.linear_flow(self.flow, name.rpartition(".")[2]).activation
         if activation is None:
             return found
+        dgrad, wgrad = precision.backward(self.index, self.config.num_layers)
         own, gradient = precision.wgrad_activation == "own-copy" and sources.adapter is None, precision.gradient
         return replace(found, activation=activation, gradient=gradient, dgrad=dgrad, wgrad=wgrad, own_copy=own)
 
-    def made(name: str) -> Weight:
-        return weight(name, masters[prefix + name])
 
-    def mixture() -> Mixture:
-        assert config.experts is not None
-        count = config.experts.count
-
-        def stacked(role: str) -> tuple[Stacked, list[Weight]]:
-            names, leaves = [f"experts.{number}.{role}" for number in range(count)], []
-
-            def matrices() -> Iterator[Kept]:
-                for name in names:
-                    master = masters[prefix + name]
-                    leaves.append(leaf(master))
-                    yield made_of(name, master)
-
-            stack = Stacked.of(matrices(), count)
-            return with_biases(stack, [weight(*each) for each in zip(names, leaves, stack.experts)])
-
-        (gate_up, ups), (down, downs) = stacked("gate_up"), stacked("down")
-        experts = tuple(Mlp(first, second, config.activation) for first, second in zip(ups, downs))
-        router = _router(prefix + "router", sources)
-        return Mixture(router, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
-
-    vectors = (*config.norms, *(("q_norm", "k_norm") if config.qk_norm else ()))
-    norms = {name: _vector(prefix + name, flow, sources, config.norm_offset) for name in vectors}
-    return Layer(
-        flow=flow,
-        input_norm=norms.get("input_norm"),
-        qkv=made("qkv"),
-        head_norms=(norms["q_norm"], norms["k_norm"]) if config.qk_norm else None,
-        sinks=_vector(prefix + "sinks", flow, sources, dtype=torch.float32) if config.sinks else None,
-        o=made("o"),
-        attention_out_norm=norms.get("attention_out_norm"),
-        post_norm=norms.get("post_norm"),
-        mlp=mixture() if config.is_mixture(index) else Mlp(made("gate_up"), made("down"), config.activation),
-        mlp_out_norm=norms.get("mlp_out_norm"),
-    )
-
-
-def _router(name: str, sources: Sources) -> Weight:
+def _single(name: str, sources: Sources) -> Weight:
+    """A linear layer in FP32: a router, or the gates of linear attention."""
     master, bias = sources.masters[name], sources.masters.get(f"{name}_bias")
     values = master.detach().to(torch.float32, copy=True)
     if bias is None:

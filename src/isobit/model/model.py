@@ -30,6 +30,7 @@ from isobit.model.checkpoint import (
     write_weights,
 )
 from isobit.model.config import ModelConfig
+from isobit.model.linear_attention import initial
 from isobit.model.low_rank import Adapter
 from isobit.model.masters import MASTERS, own_rows
 from isobit.model.peft import base_of, brings_tokenizer, check_served, is_adapter, read_peft, write_peft
@@ -119,13 +120,16 @@ class Model:
         masters: str = "fp32",
     ) -> "Model":
         """Random weights: normal with deviation 0.02, projections back into the residual stream smaller by
-        sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0. The same seed gives the same weights. `masters` as in
-        `load`."""
+        sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0; of linear attention as in `initial`. The same seed
+        gives the same weights. `masters` as in `load`."""
         generator = torch.Generator().manual_seed(seed)
         given: dict[str, Tensor] = {}
         for name, shape in parameter_shapes(config).items():
+            if (drawn := initial(name, shape, generator)) is not None:
+                given[name] = drawn
+                continue
             if len(shape) == 1:
-                given[name] = torch.full(shape, 1.0 - config.norm_offset if name.endswith("norm") else 0.0)
+                given[name] = torch.full(shape, 1.0 - config.offset_of(name) if name.endswith("norm") else 0.0)
                 continue
             deviation = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
             given[name] = torch.randn(shape, generator=generator) * deviation

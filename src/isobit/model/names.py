@@ -25,6 +25,7 @@ from isobit.model.shapes import parameter_shapes
 from isobit.model.together import Place, Read, apart, in_files, joined, place
 
 _OUTSIDE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_BARE = ("sinks", "decay", "step_bias")  # tensors whose names end with the module's
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
@@ -34,13 +35,12 @@ def fuse(
     """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that `check_shapes`
     takes, rounded to `dtype`. No others are read."""
     shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config)
-    return {
-        master: torch.cat([read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))]).to(
-            dtype
-        )
-        for master, tensors in parts(config)
-        if shards.owned(master)
-    }
+
+    def own(master: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
+        pieces = [read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))]
+        return torch.cat(pieces).reshape(shards.own_shape(master)).to(dtype)
+
+    return {master: own(master, tensors) for master, tensors in parts(config) if shards.owned(master)}
 
 
 def split(
@@ -54,7 +54,7 @@ def split(
             continue
         found |= {name: Part(dtype, shape) for name, shape in tensors}
         for piece in _pieces(tensors, shards.own(master)):
-            mine = masters[master][piece.at : piece.at + piece.hi - piece.lo]
+            mine = masters[master][piece.at : piece.at + piece.hi - piece.lo].reshape(-1, *piece.shape[1:])
             found[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
     return found | (_joined(masters, config, dtype, shards) if _together(config) else {})
 
@@ -110,10 +110,12 @@ class Fused(Mapping[str, Tensor]):
 
     def __init__(self, read: Read, config: ModelConfig, device: torch.device) -> None:
         self._read, self._device, self._parts = _reader(read, config), device, dict(parts(config))
+        self._shapes = parameter_shapes(config)
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = [self._read(tensor, 0, shape[0]) for tensor, shape in self._parts[name]]
-        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(self._device)
+        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return whole.reshape(self._shapes[name]).to(self._device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -185,20 +187,32 @@ def check_tied(read: Read, shapes: Shapes, config: ModelConfig, where: str, rank
 
 def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
     """For every master, in order: its name, and the Hugging Face tensors that are its rows, with their shapes."""
-    kv = config.num_kv_heads * config.head_dim
-    qkv = (config.num_heads * config.head_dim, kv, kv)
+    modules = FAMILIES[config.family].modules
     for master, shape in parameter_shapes(config).items():
         if master in _OUTSIDE:
             yield master, [(_OUTSIDE[master], shape)]
             continue
         _, index, *inside, name = master.split(".")
-        base = name.removesuffix("_bias")
-        suffix = ".bias" if name.endswith("_bias") else "" if name == "sinks" else ".weight"
-        heights = {"qkv": qkv, "gate_up": (shape[0] // 2,) * 2}.get(base, (shape[0],))
-        named = FAMILIES[config.family].modules["experts." + base if inside else base]
-        modules = [module.format(*inside[1:]) for module in named]
-        names = [f"model.layers.{index}.{module}{suffix}" for module in modules]
-        yield master, [(n, (height, *shape[1:])) for n, height in zip(names, heights)]
+        base = name if name in _BARE else name.removesuffix("_bias")
+        suffix = ".bias" if base != name else "" if name in _BARE else ".weight"
+        linear, own = config.is_linear(int(index)), f"linear.{base}"
+        heights = _heights(base, shape[0], config, linear)
+        named = modules["experts." + base if inside else own if linear and own in modules else base]
+        names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
+        row = (1, *shape[1:]) if base == "conv" else shape[1:]  # a convolution's has one input for each channel
+        yield master, [(n, (height, *row)) for n, height in zip(names, heights)]
+
+
+def _heights(base: str, rows: int, config: ModelConfig, linear: bool) -> tuple[int, ...]:
+    """Rows of each tensor that a master is made of."""
+    if base == "gate_up" or base == "gates":
+        return rows // 2, rows // 2
+    if base != "qkv":
+        return (rows,)
+    if linear and config.linear is not None:
+        return config.linear.channels, config.linear.values
+    kv = config.num_kv_heads * config.head_dim
+    return rows - 2 * kv, kv, kv
 
 
 def layer_and_role(name: str) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from isobit.errors import IsobitError
 
@@ -23,6 +24,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 _OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}  # null: left out
 _SOME_DIM = 64  # of a head, on which it does not depend whether there are angles
+_PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -35,11 +37,14 @@ class Rope:
     parameters: tuple[tuple[str, float | bool], ...] = field(default=())
 
     @staticmethod
-    def from_hf(values: Mapping[str, Any], where: str, *, theta: float, max_positions: int) -> "Rope":
+    def from_hf(
+        values: Mapping[str, Any], where: str, *, theta: float, max_positions: int, partial: float = 1.0
+    ) -> "Rope":
         """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5.
 
-        `theta` and `max_positions` are the family's own where config.json has none. IsobitError for a kind that is not
-        supported, a parameter that is missing or no number, and for two sections that say different things.
+        `theta`, `max_positions` and `partial`, the part of a head that is rotated, are the family's own where
+        config.json has none; where a family rotates whole heads, another part is refused. IsobitError for a kind that
+        is not supported, a parameter that is missing or no number, and for two sections that say different things.
         """
         read = []
         for key in ("rope_scaling", "rope_parameters"):
@@ -47,10 +52,15 @@ class Rope:
             if section is not None and not isinstance(section, dict):
                 raise IsobitError(f"{where}: {key} has the wrong type: expected an object, got {section!r:.80}")
             if section:
-                read.append(_read(section, values, where, theta, max_positions))
+                read.append(_read(section, values, where, theta, max_positions, partial))
         if len(read) == 2 and read[0] != read[1]:
             raise IsobitError(f"{where}: rope_scaling and rope_parameters say different things; keep one of them")
-        return read[0] if read else _read({}, values, where, theta, max_positions)
+        return read[0] if read else _read({}, values, where, theta, max_positions, partial)
+
+    @staticmethod
+    def of(theta: float, partial: float) -> "Rope":
+        """One without scaling, of a `partial` of each head."""
+        return Rope(theta, "default", () if partial == 1.0 else ((_PARTIAL, partial),))
 
     def to_hf(self, scaled: bool = False) -> dict[str, Any]:
         """`scaled`: with a section also where there is no scaling, since one that is left out would be another."""
@@ -64,10 +74,17 @@ class Rope:
         return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.parameters)}
 
     def tables(self, num_positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn."""
-        inverse, factor = self._frequencies(head_dim)
+        """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn. Columns after those of the
+        `rotated` dimensions leave what they are applied to as it is."""
+        inverse, factor = self._frequencies(self.rotated(head_dim))
         angles = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1) * inverse.unsqueeze(0)
-        return (torch.cos(angles) * factor).float(), (torch.sin(angles) * factor).float()
+        rest = head_dim // 2 - inverse.shape[0]
+        cos, sin = (torch.cos(angles) * factor).float(), (torch.sin(angles) * factor).float()
+        return functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
+
+    def rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated, its first ones."""
+        return int(head_dim * dict(self.parameters).get(_PARTIAL, 1.0))
 
     def _frequencies(self, head_dim: int) -> tuple[Tensor, float]:
         inverse = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
@@ -96,7 +113,14 @@ def make_tables(ropes: Iterable[Rope | None], num_positions: int, head_dim: int,
     return found
 
 
-def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, theta: float, max_positions: int) -> Rope:
+def _read(
+    section: Mapping[str, Any],
+    values: Mapping[str, Any],
+    where: str,
+    theta: float,
+    max_positions: int,
+    rotated: float,
+) -> Rope:
     """One section. `original_max_position_embeddings` beside it counts more than the one inside, else the context."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind not in KINDS:
@@ -105,14 +129,17 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, the
         raise IsobitError(
             f"{where}: rope_parameters of each layer type are not supported: all layers must share one set"
         )
-    partial = section.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0:
-        raise IsobitError(f"{where}: partial rotary embedding is not supported (partial_rotary_factor {partial!r:.80})")
+    outside = values.get(_PARTIAL)
+    partial = section.get(_PARTIAL, rotated if outside is None else outside)
+    if partial != 1.0 and rotated == 1.0:
+        raise IsobitError(f"{where}: partial rotary embedding is not supported ({_PARTIAL} {partial!r:.80})")
+    if not isinstance(partial, (int, float)) or isinstance(partial, bool) or not 0 < partial <= 1:
+        raise IsobitError(f"{where}: {_PARTIAL} must be a number above 0, and at most 1, got {partial!r:.80}")
     base = _number({"rope_theta": theta, **values, **section}, "rope_theta", where)
     if base <= 1:
         raise IsobitError(f"{where}: rope_theta must be above 1, got {base}")
     own = {_ORIGINAL: max_positions, **section, **{key: values[key] for key in values if key == _ORIGINAL}}
-    given: dict[str, float | bool] = {}
+    given: dict[str, float | bool] = {} if partial == 1.0 else {_PARTIAL: partial}
     for key in _NEEDED[kind]:
         if key not in own:
             raise IsobitError(f"{where}: rope scaling {kind} needs {key}")

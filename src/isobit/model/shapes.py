@@ -1,6 +1,7 @@
 """Names and shapes of a model's masters, of its architecture alone."""
 
 from isobit.model.config import ModelConfig
+from isobit.model.linear_attention import LinearAttention
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -10,11 +11,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `k_norm` [D], or [H · D] and [KV · D], `sinks` [H], `o` [C, H · D], `attention_out_norm`, `post_norm`, then
     `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C] and `experts.e.gate_up` and `experts.e.down` of each expert
     e, and `mlp_out_norm`; `final_norm`; `head` [V, C], unless it is the embedding. Norms are those of
-    `ModelConfig.norms`. A bias has the name of its weight and `_bias`.
+    `ModelConfig.norms`. A bias has the name of its weight and `_bias`. A layer with linear attention has
+    `LinearAttention.shapes` from `qkv` to `o`, and where attention has gates, those are rows of `qkv`.
     """
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
-        inside = _attention_shapes(config) | _mlp_shapes(config, config.is_mixture(index))
+        linear = config.linear if config.is_linear(index) else None
+        inside = _attention_shapes(config) if linear is None else _linear_shapes(config, linear)
+        inside |= _mlp_shapes(config, config.is_mixture(index))
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
     shapes["final_norm"] = (config.hidden_size,)
     if not config.tie_embeddings:
@@ -25,9 +29,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, dim = config.hidden_size, config.head_dim
     heads, kv_heads = (config.num_heads, config.num_kv_heads) if config.norms_all_heads else (1, 1)
-    shapes: dict[str, tuple[int, ...]] = {"input_norm": (hidden,), "qkv": (config.qkv_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"input_norm": (hidden,), "qkv": (config.qkv_rows, hidden)}
     if config.qkv_bias:
-        shapes["qkv_bias"] = (config.qkv_size,)
+        shapes["qkv_bias"] = (config.qkv_rows,)
     if config.qk_norm:
         shapes |= {"q_norm": (heads * dim,), "k_norm": (kv_heads * dim,)}
     if config.sinks:
@@ -37,6 +41,12 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["o_bias"] = (hidden,)
     shapes["attention_out_norm"] = (hidden,)
     return _with_norms_of(config, shapes)
+
+
+def _linear_shapes(config: ModelConfig, linear: LinearAttention) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    own = {"input_norm": (hidden,), **linear.shapes(hidden), "attention_out_norm": (hidden,)}
+    return _with_norms_of(config, own)
 
 
 def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]]:
@@ -59,5 +69,5 @@ def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]
 
 def _with_norms_of(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Without the norms that the architecture does not have."""
-    kept = {"q_norm", "k_norm", *config.norms}
+    kept = {"q_norm", "k_norm", "state_norm", *config.norms}
     return {name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept}

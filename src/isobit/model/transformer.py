@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
-from isobit.kernels import Kept, KVStore, Layout, Ops, Prepared, separate_ops, tensors_of
+from isobit.kernels import Kept, Layout, Ops, Prepared, Store, separate_ops, tensors_of
 from isobit.kernels.truncation import Context, Truncation
 from isobit.model.checksums import Checksums
 from isobit.model.config import ModelConfig
@@ -210,7 +210,7 @@ class Transformer:
         self,
         tokens: Tensor,
         layout: Layout,
-        stores: Sequence[KVStore] | None = None,
+        stores: Sequence[Store] | None = None,
         use: str = "learner",
         tape: RouteTape | None = None,
         *,
@@ -220,9 +220,9 @@ class Transformer:
     ) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
 
-        `stores` hold the keys and values of earlier rows and receive the new ones, one per layer; without them the rows
-        are whole packed sequences, stored for this forward only. `adapters` [T] int64, on the CPU, are the numbers of
-        those that are `served`. The other arguments are described in `Pass`.
+        `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one per layer; without
+        them the rows are whole packed sequences, stored for this forward only. `adapters` [T] int64, on the CPU, are
+        the numbers of those that are `served`. The other arguments are described in `Pass`.
         """
         ops = self.ops[use]
         if self.served is not None and use == "rollout":

@@ -86,17 +86,37 @@ def with_biases(stacked: Stacked, weights: Sequence[Weight]) -> tuple[Stacked, l
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """Working weights of one layer, and the flow that they are for. Norms are before attention (`input_norm`) and MLP
-    (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`), where the architecture has them, as `sinks` in
-    float32."""
+class Attention:
+    """Of queries and keys, whose heads are normed where the architecture does that, as there are `sinks` in float32."""
 
-    flow: Flow
-    input_norm: Vector | None
     qkv: Weight
     head_norms: tuple[Vector, Vector] | None
     sinks: Vector | None
     o: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """Linear attention by the gated delta rule: `qkv` has z, the gate of the result, too; `gates`, in FP32, give the
+    rule's b and a. All vectors are float32, but the norm of what states give."""
+
+    qkv: Weight
+    gates: Weight
+    conv: Vector
+    decay: Vector
+    step_bias: Vector
+    state_norm: Vector
+    o: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Working weights of one layer, and the flow that they are for. Norms are before attention (`input_norm`) and MLP
+    (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`), where the architecture has them."""
+
+    flow: Flow
+    input_norm: Vector | None
+    attention: Attention | Delta
     attention_out_norm: Vector | None
     post_norm: Vector | None
     mlp: Mlp | Mixture
@@ -251,7 +271,7 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
     if isinstance(value, Mixture):
         experts = map_parts(value.experts, change)
         return replace(value.change(experts), router=map_parts(value.router, change))
-    if isinstance(value, (Working, Outside, Layer, Mlp)):
+    if isinstance(value, (Working, Outside, Layer, Attention, Delta, Mlp)):
         return replace(value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)})
     return value
 
@@ -270,7 +290,7 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _parts(item)
-    elif isinstance(value, (Outside, Layer, Mlp, Mixture)):
+    elif isinstance(value, (Outside, Layer, Attention, Delta, Mlp, Mixture)):
         yield from _parts(tuple(vars(value).values()))
 
 

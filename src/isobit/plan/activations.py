@@ -11,6 +11,7 @@ from functools import lru_cache
 from isobit.config.sections import AdapterConfig
 from isobit.model import ModelConfig
 from isobit.model.adapter import targeted
+from isobit.model.linear_attention import LinearAttention
 from isobit.model.recompute import Recompute
 from isobit.precision import Precision
 from isobit.precision.flow import LINEAR_LAYERS
@@ -76,6 +77,9 @@ def _through_attention(config: ModelConfig, precision: Precision, layer: int, ad
     rotation, and of before the norms, or of qkv."""
     flow = precision.flow("learner", layer, config.num_layers)
     size, queries = flow.compute.itemsize, config.num_heads * config.head_dim
+    if config.linear is not None and config.is_linear(layer):
+        adding = 0.0 if adapter is None else adding_bytes(config, precision, adapter, ("qkv", "o"))
+        return max(_through_recurrence(config.linear, size) - 4 * size * config.hidden_size, adding)
     keys = config.num_kv_heads * config.head_dim
     again = size * 2.0 * queries + 2 * keys * (size if flow.kv is None else 1)
     normed = config.qk_norm and not config.norms_all_heads
@@ -84,12 +88,27 @@ def _through_attention(config: ModelConfig, precision: Precision, layer: int, ad
     return size * config.qkv_size + max(again + turned, adding)
 
 
+def _through_recurrence(linear: LinearAttention, size: int) -> float:
+    """All in float32: what goes in, if it was BF16; and either gradients of queries and keys for each head of values,
+    beside queries, keys and values as the recurrence takes them; or those as they go back through lengths."""
+    keys, each = linear.key_heads * linear.key_dim, linear.value_heads // linear.key_heads
+    inside = 4.0 * (3 * keys + 3 * linear.values) + 8 * keys * each
+    return (4.0 * linear.channels if size < 4 else 0.0) + max(inside, 4.0 * (10 * keys + 3 * linear.values))
+
+
 def _of_the_mlp(config: ModelConfig, precision: Precision, layer: int) -> float:
     """What was saved of an MLP, with its norm, and is gone when attention's backward begins."""
     size, hidden = precision.learner.compute.itemsize, config.hidden_size
     if config.experts is None or not config.is_mixture(layer):
         return size * (2.0 * config.intermediate_size + hidden)
     return size * (config.experts.per_token * (2.0 * config.experts.intermediate_size + hidden) + 2 * hidden)
+
+
+def _saved_of_a_recurrence(config: ModelConfig, linear: LinearAttention, size: int) -> float:
+    """Of linear attention, beside what norms of the layer take: the normed rows, what goes into the convolution and
+    comes out, gates, what states give with its scales, and that again, normed, beside z."""
+    kept = size * (config.hidden_size + 2.0 * linear.channels + 3 * linear.values)
+    return kept + 4 * 2 * linear.value_heads + 4 * linear.value_heads
 
 
 def saved_bytes(
@@ -107,9 +126,13 @@ def saved_bytes(
         spec = precision.linear_flow(flow, name).activation
         kept += 0 if spec is None else hidden + 4 * math.ceil(hidden / spec.block((1 << 20, hidden))[1])
         kept += size * hidden if spec is None or (but_mlp and name == "gate_up") else 0
-    if config.qk_norm and config.norms_all_heads:
-        kept += size * (config.qkv_size - config.num_kv_heads * config.head_dim) + 8
-    kept += size * config.qkv_size + size * heads + 4 * config.num_heads  # attention's inputs, output and normalizer
+    if config.linear is not None and config.is_linear(layer):
+        kept += _saved_of_a_recurrence(config, config.linear, size)
+    else:
+        if config.qk_norm and config.norms_all_heads:
+            kept += size * (config.qkv_size - config.num_kv_heads * config.head_dim) + 8
+        kept += size * config.qkv_size + size * heads + 4 * config.num_heads  # attention's inputs, output, normalizer
+        kept += 2 * size * heads if config.gated_attention else 0
     if adapter is not None:  # what each A gives
         weights = (one.weight for one in targeted(config, adapter.targets))
         kept += size * adapter.rank * sum(name.startswith(f"layers.{layer}.") for name in weights)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isobit.config import Config
-from isobit.engine.pages import pages_needed
+from isobit.engine.pages import pages_needed, tokens_of_a_page
 from isobit.errors import IsobitError
 from isobit.model import ModelConfig
 from isobit.model.checkpoint import model_folder, read_json
@@ -73,6 +73,11 @@ class Job:
         return -(-self.config.prompts_per_step // self.ranks) * self.config.sampling.group_size
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page of the cache."""
+        return tokens_of_a_page(self.model, self.config.engine.page_size)
+
+    @property
     def updates(self) -> int:
         """Optimizer steps of a step."""
         return self.config.algorithm.updates_per_batch * self.config.algorithm.epochs
@@ -88,8 +93,9 @@ class Job:
     @property
     def rows_of_a_sequence(self) -> float:
         """Tokens that the learner computes of one, on average: its completion, and its part in a shared prompt."""
-        algorithm, mixture = self.config.algorithm, self.model.experts is not None
-        if not shares_prompts(self.config.optimizer.share_prompts, algorithm, mixture):
+        algorithm, wanted = self.config.algorithm, self.config.optimizer.share_prompts
+        mixture, recurrent = self.model.experts is not None, self.model.linear is not None
+        if not shares_prompts(wanted, algorithm, mixture=mixture, recurrent=recurrent):
             return self.lengths.sequence
         together = max(1.0, self.config.sampling.group_size / algorithm.updates_per_batch)
         return self.lengths.mean + self.lengths.prompt / together
@@ -121,7 +127,7 @@ class Job:
     @property
     def pages_of_a_sequence(self) -> int:
         """Pages of the KV cache for the longest sequence."""
-        return pages_needed(self.lengths.prompt, self.lengths.longest, self.config.engine.page_size)
+        return pages_needed(self.lengths.prompt, self.lengths.longest, self.page_size)
 
 
 def job_of(

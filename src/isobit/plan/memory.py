@@ -16,6 +16,7 @@ from functools import lru_cache
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import shards
 from isobit.distributed.shards import MOMENT_BLOCK
+from isobit.engine.pages import tokens_of_a_page
 from isobit.model import ModelConfig
 from isobit.model.adapter import targeted
 from isobit.model.low_rank import factor_shapes
@@ -54,7 +55,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of working weights: codes with their scales; what stays in the compute format; routers in FP32; and what
+    """Bytes of working weights: codes with their scales; what stays in the compute format; routers, and gates of linear
+    attention, in FP32; and what
     the learner has besides the rollout's, by itself or because it has an engine of its own."""
 
     quantized: float
@@ -74,7 +76,7 @@ def memory(job: Job) -> Memory:
     weighing = [
         (_weights_label(job), size.quantized),
         ("working weights in the compute format", size.plain),
-        ("routers in FP32", size.router),
+        ("routers and gates of linear attention in FP32" if job.model.linear else "routers in FP32", size.router),
         ("working weights of the learner alone", size.own),
         (
             f"{trained.upper()} masters{'' if adapter is None else ' of the adapter'}, this rank's rows",
@@ -95,20 +97,21 @@ def memory(job: Job) -> Memory:
         ("FP32 gradients, this rank's rows", 4.0 * shard),
     ]
     free = max(job.device.memory - sum(each for _, each in (*weighing, *moving)), 0.0)
-    per_token = cache_bytes_of_a_token(job.model, job.precision)
+    per_token = cache_bytes_of_a_token(job.model, job.precision, job.page_size)
     pages = cache_pages(job, job.completions_of_a_rank, free / _CACHE_FRACTION)
-    tokens = pages * job.config.engine.page_size
-    cache = [("keys and values", tokens * per_token)]
+    tokens = pages * job.page_size
+    what = "keys and values" if job.model.linear is None else "keys, values and states"
+    cache = [(what, tokens * per_token)]
     if job.config.evaluation.every:
         evaluated = job.config.evaluation.samples * max(1, job.config.evaluation.num_samples)
         more = cache_pages(job, -(-evaluated // job.ranks), (free - tokens * per_token) / _CACHE_FRACTION)
-        cache.append(("keys and values of the evaluation", more * job.config.engine.page_size * per_token))
+        cache.append((f"{what} of the evaluation", more * job.page_size * per_token))
     held = [item for item in (*weighing, *moving) if item[1]]
-    longest = job.pages_of_a_sequence * job.config.engine.page_size
+    longest = job.pages_of_a_sequence * job.page_size
     if not _sleeps(job):
         return Memory((*held, *cache), (_learning(job), _rolling_out(job)), tokens, longest)
     label, size_out = _rolling_out(job)
-    awake = (f"{label}, keys and values", size_out + sum(each for _, each in cache))
+    awake = (f"{label}, {what}", size_out + sum(each for _, each in cache))
     return Memory(tuple(held), (_learning(job), awake), tokens, longest)
 
 
@@ -164,7 +167,8 @@ def weights(
     config: ModelConfig, precision: Precision, frozen: bool = False, adapter: AdapterConfig | None = None
 ) -> Weights:
     """Working weights of both uses, and an adapter's; of a `frozen` model the learner's only."""
-    vectors = {"sinks"} | ({"final_norm", "q_norm", "k_norm", *config.norms} if config.norm_offset else set())
+    vectors = {"sinks", "conv", "decay", "step_bias"}
+    vectors |= {"final_norm", "q_norm", "k_norm", *config.norms} if config.norm_offset else set()
     found = {"quantized": 0.0, "plain": 0.0, "router": 0.0, "own": 0.0}
     for (layer, role, shape), count in masters(config).items():
         rollout, learner = (precision.flow(use, layer, config.num_layers) for use in ("rollout", "learner"))
@@ -192,7 +196,7 @@ def _working(
     """(kind, bytes) of one working weight; `exact`: it is float32 in any case; `dgrad`: how that runs beside an
     adapter, None without."""
     count = math.prod(shape)
-    if role in ("router", "router_bias"):
+    if role in ("router", "router_bias", "gates"):
         return "router", 4.0 * count
     if role in LINEAR_LAYERS:
         spec = precision.linear_flow(flow, role).weight
@@ -219,12 +223,16 @@ def moment_bytes(config: ModelConfig, state: str, adapter: AdapterConfig | None 
     return total
 
 
-def cache_bytes_of_a_token(config: ModelConfig, precision: Precision) -> float:
-    """Keys and values of one token in all layers, with their scales."""
-    width, total = config.num_kv_heads * config.head_dim, 0.0
+def cache_bytes_of_a_token(config: ModelConfig, precision: Precision, page_size: int | None = None) -> float:
+    """Keys and values of one token in all layers, with their scales, and its part of the states of linear attention,
+    which each page has one of; `page_size` as in an engine."""
+    width, total, size = config.num_kv_heads * config.head_dim, 0.0, tokens_of_a_page(config, page_size)
     for layer in range(config.num_layers):
         flow = precision.flow("rollout", layer, config.num_layers)
-        if flow.kv is None:
+        if config.linear is not None and config.is_linear(layer):
+            inputs = flow.compute.itemsize * (config.linear.width - 1) * config.linear.channels
+            total += (4 * math.prod(config.linear.state) + inputs) / size
+        elif flow.kv is None:
             total += 2 * flow.compute.itemsize * width
         else:
             total += 2 * width + (0 if flow.calibrated else 2 * 4 * config.num_kv_heads)
@@ -236,7 +244,7 @@ def cache_pages(job: Job, sequences: int, limit: float) -> int:
     engine, each = job.config.engine, job.pages_of_a_sequence
     if engine.kv_pages is not None:
         return engine.kv_pages
-    page = engine.page_size * cache_bytes_of_a_token(job.model, job.precision)
+    page = job.page_size * cache_bytes_of_a_token(job.model, job.precision, job.page_size)
     # a prompt is held beside the sequences that share its pages
     return max(each, min((min(sequences, engine.max_sequences) + 1) * each, int(limit // page)))
 

@@ -5,10 +5,12 @@ activation once), and that of the operations at the rate of the unit that does t
 other. At a device's full rates that is a lower bound (`benchmarks/roofline.py`), at calibrated ones an estimate
 (`seconds.py`).
 
-Counted: linear layers, experts, output head, attention with its cache, and the traffic of norms, gates and quantization
-between them. Left out: launches, waiting, sampling, collectives.
+Counted: linear layers, experts, output head, attention with its cache, states of linear attention (read and written
+once for a sequence's rows, 7 operations a number and row), and the traffic of norms, gates and quantization between
+them. Left out: launches, waiting, sampling, collectives, and that linear attention goes from token to token.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -103,7 +105,7 @@ def share_again(config: ModelConfig, recompute: Recompute) -> float:
     experts both."""
     if recompute != "mlp":
         return float(recompute)
-    sizes = {name: n * k for name, (n, k) in linear_sizes(config).items()}
+    sizes = _elements_of_a_layer(config)
     slots = 1 if config.experts is None else config.experts.per_token
     mlp = slots * (sizes["gate_up"] + sizes["down"])
     return (sizes["gate_up"] if config.experts is None else mlp) / (sizes["qkv"] + sizes["o"] + mlp)
@@ -115,22 +117,29 @@ def update(parameters: float, master: float = 4, moments: float = 8) -> Work:
     return Work(bytes=parameters * (4 + 2 * (master + moments) + 2))
 
 
-def linear_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of a layer's products; of one expert's in a mixture."""
+def linear_sizes(config: ModelConfig, layer: int | None = None) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of a layer's products, by default of one with attention; of one expert's in a mixture."""
     inner = config.intermediate_size if config.experts is None else config.experts.intermediate_size
-    heads = config.num_heads * config.head_dim
-    hidden = config.hidden_size
+    hidden, heads, rows = config.hidden_size, config.num_heads * config.head_dim, config.qkv_rows
+    if config.linear is not None and layer is not None and config.is_linear(layer):
+        heads, rows = config.linear.values, config.linear.channels + config.linear.values
     return {
-        "qkv": (config.qkv_size, hidden),
+        "qkv": (rows, hidden),
         "o": (hidden, heads),
         "gate_up": (2 * inner, hidden),
         "down": (hidden, inner),
     }
 
 
+def _elements_of_a_layer(config: ModelConfig) -> dict[str, float]:
+    """Of each matrix, on average over the layers."""
+    layers = [linear_sizes(config, layer) for layer in range(config.num_layers)]
+    return {name: sum(n * k for n, k in (own[name] for own in layers)) / len(layers) for name in LINEAR_LAYERS}
+
+
 def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
     """Weights of the linear layers that (one token multiplies, this many tokens touch between them)."""
-    sizes = {name: n * k for name, (n, k) in linear_sizes(config).items()}
+    sizes = _elements_of_a_layer(config)
     attention, mlp = sizes["qkv"] + sizes["o"], sizes["gate_up"] + sizes["down"]
     used, touched = 1.0, 1.0
     dense = 3 * config.hidden_size * config.intermediate_size * (config.num_layers - config.num_mixtures)
@@ -148,16 +157,16 @@ def attended(config: ModelConfig, keys: float) -> float:
     """Keys that a row attends to, in all layers together, where `keys` stand before it on average. Where a layer has a
     window this is a bound: short rows see fewer."""
     if not config.windows:
-        return keys * config.num_layers
+        return keys * config.num_attentions
     return sum(keys if window is None else min(keys, window) for window in config.windows)
 
 
 def quantized_share(config: ModelConfig, precision: Precision, use: str) -> float:
     """Of the linear layers' weights, the share whose products a use runs in FP8: all but those of excepted layers and
     of the matrices that stay in BF16."""
-    sizes = {name: n * k for name, (n, k) in linear_sizes(config).items()}
     found = 0.0
     for layer in range(config.num_layers):
+        sizes = {name: n * k for name, (n, k) in linear_sizes(config, layer).items()}
         flow = precision.flow(use, layer, config.num_layers)
         linear = {name: precision.linear_flow(flow, name) for name in LINEAR_LAYERS}
         low = [name for name, own in linear.items() if own.weight is not None and own.activation is not None]
@@ -178,13 +187,14 @@ def _forward(config: ModelConfig, precision: Precision, use: str, rows: float, k
     width = 2 * config.num_kv_heads * config.head_dim
     seen = attended(config, keys)
     between = share * _between(config, True) + (1 - share) * _between(config, False)
+    state = 0.0 if config.linear is None else len(config.linear.layers) * math.prod(config.linear.state)
     return {
         "linear": Work((1 - share) * operations, share * operations, touched * weight_bytes),
         "between": Work(bytes=rows * config.num_layers * between),
         "attention": Work(
-            4 * rows * seen * config.num_heads * config.head_dim,
+            4 * rows * seen * config.num_heads * config.head_dim + 7 * rows * state,
             0,
-            width * kv_bytes * (sequences * seen + rows * config.num_layers),
+            width * kv_bytes * (sequences * seen + rows * config.num_attentions) + 2 * 4 * sequences * state,
         ),
     }
 

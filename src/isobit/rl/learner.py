@@ -96,8 +96,9 @@ class Learner:
         self.seed, self.check_gradients_every, self.measured_idle = seed, check_gradients_every, measured_idle
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
         self.state = LearnerState((objective.clip_low, objective.clip_high))
-        mixture = model.config.experts is not None
-        self.share_prompts = shares_prompts(optimizer.settings.share_prompts, objective, mixture)
+        mixture, recurrent = model.config.experts is not None, model.config.linear is not None
+        wanted = optimizer.settings.share_prompts
+        self.share_prompts = shares_prompts(wanted, objective, mixture=mixture, recurrent=recurrent)
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
         self._old_version = model.weights_version
 

@@ -154,10 +154,12 @@ def without_preset(values: Any) -> Any:
     }
 
 
-def shares_prompts(wanted: bool, objective: Objective, mixture: bool) -> bool:
+def shares_prompts(wanted: bool, objective: Objective, *, mixture: bool, recurrent: bool) -> bool:
     """Whether the completions of a prompt share its rows, where `optimizer.share_prompts` is `wanted`: not in a mixture
-    of experts that repeats each sample's own routes, or balances the load of all rows."""
-    return wanted and not (mixture and (objective.router_replay or objective.router_aux_coefficient > 0))
+    of experts that repeats each sample's own routes, or balances the load of all rows, nor where layers are recurrent,
+    since their backward is of whole sequences."""
+    of_all_rows = mixture and (objective.router_replay or objective.router_aux_coefficient > 0)
+    return wanted and not recurrent and not of_all_rows
 
 
 def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> Objective:

@@ -25,6 +25,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.model.families import FAMILIES
+from isobit.model.linear_attention import LinearAttention
 from isobit.precision import precision_from
 from isobit.report.intervals import Estimate, proportion
 from isobit.rewards.pool import RewardPool
@@ -144,7 +145,8 @@ def _initial_model(config: SftConfig, task: Task) -> Model:
 
 
 def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:
-    family = FAMILIES[init.family]
+    family, head_dim = FAMILIES[init.family], init.head_dim or init.hidden_size // init.num_heads
+    linear = LinearAttention.like(init.num_heads, head_dim, init.num_layers) if family.linear_attention else None
     return ModelConfig(
         family=init.family,
         vocab_size=tokenizer.vocab_size,
@@ -153,11 +155,12 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         num_layers=init.num_layers,
         num_heads=init.num_heads,
         num_kv_heads=init.num_kv_heads or init.num_heads,
-        head_dim=init.head_dim or init.hidden_size // init.num_heads,
-        rope=Rope(init.rope_theta),
+        head_dim=head_dim,
+        rope=Rope.of(init.rope_theta, family.partial_rotary),
         qkv_bias=family.qkv_bias or family.biased,
         o_bias=family.biased,
         qk_norm=family.qk_norm,
+        linear=linear,
         unrotated=() if family.unrotated is None else family.unrotated({}, "model.init", init.num_layers),
         tie_embeddings=init.tie_embeddings,
         max_positions=init.max_positions,

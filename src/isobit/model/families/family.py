@@ -14,7 +14,8 @@ from isobit.model.families.ropes import RopeKinds
 from isobit.model.families.windows import Windows
 
 Modules = dict[str, tuple[str, ...]]
-"""Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an expert's number."""
+"""Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an expert's number, and
+`linear.` is before the masters of linear attention that are other modules in other layers."""
 
 LLAMA_MODULES: Modules = {
     "input_norm": ("input_layernorm",),
@@ -55,7 +56,9 @@ class Family:
     these values, if they are there. `attention_bias` and `mlp_bias`: whether config.json says if there are any, and
     `biased` whether attention has them where it does not; `qkv_bias`: there always are. `sinks`: heads have them.
     `windows`: which layers have a sliding window, None if none ever has. `unrotated`: the layers without rotary
-    embedding, from config.json, its name and the number of layers; None if there are none. `kv_heads` None is one for
+    embedding, from config.json, its name and the number of layers; None if there are none. `linear_attention`: some
+    layers have it in place of attention. `gated_attention`: q_proj gives each head a gate beside its query.
+    `partial_rotary`: the part of a head that is rotated where config.json does not say. `kv_heads` None is one for
     each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which null means the same as None
     here.
     """
@@ -80,10 +83,13 @@ class Family:
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     windows: Windows | None = None
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
+    linear_attention: bool = False
+    gated_attention: bool = False
     whole_heads: bool = False  # hidden_size must be a multiple of the heads, also where head_dim is given
     yarn_needs_head_dim: bool = False
     max_positions: int = 32768
     rope_theta: float = 10000.0
+    partial_rotary: float = 1.0
     ropes: RopeKinds | None = None
     rope_section: Mapping[str, Any] | None = None  # that of a config.json without rope_scaling and rope_parameters
     rms_eps: float = 1e-6
