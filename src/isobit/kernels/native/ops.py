@@ -1,10 +1,11 @@
 """The native backend: the operators in C++ (`*.cpp` beside this file), called through ctypes with data pointers.
 
 Same definitions and signatures as the reference backend. Products, norms, gates and attention under `bitwise`, FP8
-products under `exact`, quantization, keys and values and sampled tokens are its bits; elsewhere sums run in another
-fixed order in float64, and results differ by at most a unit in the last place (`tests/kernels/test_native.py`).
-`prepare` packs a weight for the inner loop; without it every product does so anew. What C++ does not cover (E5M2,
-scales along K in blocks other than 128 or a whole row, routing) goes to the reference operators.
+products under `exact`, linear attention, quantization, keys and values and sampled tokens are its bits; elsewhere sums
+run in another fixed order in float64, and results differ by at most a unit in the last place
+(`tests/kernels/test_native.py`), gradients of linear attention in float32 (`test_delta.py`). `prepare` packs a weight
+for the inner loop; without it every product does so anew. What C++ does not cover (E5M2, scales along K in blocks other
+than 128 or a whole row, routing) goes to the reference operators.
 
 Left out: the library (`build.py`), the C interface (`interface.py`), norms and gates (`rows.py`).
 """
