@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.experiments import gradient_bias, kv_cache, non_inferiority
+from benchmarks.experiments import gradient_bias, kv_cache, non_inferiority, recurrence
 from benchmarks.experiments.command import write
 
-EXPERIMENTS = [gradient_bias, kv_cache, non_inferiority]
+EXPERIMENTS = [gradient_bias, kv_cache, non_inferiority, recurrence]
 
 
 @pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda module: module.__name__.rpartition(".")[2])

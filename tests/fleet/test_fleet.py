@@ -122,6 +122,7 @@ def test_an_engine_dies_in_the_middle(ray: Any, fleet: Fleet, engine: Engine, ho
 
 def test_engines_come_and_go_in_the_middle(fleet: Fleet, engine: Engine) -> None:
     change(engine, 1.05)
+    found(fleet)  # where this is the first test of a fleet, its engines have yet to come
     gone = fleet.numbers[0]
     added = fleet.add()
 
