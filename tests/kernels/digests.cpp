@@ -9,14 +9,14 @@
 #include "product.h"
 #include "rows.h"
 #include "self_test.h"
-#include "tdp32.h"
+#include "ordered.h"
 
-EXPORT int64_t isobit_tdp32_isa(int64_t wanted);
-EXPORT int64_t isobit_tdp32_self_test(int64_t isa);
+EXPORT int64_t isobit_ordered_isa(int64_t wanted);
+EXPORT int64_t isobit_ordered_self_test(int64_t isa);
 EXPORT int64_t isobit_rows32_self_test();
-EXPORT void isobit_tdp32_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64_t row_stride,
+EXPORT void isobit_ordered_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64_t row_stride,
                               int64_t column_stride, void* out, int64_t threads);
-EXPORT void isobit_tdp32_product(const Product* arguments);
+EXPORT void isobit_ordered_product(const Product* arguments);
 EXPORT void isobit_product(const Product* arguments);
 EXPORT int64_t isobit_quantize(int64_t kind, const void* x, int64_t rows, int64_t columns, int64_t block_rows,
                                int64_t block_columns, int64_t power_of_two, void* codes, void* scales, int64_t threads);
@@ -79,23 +79,23 @@ void products(int64_t isa) {
     auto a_scales = drawn<float>(M * 3), b_scales = drawn<float>(3);
     std::vector<uint16_t> packed(80 * K);
     std::vector<uint8_t> packed_codes(80 * K);
-    isobit_tdp32_pack(BF16, b.data(), N, K, K, 1, packed.data(), 1);
-    isobit_tdp32_pack(E4M3, b_codes.data(), N, K, K, 1, packed_codes.data(), 1);
+    isobit_ordered_pack(BF16, b.data(), N, K, K, 1, packed.data(), 1);
+    isobit_ordered_pack(E4M3, b_codes.data(), N, K, K, 1, packed_codes.data(), 1);
     std::vector<uint16_t> out(M * N);
     std::vector<float> exact(M * N);
     Product g{BF16, M, N, K, a.data(), K, 1, BF16, packed.data(), nullptr, 0, out.data(), BF16, 2, 0, {}, {}, isa,
               nullptr, nullptr};
-    isobit_tdp32_product(&g);
+    isobit_ordered_product(&g);
     print("bf16", out);
     g.kind_a = E4M3, g.a = a_codes.data(), g.kind_b = E4M3, g.packed = packed_codes.data(), g.scaled = BLOCKS;
     g.scale_a = {a_scales.data(), 1, 128, 3, 1}, g.scale_b = {b_scales.data(), 128, 128, 3, 1};
     g.out = exact.data(), g.out_kind = FP32;
-    isobit_tdp32_product(&g);
+    isobit_ordered_product(&g);
     print("blocks", exact);
     for (float& s : a_scales) s = 0x1p-3f;
     for (float& s : b_scales) s = 0x1p+2f;
     g.scaled = FOLD_A | FOLD_B;
-    isobit_tdp32_product(&g);
+    isobit_ordered_product(&g);
     print("folded", exact);
     const float common = 0.37f;
     const auto small_scales = drawn<uint8_t>(N * K / 16);
@@ -238,9 +238,9 @@ void head() {
 }  // namespace
 
 int main() {
-    const int64_t best = isobit_tdp32_isa(-1);
+    const int64_t best = isobit_ordered_isa(-1);
     for (int64_t isa : {int64_t(0), best})
-        if (const int64_t found = isobit_tdp32_self_test(isa)) return std::printf("path %" PRId64 ": %" PRId64 " differ\n", isa, found), 1;
+        if (const int64_t found = isobit_ordered_self_test(isa)) return std::printf("path %" PRId64 ": %" PRId64 " differ\n", isa, found), 1;
     if (const int64_t found = isobit_rows32_self_test()) return std::printf("rows: %" PRId64 " differ\n", found), 1;
     products(best);
     rows();

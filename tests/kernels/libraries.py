@@ -10,7 +10,7 @@ from isobit.kernels.native import build, interface, recipe
 
 DELTA = ("convolution.cpp", "delta.cpp", "delta_backward.cpp")
 ROWS = ("pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp", *DELTA, "rows32.cpp")
-PRODUCTS = tuple(name for name in recipe.SOURCES if name.startswith("tdp32"))
+PRODUCTS = tuple(name for name in recipe.SOURCES if name.startswith("ordered"))
 
 
 def library_of(

@@ -83,7 +83,7 @@ def test_fp8_products_are_near_those_in_pytorch(separate: Ops, scales: str, shap
     assert bool(((flipped.double() - found.double()).abs() > limit).any())
 
 
-@pytest.mark.parametrize("isa", [n for i, n in enumerate(ordered.ISAS) if build.library().isobit_tdp32_isa(i) == i])
+@pytest.mark.parametrize("isa", [n for i, n in enumerate(ordered.ISAS) if build.library().isobit_ordered_isa(i) == i])
 @pytest.mark.parametrize("scales", SCALES)
 def test_fp8_products_have_the_order_of_the_learner_in_reverse(
     monkeypatch: pytest.MonkeyPatch, isa: str, scales: str

@@ -23,7 +23,7 @@ from .libraries import PRODUCTS, changed_copy, library_of
 
 REFERENCE, EXACT = get_ops("reference"), get_ops("native", "exact")
 HERE = [
-    name for i, name in enumerate(ordered.ISAS) if build.library().isobit_tdp32_isa(i) == i
+    name for i, name in enumerate(ordered.ISAS) if build.library().isobit_ordered_isa(i) == i
 ]  # "portable", and what this processor has
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((1, 1, 1), (1, 96, 512), (2, 42, 126), (3, 40, 100), (4, 72, 256), (5, 16, 31), (21, 33, 300))
@@ -273,26 +273,26 @@ def test_the_mode_of_the_thread_is_restored() -> None:
 
 @pytest.mark.parametrize("isa", HERE)
 def test_the_self_test_passes(isa: str) -> None:
-    assert build.library().isobit_tdp32_self_test(ordered.ISAS.index(isa)) == 0
+    assert build.library().isobit_ordered_self_test(ordered.ISAS.index(isa)) == 0
 
 
 @pytest.mark.slow
 def test_the_self_test_notices_another_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its negative control: a library that adds each chain to the sum by itself."""
     right, wrong = "add(sum[r][p], add(even[r][p], odd[r][p]))", "add(add(sum[r][p], even[r][p]), odd[r][p])"
-    changed_copy(tmp_path, ("tdp32_kernel.h", "tdp32_registers.h"), right, wrong)
+    changed_copy(tmp_path, ("ordered_kernel.h", "ordered_registers.h"), right, wrong)
     library = library_of(PRODUCTS, tmp_path, "-O0", monkeypatch, tmp_path)
-    assert all(library.isobit_tdp32_self_test(ordered.ISAS.index(isa)) > 0 for isa in HERE)
+    assert all(library.isobit_ordered_self_test(ordered.ISAS.index(isa)) > 0 for isa in HERE)
 
 
 def test_a_failed_self_test_and_an_unknown_set_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Wrong:
         _name = str(tmp_path / "library.so")
 
-        def isobit_tdp32_isa(self, wanted: int) -> int:
+        def isobit_ordered_isa(self, wanted: int) -> int:
             return 0 if wanted <= 0 else -1
 
-        def isobit_tdp32_self_test(self, isa: int) -> int:
+        def isobit_ordered_self_test(self, isa: int) -> int:
             return 7
 
     monkeypatch.setattr(ordered, "library", Wrong)

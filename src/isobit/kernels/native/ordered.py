@@ -1,4 +1,4 @@
-"""Products in the order `tdp32-v1` (`reference/tdp32.py`), in C++ (`tdp32.h`): packs, arguments, the instruction set.
+"""Products in the order `tdp32-v1` (`reference/tdp32.py`), in C++ (`ordered.h`): packs, arguments, the instruction set.
 
 The instruction set is the best that processor and build have, or $ISOBIT_ISA; all give the same bits. The chosen one is
 first tested against scalar fused multiply-adds; a mark in the cache keeps that from being done again.
@@ -36,10 +36,10 @@ def _chosen(wanted: str) -> int:
     if wanted and wanted not in ISAS:
         raise IsobitError(f"ISOBIT_ISA={wanted}: choose from {', '.join(ISAS)}, or leave it unset")
     lib = library()
-    isa: int = lib.isobit_tdp32_isa(ISAS.index(wanted) if wanted else -1)
+    isa: int = lib.isobit_ordered_isa(ISAS.index(wanted) if wanted else -1)
     if isa < 0:
         raise IsobitError(f"ISOBIT_ISA={wanted}: this processor, or the compiler that built the operators, lacks it")
-    if different := differing(lib, ISAS[isa], lambda: int(lib.isobit_tdp32_self_test(isa))):
+    if different := differing(lib, ISAS[isa], lambda: int(lib.isobit_ordered_self_test(isa))):
         raise IsobitError(
             f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ from scalar ones; set "
             "ISOBIT_ISA=portable, or consistency: exact"
@@ -63,7 +63,7 @@ class OrderedProducts:
         """As `Ops.product`."""
         result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
         arguments, _kept = self._arguments(a, b, bias, result)
-        self._lib.isobit_tdp32_product(ctypes.byref(arguments))
+        self._lib.isobit_ordered_product(ctypes.byref(arguments))
         return result
 
     def grouped_product(self, a: Operand, weights: Stacked, bounds: Sequence[int], out: torch.dtype) -> Tensor:
@@ -75,7 +75,7 @@ class OrderedProducts:
             if stop > start
         ]
         each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
-        self._lib.isobit_tdp32_products(ctypes.byref(each), len(given), torch.get_num_threads())
+        self._lib.isobit_ordered_products(ctypes.byref(each), len(given), torch.get_num_threads())
         return result
 
     def _arguments(
@@ -104,7 +104,7 @@ class OrderedProducts:
         columns, inner = b.shape
         size = -(-columns // _PANEL) * _PANEL * -(-inner // _DEPTH) * _DEPTH
         panels = torch.empty(size, dtype=b.dtype) if into is None else into
-        self._lib.isobit_tdp32_pack(
+        self._lib.isobit_ordered_pack(
             KINDS[b.dtype], b.data_ptr(), columns, inner, *b.stride(), panels.data_ptr(), torch.get_num_threads()
         )
         return panels

@@ -18,23 +18,23 @@ PREBUILT = HERE / "prebuilt"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi")
 _PATHS: dict[str, tuple[str, ...]] = {
-    "tdp32_portable.cpp": (),
-    "tdp32_neon.cpp": (),
-    "tdp32_avx2.cpp": _AVX2,
-    "tdp32_avx512.cpp": _AVX512,
-    "tdp32_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+    "ordered_portable.cpp": (),
+    "ordered_neon.cpp": (),
+    "ordered_avx2.cpp": _AVX2,
+    "ordered_avx512.cpp": _AVX512,
+    "ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
 }
 """Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a
 compiler that does not know the flags, such a file is empty."""
 SOURCES = (
     "product.cpp", "quantize.cpp", "pointwise.cpp", "heads.cpp", "attention.cpp", "attention_backward.cpp",
     "convolution.cpp", "delta.cpp", "delta_backward.cpp", "sampling.cpp", "separate.cpp", "squares.cpp",
-    "stochastic.cpp", "interface.cpp", "rows32.cpp", "tdp32.cpp",
+    "stochastic.cpp", "interface.cpp", "rows32.cpp", "ordered.cpp",
     *_PATHS,
 )  # fmt: skip
 HEADERS = (
     "vectors.h", "native.h", "tile.h", "product.h", "pointwise.h", "quantize.h", "rows.h", "heads.h", "attention.h",
-    "attention_rows.h", "delta.h", "philox.h", "tdp32.h", "tdp32_kernel.h", "tdp32_registers.h", "tdp32_avx512.h",
+    "attention_rows.h", "delta.h", "philox.h", "ordered.h", "ordered_kernel.h", "ordered_registers.h", "ordered_avx512.h",
     "self_test.h",
 )  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden")
@@ -47,7 +47,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "x86-64-v3": _V3,
 }
 """The libraries of a wheel, the best first: their `-march`, and what /proc/cpuinfo must list. Below them the general
-files would have no fused multiply-add, and so other bits. The paths of `tdp32` are in both."""
+files would have no fused multiply-add, and so other bits. The paths of ordered products are in both."""
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 300
 

@@ -1,7 +1,7 @@
 // Decoding with AVX-512 and VBMI: 64 codes to 64 BF16 numbers by two lookups of bytes.
 #pragma once
 
-#include "tdp32.h"
+#include "ordered.h"
 
 #include <immintrin.h>
 

@@ -7,7 +7,8 @@
 // PyTorch is reference/tdp32.py.
 //
 // An instruction set is one function over some rows and panels, compiled in a file of its own with its own flags:
-// tdp32_portable.cpp, tdp32_neon.cpp, tdp32_avx2.cpp, tdp32_avx512.cpp, tdp32_amx.cpp. tdp32.cpp chooses, and tests the choice.
+// ordered_portable.cpp, ordered_neon.cpp, ordered_avx2.cpp, ordered_avx512.cpp, ordered_amx.cpp. ordered.cpp chooses, and
+// tests the choice.
 #pragma once
 
 #include "product.h"
@@ -16,8 +17,8 @@ enum Scaling : int64_t { FOLD_A = 1, FOLD_B = 2, BLOCKS = 4 };
 
 // Rows row0..row1 times panels panel0..panel1; called with FTZ and DAZ set. Null where the compiler lacks the
 // instructions.
-typedef void (*Tdp32Part)(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1);
-extern const Tdp32Part tdp32_portable, tdp32_neon, tdp32_avx2, tdp32_avx512, tdp32_amx;
+typedef void (*OrderedPart)(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1);
+extern const OrderedPart ordered_portable, ordered_neon, ordered_avx2, ordered_avx512, ordered_amx;
 
 constexpr int64_t DEPTH = 32;  // of K: two chains of 16
 

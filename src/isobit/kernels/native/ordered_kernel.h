@@ -9,7 +9,7 @@
 // the same order.
 #pragma once
 
-#include "tdp32.h"
+#include "ordered.h"
 
 namespace {
 

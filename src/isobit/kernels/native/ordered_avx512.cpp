@@ -1,9 +1,9 @@
 // `tdp32-v1` with AVX-512 and VBMI: B's codes are decoded in registers, for up to 8 rows at a time.
-#include "tdp32.h"
+#include "ordered.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512VBMI__)
-#include "tdp32_avx512.h"
+#include "ordered_avx512.h"
 
 namespace {
 
@@ -34,9 +34,9 @@ struct CodeSource {
 
 }  // namespace
 
-#include "tdp32_registers.h"
+#include "ordered_registers.h"
 
-const Tdp32Part tdp32_avx512 = tdp_part;
+const OrderedPart ordered_avx512 = tdp_part;
 #else
-const Tdp32Part tdp32_avx512 = nullptr;
+const OrderedPart ordered_avx512 = nullptr;
 #endif

@@ -1,5 +1,5 @@
 // `tdp32-v1` with AVX2, FMA and F16C: a vector of 16 is two registers. B is decoded in registers for one or two rows.
-#include "tdp32.h"
+#include "ordered.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
@@ -107,9 +107,9 @@ struct CodeSource {
 
 }  // namespace
 
-#include "tdp32_registers.h"
+#include "ordered_registers.h"
 
-const Tdp32Part tdp32_avx2 = tdp_part;
+const OrderedPart ordered_avx2 = tdp_part;
 #else
-const Tdp32Part tdp32_avx2 = nullptr;
+const OrderedPart ordered_avx2 = nullptr;
 #endif

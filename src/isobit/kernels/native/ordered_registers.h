@@ -1,5 +1,5 @@
 // `tdp32-v1` with B decoded in registers, tile by tile: nothing is written between a code and its sums. An instruction set
-// includes this after tdp32_kernel.h, having defined in the anonymous namespace
+// includes this after ordered_kernel.h, having defined in the anonymous namespace
 //
 //   Pairs; even_of(pairs), odd_of(pairs)    16 columns of a pair of k in BF16, and its first and second k as a Vec
 //   Bf16Source, CodeSource<FOLDED>          bytes; begin(g, panel, k); load(p, first, second), two pairs of k; value(v),
@@ -8,7 +8,7 @@
 //   PANELS_OF_ONE, PANELS_OF_TWO            panels of a tile of one row, and of two
 #pragma once
 
-#include "tdp32_kernel.h"
+#include "ordered_kernel.h"
 
 namespace {
 

@@ -1,10 +1,10 @@
 // `tdp32-v1` with AMX: TDPBF16PS is its definition. Written after a prototype that ran on a Xeon; this version has run on
 // none yet, and the self-test decides whether it is used.
-#include "tdp32.h"
+#include "ordered.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
-#include "tdp32_avx512.h"
-#include "tdp32_kernel.h"
+#include "ordered_avx512.h"
+#include "ordered_kernel.h"
 
 namespace {
 
@@ -117,7 +117,7 @@ bool in_registers(const Product&, int64_t, int64_t, int64_t, int64_t, const floa
 
 }  // namespace
 
-const Tdp32Part tdp32_amx = amx_part;
+const OrderedPart ordered_amx = amx_part;
 #else
-const Tdp32Part tdp32_amx = nullptr;
+const OrderedPart ordered_amx = nullptr;
 #endif

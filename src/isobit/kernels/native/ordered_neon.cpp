@@ -2,7 +2,7 @@
 //
 // ARM takes a result for subnormal before it rounds, x86 after: a sum that lies below 2^-126 by less than half a unit is
 // zero here and 2^-126 there. The self-test meets none.
-#include "tdp32.h"
+#include "ordered.h"
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -62,13 +62,13 @@ INLINE void decode_quad(const uint8_t* p, Vec* v) {
 
 }  // namespace
 
-#include "tdp32_kernel.h"
+#include "ordered_kernel.h"
 
 namespace {
 bool in_registers(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
 }  // namespace
 
-const Tdp32Part tdp32_neon = tdp_part;
+const OrderedPart ordered_neon = tdp_part;
 #else
-const Tdp32Part tdp32_neon = nullptr;
+const OrderedPart ordered_neon = nullptr;
 #endif

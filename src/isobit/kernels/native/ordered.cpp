@@ -1,5 +1,5 @@
 // `tdp32-v1`: packing, the choice of the instruction set, threads with FTZ and DAZ, and the self-test.
-#include "tdp32.h"
+#include "ordered.h"
 
 #include <algorithm>
 #include <vector>
@@ -42,8 +42,8 @@ class Flushing {
     Flushing(const Flushing&) = delete;
 };
 
-Tdp32Part part_of(int64_t isa) {
-    const Tdp32Part parts[ISAS] = {tdp32_portable, tdp32_neon, tdp32_avx2, tdp32_avx512, tdp32_amx};
+OrderedPart part_of(int64_t isa) {
+    const OrderedPart parts[ISAS] = {ordered_portable, ordered_neon, ordered_avx2, ordered_avx512, ordered_amx};
     return isa >= 0 && isa < ISAS ? parts[isa] : nullptr;
 }
 
@@ -151,7 +151,7 @@ int64_t differing(const float* found, const float* wanted, int64_t count) {
 }  // namespace
 
 // The best instruction set of this processor and this build, or -1 where `wanted` >= 0 is not there.
-EXPORT int64_t isobit_tdp32_isa(int64_t wanted) {
+EXPORT int64_t isobit_ordered_isa(int64_t wanted) {
     for (int64_t isa = wanted < 0 ? ISAS - 1 : wanted; isa >= 0; isa--) {
         if (part_of(isa) && processor_has(isa)) return isa;
         if (wanted >= 0) return -1;
@@ -159,7 +159,7 @@ EXPORT int64_t isobit_tdp32_isa(int64_t wanted) {
     return -1;
 }
 
-EXPORT void isobit_tdp32_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64_t row_stride,
+EXPORT void isobit_ordered_pack(int64_t kind, const void* b, int64_t n, int64_t k, int64_t row_stride,
                               int64_t column_stride, void* out, int64_t threads) {
     if (kind == BF16)
         pack((const uint16_t*)b, n, k, row_stride, column_stride, (uint16_t*)out, threads);
@@ -167,10 +167,10 @@ EXPORT void isobit_tdp32_pack(int64_t kind, const void* b, int64_t n, int64_t k,
         pack((const uint8_t*)b, n, k, row_stride, column_stride, (uint8_t*)out, threads);
 }
 
-EXPORT void isobit_tdp32_product(const Product* arguments) {
+EXPORT void isobit_ordered_product(const Product* arguments) {
     const Product& g = *arguments;
     if (g.m == 0 || g.n == 0) return;
-    const Tdp32Part run = part_of(g.isa);
+    const OrderedPart run = part_of(g.isa);
     const int64_t panels = padded(g.n, PANEL) / PANEL;
     const int parts = useful_threads(g.threads, g.n * g.k * (g.m + 4) / 96);
     const bool by_rows = g.m >= 128 || (panels < 2 * parts && g.m >= 16);
@@ -200,7 +200,7 @@ EXPORT void isobit_tdp32_product(const Product* arguments) {
 
 // Several products of one B each, such as those of experts: threads take panels of any of them, so that many small ones
 // keep all busy.
-EXPORT void isobit_tdp32_products(const Product* each, int64_t count, int64_t threads) {
+EXPORT void isobit_ordered_products(const Product* each, int64_t count, int64_t threads) {
     constexpr int64_t GROUP = 4;  // panels that are computed together
     std::vector<int64_t> first(count + 1, 0);
     int64_t work = 0;
@@ -224,7 +224,7 @@ EXPORT void isobit_tdp32_products(const Product* each, int64_t count, int64_t th
 
 // How many elements of adversarial products differ from scalar fused multiply-adds: of BF16 numbers and of codes, alone
 // and in tiles, with K that fills no block.
-EXPORT int64_t isobit_tdp32_self_test(int64_t isa) {
+EXPORT int64_t isobit_ordered_self_test(int64_t isa) {
     constexpr int64_t M = 21, N = 40, K = 150, DEEP = 160, PANELS = 3;
     static float a[M][K], b[N][K], wanted[M][N], found[M][N];
     static uint16_t a_bits[M][K], b_bits[N][K], packed_bits[PANELS * DEEP * PANEL];
@@ -253,7 +253,7 @@ EXPORT int64_t isobit_tdp32_self_test(int64_t isa) {
             pack(&b_bits[0][0], N, K, K, 1, packed_bits, 1), g.packed = packed_bits;
         for (int64_t rows = M; rows > 0; rows -= M - 1) {
             g.m = rows, g.a = a_bits[M - rows], g.out = found[M - rows];
-            isobit_tdp32_product(&g);
+            isobit_ordered_product(&g);
             different += differing(found[M - rows], wanted[M - rows], rows * N);
         }
     }

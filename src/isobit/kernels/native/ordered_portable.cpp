@@ -1,6 +1,6 @@
 // `tdp32-v1` in plain C++. Where the target has no fused multiply-add, it is computed in double: the product of two BF16
 // numbers is exact there, the sum is rounded to odd, and so the rounding to float is the only one that counts.
-#include "tdp32.h"
+#include "ordered.h"
 
 namespace {
 
@@ -63,10 +63,10 @@ INLINE void decode_quad(const uint8_t* p, Vec* v) {
 
 }  // namespace
 
-#include "tdp32_kernel.h"
+#include "ordered_kernel.h"
 
 namespace {
 bool in_registers(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
 }  // namespace
 
-const Tdp32Part tdp32_portable = tdp_part;
+const OrderedPart ordered_portable = tdp_part;
