@@ -1,7 +1,7 @@
 """Libraries of some of the C++ files, compiled with a test's flags, and copies of the files with one line changed."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,15 @@ def library_of(
 
 def changed_copy(folder: Path, files: Sequence[str], right: str, wrong: str) -> None:
     """All sources in `folder`, these with another line in the place of a line that each holds once."""
+    changed_copies(folder, dict.fromkeys(files, (right, wrong)))
+
+
+def changed_copies(folder: Path, changes: Mapping[str, tuple[str, str]]) -> None:
+    """The same with a line of its own for each file."""
     for path in recipe.HERE.glob("*.[ch]*"):
         text = path.read_text()
-        if path.name in files:
+        if path.name in changes:
+            right, wrong = changes[path.name]
             assert text.count(right) == 1
             text = text.replace(right, wrong)
         (folder / path.name).write_text(text)

@@ -25,7 +25,7 @@ _SELECTED = (
 )
 """Not what starts processes, is about memory that comes back to its place, or takes long and calls the same code."""
 TESTS = (
-    "tests/kernels/test_native.py", "tests/kernels/test_native_invariance.py", "tests/kernels/test_tdp32.py",
+    "tests/kernels/test_native.py", "tests/kernels/test_native_invariance.py", "tests/kernels/test_ordered.py",
     "tests/kernels/test_rows32.py", "tests/kernels/test_head_inputs.py", "tests/kernels/test_requantization.py",
     "tests/kernels/test_native_separate.py", "tests/kernels/test_squares.py", "tests/kernels/test_windows.py",
     "tests/kernels/test_stochastic.py", "tests/kernels/test_nibbles.py", "tests/kernels/test_probabilities.py",

@@ -92,7 +92,7 @@ def test_the_signatures_are_those_of_the_sources() -> None:
     text = "\n".join((HERE / name).read_text() for name in SOURCES)
     exported = {name: found for name, found in signatures(text).items() if name not in interface._STRUCTS}
     assert exported == interface._SIGNATURES
-    for old, new in (("int64_t isa)", "double isa)"), ("int64_t isa)", "int64_t isa, int64_t more)")):
+    for old, new in (("int64_t order)", "double order)"), ("int64_t order)", "int64_t order, int64_t more)")):
         assert signatures(text.replace(old, new)) != signatures(text)
 
 

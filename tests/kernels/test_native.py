@@ -1,5 +1,5 @@
 """The native operators against the reference: bit for bit where the arithmetic is exact, else within an ulp. What
-`bitwise` adds in float32 is in `test_tdp32.py` and `test_rows32.py`.
+`bitwise` adds in float32 is in `test_ordered.py` and `test_rows32.py`.
 
 Sums that are not exact run in another order in float64, so a result can differ only where the float64 sum lies within
 about 2^-50 of a rounding boundary: the count of differing elements is asserted, not only their size.

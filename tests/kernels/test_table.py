@@ -12,6 +12,7 @@ from isobit.kernels.gpu import Gpu
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.triton import launch, self_check
 from isobit.kernels.triton.ops import TritonOps
+from isobit.options.consistency import default_order, resolved
 from isobit.precision import PRESETS, precision_from
 
 KNOWN = (
@@ -33,7 +34,10 @@ def test_an_unknown_backend_is_refused_with_the_choices(name: str) -> None:
 
 
 def test_an_unknown_consistency_is_refused_with_the_choices() -> None:
-    with pytest.raises(IsobitError, match=r"unknown consistency 'loose': choose from exact, bitwise, fast"):
+    with pytest.raises(
+        IsobitError,
+        match=r"unknown consistency 'loose': choose from exact, bitwise, bitwise-tdp32, bitwise-vdp32, fast",
+    ):
         get_ops("reference", "loose")
 
 
@@ -42,8 +46,9 @@ def test_without_a_compiler_auto_is_the_reference_and_says_why() -> None:
     ops = get_ops()
     assert ops.backend == "reference"
     assert "no C++ compiler found" in ops.why
-    assert (ops.consistency, ops.order) == ("exact", "exact")  # `tdp32-v1` in PyTorch is for tests
-    assert get_ops("reference").order == "tdp32-v1+rows32-v1"
+    assert (ops.consistency, ops.order) == ("exact", "exact")  # ordered sums in PyTorch are for tests
+    assert get_ops("reference").order == f"{default_order()}-v1+rows32-v1"
+    assert get_ops("reference", "bitwise-vdp32").order == "vdp32-v1+rows32-v1"
     with pytest.raises(IsobitError, match="native cannot be built: no C\\+\\+ compiler found; use backend: auto"):
         get_ops("native")
 
@@ -53,10 +58,10 @@ def test_auto_is_native_where_it_works() -> None:
     assert get_ops("auto").backend == ("native" if works else "reference")
 
 
-@pytest.mark.parametrize("consistency", ["exact", "bitwise", "fast"])
+@pytest.mark.parametrize("consistency", ["exact", "bitwise", "bitwise-tdp32", "bitwise-vdp32", "fast"])
 def test_operators_say_what_they_are(consistency: str) -> None:
     ops = get_ops("reference", consistency)
-    assert (ops.backend, ops.consistency) == ("reference", consistency)
+    assert (ops.backend, ops.consistency) == ("reference", resolved(consistency))
     assert len(ops.why.splitlines()) == 1
 
 

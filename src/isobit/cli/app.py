@@ -32,7 +32,9 @@ Precision = Annotated[
         autocompletion=completion.presets,
     ),
 ]
-Consistency = Annotated[str, typer.Option(help="bitwise, exact or fast", autocompletion=completion.consistencies)]
+Consistency = Annotated[
+    str, typer.Option(help="bitwise (-tdp32, -vdp32), exact or fast", autocompletion=completion.consistencies)
+]
 Backend = Annotated[str, typer.Option(help="auto, triton, native or reference", autocompletion=completion.backends)]
 Column = Annotated[
     list[str] | None,

@@ -66,7 +66,9 @@ def devices(incomplete: str) -> list[str]:
 
 def consistencies(incomplete: str) -> list[str]:
     """Values of --consistency."""
-    return [name for name in ("bitwise", "exact", "fast") if name.startswith(incomplete)]
+    from isobit.options.consistency import CONSISTENCIES
+
+    return [name for name in CONSISTENCIES if name.startswith(incomplete)]
 
 
 def schema_keys(schema: type, prefix: str = "") -> Iterator[Key]:

@@ -56,7 +56,8 @@ _Precision = Annotated[
 _Consistency = Annotated[
     str | None,
     typer.Option(
-        help="bitwise, exact or fast; default: bitwise, or the run's", autocompletion=completion.consistencies
+        help="bitwise (-tdp32, -vdp32), exact or fast; default: bitwise, or the run's",
+        autocompletion=completion.consistencies,
     ),
 ]
 _Backend = Annotated[

@@ -28,6 +28,7 @@ from isobit.config.sections import (
 from isobit.config.tracking import TrackingConfig, without_credentials
 from isobit.errors import IsobitError
 from isobit.fleet.settings import FleetSettings
+from isobit.options.consistency import Consistency
 from isobit.options.declare import Before, above, at_least, at_most, below, text_as
 from isobit.options.reading import OptionError
 from isobit.rl.correction_rule import CorrectionRule
@@ -49,7 +50,7 @@ class Config:
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     rewards: Annotated[RewardsConfig, text_as("functions")] = RewardsConfig()
     precision: Annotated[PrecisionValue, PRECISION] = "fp8"
-    consistency: Annotated[Literal["exact", "bitwise", "fast"], CONSISTENCY] = "bitwise"
+    consistency: Annotated[Consistency, CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     on_mismatch: Annotated[Literal["stop", "warn", "correct"], ON_MISMATCH] = "stop"
     mismatch: MismatchConfig = MismatchConfig()
@@ -221,7 +222,7 @@ class SftConfig:
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     precision: Annotated[PrecisionValue, PRECISION] = "fp8"
-    consistency: Annotated[Literal["exact", "bitwise", "fast"], CONSISTENCY] = "bitwise"
+    consistency: Annotated[Consistency, CONSISTENCY] = "bitwise"
     backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
     adapter: AdapterConfig | None = None
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.001)

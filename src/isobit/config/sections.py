@@ -17,8 +17,9 @@ from isobit.rewards.spec import RewardSpec
 PrecisionValue = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
 PRECISION = f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also written fp8[wgrad=bf16]"
 CONSISTENCY = (
-    "bitwise: a token's bits do not depend on its batch; exact: the same, with float64 sums, on a CPU; "
-    "fast: the libraries' own products"
+    "bitwise: a token's bits do not depend on its batch; on a CPU in the order of sums that it is fastest in, of two "
+    "that can be named and that every CPU computes; exact: the same, with float64 sums, on a CPU; fast: the libraries' "
+    "own products"
 )
 ON_MISMATCH = (
     "what a token does whose bits differ between rollout and learner, under one flow and consistency: bitwise or "

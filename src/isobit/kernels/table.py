@@ -11,12 +11,12 @@ from isobit.kernels.gpu import ARCHITECTURES, Gpu, find_gpu, refusal, triton_ref
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.separate import SeparateOps
 from isobit.kernels.types import Ops
+from isobit.options import consistency as orders
 
 if TYPE_CHECKING:
     from isobit.kernels.triton.ops import TritonOps
 
 BACKENDS = ("auto", "triton", "native", "reference")
-CONSISTENCIES = ("exact", "bitwise", "fast")
 
 
 def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
@@ -29,15 +29,15 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     """
     if backend not in BACKENDS:
         raise IsobitError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
-    if consistency not in CONSISTENCIES:
-        raise IsobitError(f"unknown consistency {consistency!r}: choose from {', '.join(CONSISTENCIES)}")
+    if consistency not in orders.CONSISTENCIES:
+        raise IsobitError(f"unknown consistency {consistency!r}: choose from {', '.join(orders.CONSISTENCIES)}")
     if backend == "reference":
         return ReferenceOps(consistency, "reference backend: asked for")
     if backend == "triton":
         return triton_ops(consistency)
     unused = ""
     if backend == "auto" and (gpu := find_gpu()) is not None:
-        reason = refusal(gpu) or triton_refusal() or (_failing(gpu) if consistency != "exact" else None)
+        reason = refusal(gpu) or triton_refusal() or (_failing(gpu) if consistency in ("bitwise", "fast") else None)
         if reason is None:
             return triton_ops(consistency)
         unused = f"; the GPU is not used: {reason}"
@@ -47,8 +47,10 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
 def triton_ops(consistency: str) -> "TritonOps":
     """The operators of the GPU; where there is none and TRITON_INTERPRET=1, of Triton's interpreter. Raises IsobitError
     where they cannot run."""
-    if consistency == "exact":
-        raise IsobitError("consistency: exact is a CPU's; on a GPU use consistency: bitwise, or backend: native")
+    if consistency not in ("bitwise", "fast"):
+        raise IsobitError(
+            f"consistency: {consistency} is a CPU's; on a GPU use consistency: bitwise, or backend: native"
+        )
     gpu, interpreted = find_gpu(), os.environ.get("TRITON_INTERPRET") == "1"
     if gpu is None and not interpreted:
         raise IsobitError("backend: triton needs an NVIDIA GPU, and PyTorch sees none; use backend: auto")
@@ -90,12 +92,13 @@ def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
 
     works, reason = available()
     if works:
-        sums = f", sums by {instruction_set()}" if consistency == "bitwise" else ""
+        order = orders.order(orders.resolved(consistency))
+        sums = "" if order is None else f", sums {order} by {instruction_set(order)}"
         return NativeOps(consistency, f"native backend: {reason}{sums}{unused}")
     if backend == "native":
         raise IsobitError(f"backend: native cannot be built: {reason}; use backend: auto or reference")
     why = f"reference backend, because native cannot be built: {reason}{unused}"
-    if consistency == "bitwise":  # whose order takes PyTorch a hundred times as long
+    if orders.level(consistency) == "bitwise":  # whose order takes PyTorch a hundred times as long
         return ReferenceOps("exact", f"{why}; exact sums")
     return ReferenceOps(consistency, why)
 

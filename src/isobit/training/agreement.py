@@ -7,6 +7,7 @@ from pathlib import Path
 from isobit.config import Config, load_run_config
 from isobit.errors import Corruption, NonFiniteError, RunFailed
 from isobit.inspection.locate import locate
+from isobit.options.consistency import level
 from isobit.options.declare import options_of
 from isobit.rl.agreement import Disagreement
 from isobit.rl.learner import Learner
@@ -76,7 +77,9 @@ def unlike(recorded: Path, config: Config, machine: Mapping[str, object]) -> lis
     free = {"run", "tracking", "evaluation", "rewards", "engine", "backend", "on_mismatch", "mismatch"}
     if config.optimizer.schedule == "constant":
         free.add("steps")
+    if level(before.consistency) == level(config.consistency):
+        free.add("consistency")  # the machine's order says whether it is the same one
     sections = [n for n in options_of(Config) if n not in free and getattr(before, n) != getattr(config, n)]
-    path, said = recorded / runs.MACHINE, {"why", "consistency"}  # the latter by the config
+    path, said = recorded / runs.MACHINE, {"why", "consistency", "bitwise"}  # the last two by the config
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return sections + [name for name, value in machine.items() if name not in said and facts.get(name, value) != value]

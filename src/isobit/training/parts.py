@@ -23,6 +23,7 @@ from isobit.fleet.fleet import Fleet
 from isobit.kernels import computed_by
 from isobit.model import Model
 from isobit.model.checksums import Checksums
+from isobit.options.consistency import default_order
 from isobit.rewards.pool import RewardPool
 from isobit.rl import Objective
 from isobit.rl.functions import digests
@@ -121,6 +122,7 @@ class Parts:
         """What the run is computed by."""
         ops = self.model.ops
         facts: dict[str, object] = {"why": ops.why, **computed_by(ops), "formats": self.model.precision.formats()}
+        facts["bitwise"] = default_order()  # what a config means here that names no order, such as model.sft's
         if functions := digests(self.objective):
             facts["functions"] = functions
         return facts

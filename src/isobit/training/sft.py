@@ -26,6 +26,7 @@ from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Experts, Model, ModelConfig, Rope, Tokenizer
 from isobit.model.families import FAMILIES
 from isobit.model.linear_attention import LinearAttention
+from isobit.options.consistency import TDP32, order, resolved
 from isobit.precision import precision_from
 from isobit.report.intervals import Estimate, proportion
 from isobit.rewards.pool import RewardPool
@@ -114,6 +115,9 @@ def _identity(config: SftConfig, task: Task) -> str:
     """A hash of all that the model is made from: the config, what its precision is, the examples, the weights it
     starts from, isobit's version."""
     settings = dump_config(replace(config, out="")).replace("adapter: null\n", "")  # as before there were adapters
+    consistency = resolved(config.consistency)
+    named = "bitwise" if order(consistency) == TDP32 else consistency  # as before there were two orders
+    settings = settings.replace(f"consistency: {config.consistency}\n", f"consistency: {named}\n")
     formats = precision_from(config.precision).formats()
     digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
     for example in task.train.examples:

@@ -33,6 +33,7 @@ from isobit.kernels.native.recipe import (
     on_x86,
     prebuilt,
 )
+from isobit.options.consistency import processor_features
 
 __all__ = ["BuildFailed", "cache_directory", "compiled", "differing", "library", "load", "origin", "prebuilt_here"]
 
@@ -137,8 +138,7 @@ def _processor() -> str:
 
 def _features() -> frozenset[str]:
     """What /proc/cpuinfo lists; nothing where there is none, or on another kind of processor."""
-    flags = [line.partition(":")[2].split() for line in _cpuinfo() if line.split("\t")[0] == "flags"]
-    return frozenset(flags[0]) if flags and on_x86() else frozenset()
+    return processor_features() if on_x86() else frozenset()
 
 
 def _cpuinfo() -> list[str]:

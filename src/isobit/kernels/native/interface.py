@@ -33,7 +33,7 @@ class ProductArguments(ctypes.Structure):
         ("kind_a", _I), ("m", _I), ("n", _I), ("k", _I), ("a", _P), ("a_row", _I), ("a_column", _I),
         ("kind_b", _I), ("packed", _P), ("bias", _P), ("bias_kind", _I), ("out", _P), ("out_kind", _I),
         ("threads", _I), ("scaled", _I), ("scale_a", _I * 5), ("scale_b", _I * 5),
-        ("isa", _I), ("small_scales", _P), ("common", _P),
+        ("isa", _I), ("order", _I), ("small_scales", _P), ("common", _P),
     ]  # fmt: skip
 
 
@@ -138,8 +138,8 @@ _STRUCTS = {
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_product": (None, [_P]),
-    "isobit_ordered_isa": (_I, [_I]),
-    "isobit_ordered_self_test": (_I, [_I]),
+    "isobit_ordered_isa": (_I, [_I, _I]),
+    "isobit_ordered_self_test": (_I, [_I, _I]),
     "isobit_ordered_pack": (None, [_I, _P, _I, _I, _I, _I, _P, _I]),
     "isobit_ordered_product": (None, [_P]),
     "isobit_ordered_products": (None, [_P, _I, _I]),

@@ -32,9 +32,9 @@ from isobit.kernels.native.interface import (
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
 from isobit.kernels.native.rows import RowOperators, check_rows
 from isobit.kernels.reference.attention import assert_whole
+from isobit.kernels.reference.ordered import computes
 from isobit.kernels.reference.probabilities import boundaries
 from isobit.kernels.reference.stochastic import check_stochastic
-from isobit.kernels.reference.tdp32 import computes
 from isobit.kernels.stores import KVStore
 from isobit.kernels.types import Layout, Temperature
 from isobit.precision import BLOCK, Format, Nibbles, QTensor
@@ -67,12 +67,11 @@ class NativeOps(RowOperators):
 
     def __init__(self, consistency: str = "bitwise", why: str = "") -> None:
         super().__init__(consistency, why)
-        self.order = self._reference.order
+        self.consistency, self.order, sums = self._reference.consistency, self._reference.order, self._reference.sums
         self._fast = consistency == "fast"
-        self._ordered: OrderedProducts | None = None
-        self._single = consistency == "bitwise"
+        self._ordered = None if sums is None else OrderedProducts(sums)
+        self._single = sums is not None
         if self._single:
-            self._ordered = OrderedProducts()
             check_rows()
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:

@@ -1,4 +1,4 @@
-// `tdp32-v1`: packing, the choice of the instruction set, threads with FTZ and DAZ, and the self-test.
+// Products in a fixed order: packing, the choice of the instruction set, threads with FTZ and DAZ, and the self-test.
 #include "ordered.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 // ---- the processor ----
 
-enum Isa : int64_t { PORTABLE, NEON, AVX2, AVX512, AMX, ISAS };
+enum Isa : int64_t { PORTABLE, NEON, AVX2, AVX512, AMX, AVX512_BF16, ISAS };
 
 // Subnormal numbers are zeros in this thread, until the end of the scope.
 class Flushing {
@@ -43,8 +43,13 @@ class Flushing {
 };
 
 OrderedPart part_of(int64_t isa) {
-    const OrderedPart parts[ISAS] = {ordered_portable, ordered_neon, ordered_avx2, ordered_avx512, ordered_amx};
+    const OrderedPart parts[ISAS] = {ordered_portable, ordered_neon, ordered_avx2,
+                                     ordered_avx512,   ordered_amx,  ordered_bf16};
     return isa >= 0 && isa < ISAS ? parts[isa] : nullptr;
+}
+
+bool computes(int64_t isa, int64_t order) {
+    return isa == AMX ? order == TDP32 : isa == AVX512_BF16 ? order == VDP32 : true;
 }
 
 bool processor_has(int64_t isa) {
@@ -62,6 +67,7 @@ bool processor_has(int64_t isa) {
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vbmi");
     if (isa == AVX512) return avx512;
+    if (isa == AVX512_BF16) return avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
 #if defined(__linux__)
     if (isa == AMX && avx512 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & (1u << 22)) && (d & (1u << 24))) {
         const long request_permission = 0x1023, tile_data = 18;
@@ -125,8 +131,19 @@ uint16_t hard(Random& random, int64_t data) {
 }
 
 // One element by the definition, with the library's scalar fused multiply-add; called with FTZ and DAZ set.
-__attribute__((noinline)) float scalar_sum(const float* a, const float* b, int64_t k) {
+__attribute__((noinline)) float scalar_sum(const float* a, const float* b, int64_t k, int64_t order) {
     volatile float sum = 0.0f;
+    if (order == VDP32) {
+        for (int64_t start = 0; start < k; start += STEP) {
+            volatile float chain = 0.0f;
+            for (int64_t i = start; i < start + STEP && i < k; i += 2) {
+                if (i + 1 < k) chain = std::fma(a[i + 1], b[i + 1], chain);
+                chain = std::fma(a[i], b[i], chain);
+            }
+            sum = sum + chain;
+        }
+        return sum;
+    }
     for (int64_t start = 0; start < k; start += DEPTH) {
         volatile float even = 0.0f, odd = 0.0f;
         for (int64_t i = start; i < start + DEPTH && i < k; i += 2) {
@@ -150,10 +167,10 @@ int64_t differing(const float* found, const float* wanted, int64_t count) {
 
 }  // namespace
 
-// The best instruction set of this processor and this build, or -1 where `wanted` >= 0 is not there.
-EXPORT int64_t isobit_ordered_isa(int64_t wanted) {
+// The best instruction set of this processor and this build for an order, or -1 where `wanted` >= 0 is not there.
+EXPORT int64_t isobit_ordered_isa(int64_t wanted, int64_t order) {
     for (int64_t isa = wanted < 0 ? ISAS - 1 : wanted; isa >= 0; isa--) {
-        if (part_of(isa) && processor_has(isa)) return isa;
+        if (part_of(isa) && computes(isa, order) && processor_has(isa)) return isa;
         if (wanted >= 0) return -1;
     }
     return -1;
@@ -224,7 +241,7 @@ EXPORT void isobit_ordered_products(const Product* each, int64_t count, int64_t 
 
 // How many elements of adversarial products differ from scalar fused multiply-adds: of BF16 numbers and of codes, alone
 // and in tiles, with K that fills no block.
-EXPORT int64_t isobit_ordered_self_test(int64_t isa) {
+EXPORT int64_t isobit_ordered_self_test(int64_t isa, int64_t order) {
     constexpr int64_t M = 21, N = 40, K = 150, DEEP = 160, PANELS = 3;
     static float a[M][K], b[N][K], wanted[M][N], found[M][N];
     static uint16_t a_bits[M][K], b_bits[N][K], packed_bits[PANELS * DEEP * PANEL];
@@ -243,9 +260,9 @@ EXPORT int64_t isobit_ordered_self_test(int64_t isa) {
             }
         }
         for (int64_t i = 0; i < M; i++)
-            for (int64_t j = 0; j < N; j++) wanted[i][j] = scalar_sum(a[i], b[j], K);
+            for (int64_t j = 0; j < N; j++) wanted[i][j] = scalar_sum(a[i], b[j], K, order);
         Product g{};
-        g.kind_a = BF16, g.n = N, g.k = K, g.a_row = K, g.a_column = 1, g.out_kind = FP32, g.threads = 1, g.isa = isa;
+        g.kind_a = BF16, g.n = N, g.k = K, g.a_row = K, g.a_column = 1, g.out_kind = FP32, g.threads = 1, g.isa = isa, g.order = order;
         g.kind_b = codes ? E4M3 : BF16;
         if (codes)
             pack(&b_codes[0][0], N, K, K, 1, packed_codes, 1), g.packed = packed_codes;

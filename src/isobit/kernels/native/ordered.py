@@ -1,7 +1,7 @@
-"""Products in the order `tdp32-v1` (`reference/tdp32.py`), in C++ (`ordered.h`): packs, arguments, the instruction set.
+"""Products in the orders of `reference/ordered.py`, in C++ (`ordered.h`): packs, arguments, the instruction set.
 
-The instruction set is the best that processor and build have, or $ISOBIT_ISA; all give the same bits. The chosen one is
-first tested against scalar fused multiply-adds; a mark in the cache keeps that from being done again.
+The instruction set is the best that processor and build have for the order, or $ISOBIT_ISA; all give the same bits. The
+chosen one is first tested against scalar fused multiply-adds; a mark in the cache keeps that from being done again.
 """
 
 import ctypes
@@ -18,28 +18,39 @@ from isobit.kernels.composed import rows_of
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, values, weight_of
 from isobit.kernels.native.build import differing, library
 from isobit.kernels.native.interface import KINDS, PLAIN, ProductArguments, grid, product_arguments
-from isobit.kernels.reference.tdp32 import has_block_scales
+from isobit.kernels.reference.ordered import has_block_scales
+from isobit.options.consistency import TDP32, VDP32
 from isobit.precision import Nibbles, QTensor
 
-ISAS = ("portable", "neon", "avx2", "avx512", "amx")
+ISAS = ("portable", "neon", "avx2", "avx512", "amx", "avx512_bf16")
+ORDERS = (TDP32, VDP32)
+"""`enum Order` of ordered.h."""
+_ONE_ORDER = {"amx": TDP32, "avx512_bf16": VDP32}
 _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
 _DEPTH, _PANEL = 32, 16
 
 
-def instruction_set() -> str:
-    """The one that computes here. Raises IsobitError where $ISOBIT_ISA names none that can, or the self-test fails."""
-    return ISAS[_chosen(os.environ.get("ISOBIT_ISA", ""))]
+def instruction_set(order: str) -> str:
+    """The one that computes an order here. Raises IsobitError where $ISOBIT_ISA names none that can, or the self-test
+    fails."""
+    return ISAS[_chosen(order, os.environ.get("ISOBIT_ISA", ""))]
 
 
 @cache
-def _chosen(wanted: str) -> int:
+def _chosen(order: str, wanted: str) -> int:
     if wanted and wanted not in ISAS:
         raise IsobitError(f"ISOBIT_ISA={wanted}: choose from {', '.join(ISAS)}, or leave it unset")
-    lib = library()
-    isa: int = lib.isobit_ordered_isa(ISAS.index(wanted) if wanted else -1)
+    if _ONE_ORDER.get(wanted, order) != order:
+        raise IsobitError(
+            f"ISOBIT_ISA={wanted}: it adds in the order {_ONE_ORDER[wanted]} and not in {order}; "
+            f"set consistency: bitwise-{_ONE_ORDER[wanted]}, or leave ISOBIT_ISA unset"
+        )
+    lib, number = library(), ORDERS.index(order)
+    isa: int = lib.isobit_ordered_isa(ISAS.index(wanted) if wanted else -1, number)
     if isa < 0:
         raise IsobitError(f"ISOBIT_ISA={wanted}: this processor, or the compiler that built the operators, lacks it")
-    if different := differing(lib, ISAS[isa], lambda: int(lib.isobit_ordered_self_test(isa))):
+    test = f"{order}.{ISAS[isa]}"
+    if different := differing(lib, test, lambda: int(lib.isobit_ordered_self_test(isa, number))):
         raise IsobitError(
             f"consistency: bitwise cannot hold here: {different} sums by {ISAS[isa]} differ from scalar ones; set "
             "ISOBIT_ISA=portable, or consistency: exact"
@@ -48,10 +59,10 @@ def _chosen(wanted: str) -> int:
 
 
 class OrderedProducts:
-    """The products of `consistency: bitwise`, where `reference.tdp32.computes` them."""
+    """The products of `consistency: bitwise` in one order, where `reference.ordered.computes` them."""
 
-    def __init__(self) -> None:
-        self._isa = ISAS.index(instruction_set())
+    def __init__(self, order: str) -> None:
+        self._order, self._isa = ORDERS.index(order), ISAS.index(instruction_set(order))
         self._lib = library()
 
     def prepare(self, weight: Operand, kept: Packed | None) -> Packed:
@@ -90,7 +101,7 @@ class OrderedProducts:
         panels = self._pack(right) if panels is None else panels
         bias = bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
         arguments = product_arguments(left, right, panels, bias, result)
-        arguments.isa = self._isa
+        arguments.isa, arguments.order = self._isa, self._order
         if isinstance(a, QTensor):
             arguments.scale_a[:] = grid(a)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_A

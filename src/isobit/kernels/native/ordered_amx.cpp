@@ -17,17 +17,6 @@ struct alignas(64) TileConfig {
     }
 };
 
-// 32 float32 numbers that are BF16 numbers, without their lower halves.
-INLINE __m512i upper_halves(Vec low, Vec high) {
-    const __m256i a = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(low), 16));
-    const __m256i b = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(high), 16));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
-}
-INLINE __m512i pair_up(Vec even, Vec odd) {
-    const __m512i upper = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32((int)0xffff0000));
-    return _mm512_or_si512(upper, _mm512_srli_epi32(_mm512_castps_si512(even), 16));
-}
-
 // One tile row of 16 rows of A, and one or two panels of B, over all K; out[r][32].
 template <int NP>
 void tiles(const Product& g, const uint16_t* a, int64_t depth, const uint16_t* b, const float* row_scale,

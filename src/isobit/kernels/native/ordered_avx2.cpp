@@ -1,4 +1,4 @@
-// `tdp32-v1` with AVX2, FMA and F16C: a vector of 16 is two registers. B is decoded in registers for one or two rows.
+// Both orders with AVX2, FMA and F16C: a vector of 16 is two registers. B is decoded in registers for one or two rows.
 #include "ordered.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -109,7 +109,7 @@ struct CodeSource {
 
 #include "ordered_registers.h"
 
-const OrderedPart ordered_avx2 = tdp_part;
+const OrderedPart ordered_avx2 = ordered_part;
 #else
 const OrderedPart ordered_avx2 = nullptr;
 #endif

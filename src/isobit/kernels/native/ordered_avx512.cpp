@@ -1,4 +1,4 @@
-// `tdp32-v1` with AVX-512 and VBMI: B's codes are decoded in registers, for up to 8 rows at a time.
+// Both orders with AVX-512 and VBMI: B's codes are decoded in registers, for up to 8 rows at a time.
 #include "ordered.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
@@ -36,7 +36,7 @@ struct CodeSource {
 
 #include "ordered_registers.h"
 
-const OrderedPart ordered_avx512 = tdp_part;
+const OrderedPart ordered_avx512 = ordered_part;
 #else
 const OrderedPart ordered_avx512 = nullptr;
 #endif

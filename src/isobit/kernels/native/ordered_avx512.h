@@ -83,4 +83,15 @@ INLINE void decode_quad(const uint8_t* p, Vec* v) {
     v[0] = even_of(first), v[1] = odd_of(first), v[2] = even_of(second), v[3] = odd_of(second);
 }
 
+// 32 float32 numbers that are BF16 numbers, without their lower halves.
+[[maybe_unused]] INLINE __m512i upper_halves(Vec low, Vec high) {
+    const __m256i a = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(low), 16));
+    const __m256i b = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(high), 16));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+[[maybe_unused]] INLINE __m512i pair_up(Vec even, Vec odd) {
+    const __m512i upper = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32((int)0xffff0000));
+    return _mm512_or_si512(upper, _mm512_srli_epi32(_mm512_castps_si512(even), 16));
+}
+
 }  // namespace

@@ -1,4 +1,4 @@
-// The loops of `tdp32-v1` over vectors of 16 columns. A file for an instruction set includes this after it has defined
+// The loops of both orders over vectors of 16 columns. A file for an instruction set includes this after it has defined
 //
 //   Vec; zero(), splat(x), load(p), store(p, v), fma(a, b, c), add(a, b), mul(a, b)   of 16 floats
 //   decode16(p, kind)      16 codes or BF16 numbers in a row
@@ -95,7 +95,7 @@ void decode_b(const Product& g, int64_t panel, int64_t k, int64_t count, float* 
     }
 }
 
-// The even or the odd chain of 32 of K. One after the other, since both at once have more sums than AVX2 has registers.
+// The even or the odd chain of `tdp32-v1` over 32 of K. One after the other, since both at once have more sums than AVX2 has registers.
 template <int MR, int NP>
 INLINE void chain(const float* a, int64_t lda, const float* b, Vec (&sum)[MR][NP]) {
 #pragma GCC unroll 8
@@ -116,15 +116,34 @@ INLINE void chain(const float* a, int64_t lda, const float* b, Vec (&sum)[MR][NP
     }
 }
 
+// The chain of `vdp32-v1` over `count` of K, at most 128.
+template <int MR, int NP>
+INLINE void pair_chain(const float* a, int64_t lda, const float* b, int64_t count, Vec (&sum)[MR][NP]) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t k = i ^ 1;  // of each pair the second first
+        Vec right[NP];
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++) right[p] = vload(b + p * STEP * PANEL + k * PANEL);
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) {
+            Vec x = vsplat(a[r * lda + k]);
+#pragma GCC unroll 8
+            for (int p = 0; p < NP; p++) sum[r][p] = fma(x, right[p], sum[r][p]);
+        }
+    }
+}
+
 // MR rows times NP panels over `count` of K, at most 128. a[r][k] at a + r * lda + k; b[p][k][16] with panels STEP * 16
 // apart; c[r][p][16] with rows ldc apart.
-template <bool SCALED, int MR, int NP>
-void tdp_tile(const float* a, int64_t lda, const float* b, int64_t count, float* c, int64_t ldc, const float* row_scale,
+template <Order ORDER, bool SCALED, int MR, int NP>
+void ordered_tile(const float* a, int64_t lda, const float* b, int64_t count, float* c, int64_t ldc, const float* row_scale,
               const float* column_scale) {
     Vec sum[MR][NP];
     for (int r = 0; r < MR; r++)
-        for (int p = 0; p < NP; p++) sum[r][p] = SCALED ? vzero() : vload(c + r * ldc + p * 16);
-    for (int64_t k = 0; k < count; k += DEPTH) {
+        for (int p = 0; p < NP; p++) sum[r][p] = SCALED || ORDER == VDP32 ? vzero() : vload(c + r * ldc + p * 16);
+    if constexpr (ORDER == VDP32) pair_chain<MR, NP>(a, lda, b, count, sum);
+    else for (int64_t k = 0; k < count; k += DEPTH) {
         Vec even[MR][NP], odd[MR][NP];
         chain<MR, NP>(a + k, lda, b + k * PANEL, even);
         chain<MR, NP>(a + k + 1, lda, b + (k + 1) * PANEL, odd);
@@ -137,29 +156,31 @@ void tdp_tile(const float* a, int64_t lda, const float* b, int64_t count, float*
         for (int p = 0; p < NP; p++) {
             float* target = c + r * ldc + p * 16;
             if (SCALED) sum[r][p] = fma(sum[r][p], mul(vsplat(row_scale[r]), vload(column_scale + p * 16)), vload(target));
+            else if (ORDER == VDP32) sum[r][p] = add(vload(target), sum[r][p]);
             vstore(target, sum[r][p]);
         }
 }
 
-template <bool SCALED, int MR>
-void tdp_rows(int64_t panels, const float* a, int64_t lda, const float* b, int64_t count, float* c, int64_t ldc,
+template <Order ORDER, bool SCALED, int MR>
+void ordered_rows(int64_t panels, const float* a, int64_t lda, const float* b, int64_t count, float* c, int64_t ldc,
               const float* row_scale, const float* column_scale) {
     int64_t p = 0;
     for (; p + TILE_PANELS <= panels; p += TILE_PANELS)
-        tdp_tile<SCALED, MR, TILE_PANELS>(a, lda, b + p * STEP * PANEL, count, c + p * PANEL, ldc, row_scale,
-                                          column_scale + p * PANEL);
+        ordered_tile<ORDER, SCALED, MR, TILE_PANELS>(a, lda, b + p * STEP * PANEL, count, c + p * PANEL, ldc, row_scale,
+                                                     column_scale + p * PANEL);
     for (; p < panels; p++)
-        tdp_tile<SCALED, MR, 1>(a, lda, b + p * STEP * PANEL, count, c + p * PANEL, ldc, row_scale,
-                                column_scale + p * PANEL);
+        ordered_tile<ORDER, SCALED, MR, 1>(a, lda, b + p * STEP * PANEL, count, c + p * PANEL, ldc, row_scale,
+                                           column_scale + p * PANEL);
 }
 
-template <bool SCALED>
-void tdp_block(int64_t rows, int64_t panels, const float* a, int64_t lda, const float* b, int64_t count, float* c,
-               int64_t ldc, const float* row_scale, const float* column_scale) {
+template <Order ORDER, bool SCALED>
+void ordered_block(int64_t rows, int64_t panels, const float* a, int64_t lda, const float* b, int64_t count, float* c,
+                   int64_t ldc, const float* row_scale, const float* column_scale) {
     int64_t r = 0;
 #define ISOBIT_ROWS(MR)                                                                                       \
     for (; r + MR <= rows; r += MR)                                                                           \
-        tdp_rows<SCALED, MR>(panels, a + r * lda, lda, b, count, c + r * ldc, ldc, row_scale + r, column_scale)
+        ordered_rows<ORDER, SCALED, MR>(panels, a + r * lda, lda, b, count, c + r * ldc, ldc, row_scale + r,  \
+                                        column_scale)
     ISOBIT_ROWS(TILE_ROWS);
     if constexpr (TILE_ROWS > 4) { ISOBIT_ROWS(4); }
     ISOBIT_ROWS(2);
@@ -178,8 +199,11 @@ void finish(const Product& g, int64_t row, int64_t column, int64_t columns, floa
         round_row(sums, columns, (float*)g.out + row * g.n + column);
 }
 
-[[maybe_unused]] void tdp_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1) {
+[[maybe_unused]] void ordered_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1) {
     static thread_local Scratch scratch;
+    const bool scaled = g.scaled & BLOCKS;
+    const auto block = g.order == TDP32 ? scaled ? ordered_block<TDP32, true> : ordered_block<TDP32, false>
+                                        : scaled ? ordered_block<VDP32, true> : ordered_block<VDP32, false>;
     const int64_t depth = padded(g.k, DEPTH), lda = depth + 16, blocks = (depth + STEP - 1) / STEP, ldc = WIDE * PANEL;
     int64_t chunk = (1 << 17) / depth / 8 * 8;  // rows of A whose float32 values stay within half a megabyte
     chunk = chunk < 32 ? 32 : chunk > 256 ? 256 : chunk;
@@ -191,7 +215,7 @@ void finish(const Product& g, int64_t row, int64_t column, int64_t columns, floa
         const int64_t rows = row1 - row < chunk ? row1 - row : chunk;
         decode_a(g, row, rows, a, lda);
         if (in_registers(g, row, rows, panel0, panel1, a, lda)) continue;
-        for (int64_t s = 0; g.scaled & BLOCKS && s < blocks; s++)
+        for (int64_t s = 0; scaled && s < blocks; s++)
             g.scale_a.fill(row, rows, g.m, s * STEP, row_scale + s * chunk);
         for (int64_t panel = panel0; panel < panel1; panel += WIDE) {
             const int64_t panels = panel1 - panel < WIDE ? panel1 - panel : WIDE, column = panel * PANEL;
@@ -199,12 +223,8 @@ void finish(const Product& g, int64_t row, int64_t column, int64_t columns, floa
             for (int64_t s = 0; s < blocks; s++) {
                 const int64_t k = s * STEP, count = depth - k < STEP ? depth - k : STEP;
                 for (int64_t p = 0; p < panels; p++) decode_b(g, panel + p, k, count, b + p * STEP * PANEL);
-                if (g.scaled & BLOCKS) {
-                    g.scale_b.fill(column, panels * PANEL, g.n, k, column_scale);
-                    tdp_block<true>(rows, panels, a + k, lda, b, count, c, ldc, row_scale + s * chunk, column_scale);
-                } else {
-                    tdp_block<false>(rows, panels, a + k, lda, b, count, c, ldc, nullptr, nullptr);
-                }
+                if (scaled) g.scale_b.fill(column, panels * PANEL, g.n, k, column_scale);
+                block(rows, panels, a + k, lda, b, count, c, ldc, row_scale + s * chunk, column_scale);
             }
             const int64_t columns = g.n - column < panels * PANEL ? g.n - column : panels * PANEL;
             for (int64_t r = 0; r < rows; r++) finish(g, row + r, column, columns, c + r * ldc);

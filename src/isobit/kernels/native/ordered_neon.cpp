@@ -68,7 +68,7 @@ namespace {
 bool in_registers(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
 }  // namespace
 
-const OrderedPart ordered_neon = tdp_part;
+const OrderedPart ordered_neon = ordered_part;
 #else
 const OrderedPart ordered_neon = nullptr;
 #endif

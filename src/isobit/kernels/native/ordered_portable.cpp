@@ -1,4 +1,4 @@
-// `tdp32-v1` in plain C++. Where the target has no fused multiply-add, it is computed in double: the product of two BF16
+// Both orders in plain C++. Where the target has no fused multiply-add, it is computed in double: the product of two BF16
 // numbers is exact there, the sum is rounded to odd, and so the rounding to float is the only one that counts.
 #include "ordered.h"
 
@@ -69,4 +69,4 @@ namespace {
 bool in_registers(const Product&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t) { return false; }
 }  // namespace
 
-const OrderedPart ordered_portable = tdp_part;
+const OrderedPart ordered_portable = ordered_part;

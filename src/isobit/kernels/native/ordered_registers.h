@@ -1,4 +1,4 @@
-// `tdp32-v1` with B decoded in registers, tile by tile: nothing is written between a code and its sums. An instruction set
+// Both orders with B decoded in registers, tile by tile: nothing is written between a code and its sums. An instruction set
 // includes this after ordered_kernel.h, having defined in the anonymous namespace
 //
 //   Pairs; even_of(pairs), odd_of(pairs)    16 columns of a pair of k in BF16, and its first and second k as a Vec
@@ -13,7 +13,7 @@
 namespace {
 
 // MR rows times NP panels, whose codes have one scale for every 128 of K.
-template <class Source, bool SCALED, int MR, int NP>
+template <class Source, Order ORDER, bool SCALED, int MR, int NP>
 void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t lda, Source& source) {
     const int64_t depth = padded(g.k, DEPTH), stride = depth * PANEL * Source::bytes;
     const uint8_t* b = (const uint8_t*)g.packed + panel * stride;
@@ -29,9 +29,9 @@ void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t 
 #pragma GCC unroll 8
         for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
-            for (int p = 0; p < NP; p++) sum[r][p] = SCALED ? vzero() : total[r][p];
+            for (int p = 0; p < NP; p++) sum[r][p] = SCALED || ORDER == VDP32 ? vzero() : total[r][p];
         for (int64_t k = block; k < end; k += DEPTH) {
-            Vec even[MR][NP], odd[MR][NP];
+            Vec even[MR][NP], odd[MR][NP];  // of `tdp32-v1`
 #pragma GCC unroll 8
             for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
@@ -48,12 +48,17 @@ void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t 
 #pragma GCC unroll 8
                         for (int r = 0; r < MR; r++) {
                             const float* x = a + r * lda + i + 2 * j;
-                            even[r][p] = fma(vsplat(x[0]), left, even[r][p]);
-                            odd[r][p] = fma(vsplat(x[1]), right, odd[r][p]);
+                            if constexpr (ORDER == VDP32) {
+                                sum[r][p] = fma(vsplat(x[0]), left, fma(vsplat(x[1]), right, sum[r][p]));
+                            } else {
+                                even[r][p] = fma(vsplat(x[0]), left, even[r][p]);
+                                odd[r][p] = fma(vsplat(x[1]), right, odd[r][p]);
+                            }
                         }
                     }
                 }
             }
+            if constexpr (ORDER == VDP32) continue;
 #pragma GCC unroll 8
             for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
@@ -68,8 +73,9 @@ void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t 
         for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
             for (int p = 0; p < NP; p++)
-                total[r][p] = !SCALED ? sum[r][p]
-                                      : fma(sum[r][p], mul(vsplat(row_scale[r]), vload(column_scale + p * 16)), total[r][p]);
+                total[r][p] =
+                    SCALED ? fma(sum[r][p], mul(vsplat(row_scale[r]), vload(column_scale + p * 16)), total[r][p])
+                           : ORDER == VDP32 ? add(total[r][p], sum[r][p]) : sum[r][p];
     }
     alignas(64) float out[NP * 16];
     const int64_t column = panel * PANEL, columns = g.n - column < NP * PANEL ? g.n - column : NP * PANEL;
@@ -80,11 +86,11 @@ void tile(const Product& g, int64_t row, int64_t panel, const float* a, int64_t 
 }
 
 // All rows times NP panels, MOST at a time: the codes come from the nearest cache again, and A from the second.
-template <class Source, bool SCALED, int NP>
+template <class Source, Order ORDER, bool SCALED, int NP>
 void row_groups(const Product& g, int64_t row, int64_t rows, int64_t panel, const float* a, int64_t lda, Source& source) {
     int64_t r = 0;
 #define ISOBIT_ROWS(MR) \
-    for (; r + MR <= rows; r += MR) tile<Source, SCALED, MR, NP>(g, row + r, panel, a + r * lda, lda, source)
+    for (; r + MR <= rows; r += MR) tile<Source, ORDER, SCALED, MR, NP>(g, row + r, panel, a + r * lda, lda, source)
     if constexpr (NP == 1 && MOST > 2) {
         ISOBIT_ROWS(MOST);
         ISOBIT_ROWS(4);
@@ -96,21 +102,27 @@ void row_groups(const Product& g, int64_t row, int64_t rows, int64_t panel, cons
 }
 
 // Groups of panels begin at multiples of NP, so that none crosses a block of scales.
-template <class Source, bool SCALED, int NP>
+template <class Source, Order ORDER, bool SCALED, int NP>
 void panel_groups(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
     Source source;
     for (int64_t panel = panel0; panel < panel1;)
         if (panel % NP == 0 && panel + NP <= panel1)
-            row_groups<Source, SCALED, NP>(g, row, rows, panel, a, lda, source), panel += NP;
+            row_groups<Source, ORDER, SCALED, NP>(g, row, rows, panel, a, lda, source), panel += NP;
         else
-            row_groups<Source, SCALED, 1>(g, row, rows, panel, a, lda, source), panel += 1;
+            row_groups<Source, ORDER, SCALED, 1>(g, row, rows, panel, a, lda, source), panel += 1;
+}
+
+template <class Source, Order ORDER, bool SCALED>
+void few_or_many(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
+    if (rows == 1) panel_groups<Source, ORDER, SCALED, PANELS_OF_ONE>(g, row, rows, panel0, panel1, a, lda);
+    else if (rows == 2) panel_groups<Source, ORDER, SCALED, PANELS_OF_TWO>(g, row, rows, panel0, panel1, a, lda);
+    else panel_groups<Source, ORDER, SCALED, 1>(g, row, rows, panel0, panel1, a, lda);
 }
 
 template <class Source, bool SCALED>
 void rows_of(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
-    if (rows == 1) panel_groups<Source, SCALED, PANELS_OF_ONE>(g, row, rows, panel0, panel1, a, lda);
-    else if (rows == 2) panel_groups<Source, SCALED, PANELS_OF_TWO>(g, row, rows, panel0, panel1, a, lda);
-    else panel_groups<Source, SCALED, 1>(g, row, rows, panel0, panel1, a, lda);
+    if (g.order == TDP32) few_or_many<Source, TDP32, SCALED>(g, row, rows, panel0, panel1, a, lda);
+    else few_or_many<Source, VDP32, SCALED>(g, row, rows, panel0, panel1, a, lda);
 }
 
 bool in_registers(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {

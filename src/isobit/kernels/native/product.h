@@ -33,7 +33,7 @@ struct Product {
     int64_t out_kind, threads;
     int64_t scaled;  // `exact`: whether both operands have scales; `bitwise`: FOLD_A, FOLD_B or BLOCKS
     Scales scale_a, scale_b;
-    int64_t isa;  // of `bitwise`: an index into ordered.cpp's paths
+    int64_t isa, order;  // of `bitwise`: an index into ordered.cpp's paths, and an Order
     // Where kind_b is E2M1, `packed` are B's rows as they are stored, two codes to a byte, with E4M3 scales for 16
     // columns that are multiplied by one number; the scale of byte 0 is 1.
     const uint8_t* small_scales;

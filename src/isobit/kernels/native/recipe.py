@@ -23,6 +23,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "ordered_avx2.cpp": _AVX2,
     "ordered_avx512.cpp": _AVX512,
     "ordered_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+    "ordered_bf16.cpp": (*_AVX512, "-mavx512bf16"),
 }
 """Files for an instruction set of x86-64, chosen when they run, and their flags; on other processors, and with a
 compiler that does not know the flags, such a file is empty."""
@@ -34,8 +35,8 @@ SOURCES = (
 )  # fmt: skip
 HEADERS = (
     "vectors.h", "native.h", "tile.h", "product.h", "pointwise.h", "quantize.h", "rows.h", "heads.h", "attention.h",
-    "attention_rows.h", "delta.h", "philox.h", "ordered.h", "ordered_kernel.h", "ordered_registers.h", "ordered_avx512.h",
-    "self_test.h",
+    "attention_rows.h", "delta.h", "philox.h", "ordered.h", "ordered_kernel.h", "ordered_registers.h",
+    "ordered_avx512.h", "self_test.h",
 )  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Werror")

@@ -1,10 +1,10 @@
 """The operators of a separate engine in C++: those of `kernels/separate.py`, which define them.
 
-FP8 products run in the order `tdp32-v1` over the columns in reverse, so they cost what the learner's do on every
+FP8 products run in the learner's order over the columns in reverse, so they cost what the learner's do on every
 instruction set, and their sums are others; blocks of 128 columns stay together, and scales that are powers of two are
 folded into the codes. BF16 products and attention are those of `fast`, with probabilities rounded to BF16. The norm and
 the gate are `separate.cpp`'s. Elementwise operators have the bits of the definition, sums differ by their order alone
-(`tests/kernels/test_separate.py`). Compute in float32, and formats whose products `tdp32-v1` does not have, are left to
+(`tests/kernels/test_separate.py`). Compute in float32, and formats whose products that order does not have, are left to
 the definition.
 """
 
@@ -16,9 +16,10 @@ from isobit.kernels.matrices import Operand, Packed, Prepared, weight_of
 from isobit.kernels.native.interface import ACTIVATIONS, PLAIN
 from isobit.kernels.native.ops import NativeOps
 from isobit.kernels.native.ordered import OrderedProducts, is_packed
-from isobit.kernels.reference.tdp32 import computes
+from isobit.kernels.reference.ordered import computes
 from isobit.kernels.separate import SeparateOps
 from isobit.kernels.types import Activation, Temperature
+from isobit.options.consistency import TDP32, order
 from isobit.precision import BLOCK, QTensor
 
 _BF16 = torch.bfloat16
@@ -36,7 +37,7 @@ class NativeSeparateOps(NativeOps):
         definition = SeparateOps(learner)
         super().__init__(definition.consistency, definition.why)
         self._reference = self._definition = definition
-        self._products = OrderedProducts()
+        self._products = OrderedProducts(order(learner.consistency) or TDP32)
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
         if isinstance(weight, Tensor):

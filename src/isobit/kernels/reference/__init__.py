@@ -9,20 +9,26 @@ from isobit.kernels.reference import (
     attention,
     attention32,
     delta,
+    ordered,
     pointwise,
     product,
     routing,
     rows32,
     sampling,
     stochastic,
-    tdp32,
 )
 from isobit.kernels.stores import KVStore, StateStore
 from isobit.kernels.types import Activation, DeltaHeads, Layout, Temperature
+from isobit.options import consistency as orders
 from isobit.precision import Format, Nibbles, QTensor, QuantSpec, quantize
 
-ORDERS = {"exact": "exact", "bitwise": f"{tdp32.ORDER}+{rows32.ORDER}", "fast": "libraries"}
-"""Of products, and of sums within a row, on a CPU, by `consistency`."""
+
+def order_of(consistency: str) -> str:
+    """The order of products, and of sums within a row, on a CPU, as a run records it; of a resolved consistency."""
+    sums = orders.order(consistency)
+    if sums is not None:
+        return f"{ordered.VERSIONS[sums]}+{rows32.ORDER}"
+    return {"exact": "exact", "fast": "libraries"}[consistency]
 
 
 class ReferenceOps(Composed):
@@ -32,11 +38,12 @@ class ReferenceOps(Composed):
     backend = "reference"
 
     def __init__(self, consistency: str = "bitwise", why: str = "", device: torch.device | str = "cpu") -> None:
-        self.consistency = consistency
-        self.order = ORDERS[consistency]
+        self.consistency = orders.resolved(consistency)
+        self.sums = orders.order(self.consistency)
+        self.order = order_of(self.consistency)
         self.why = why
         self.device = torch.device(device)
-        single = consistency == "bitwise"
+        single = self.sums is not None
         self._rows = rows32 if single else pointwise
         self._attention = attention32 if single else attention
 
@@ -49,12 +56,12 @@ class ReferenceOps(Composed):
         b = weight_of(b)
         if self.consistency == "fast":
             return product.fast_product(a, b, bias, out)
-        if self.consistency == "bitwise" and tdp32.computes(a, b):
-            return tdp32.product(a, b, bias, out)
+        if self.sums is not None and ordered.computes(a, b):
+            return ordered.product(a, b, bias, out, self.sums)
         return product.product(a, b, bias, out)
 
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-        if self.consistency == "fast" or (self.consistency == "bitwise" and tdp32.computes(a, b)):
+        if self.consistency == "fast" or (self.sums is not None and ordered.computes(a, b)):
             return self.product(a, b, out=out)
         return product.gradient_product(a, b, out)
 
