@@ -29,7 +29,7 @@ def require(backend: str) -> None:
 
 
 def level(backend: str) -> str:
-    """A backend's consistency in tests of what is above it: `tdp32-v1` takes the reference backend, which only defines
+    """A backend's consistency in tests of what is above it: ordered sums take the reference backend, which only defines
     it (tests/kernels/test_ordered.py), a hundred times as long."""
     return "exact" if backend == "reference" else "bitwise"
 

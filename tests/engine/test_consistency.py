@@ -11,6 +11,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.kernels import KVStore, Ops
 from isobit.model import Model
+from isobit.options.consistency import TDP32, VDP32
 
 from .helpers import differing, fresh, learner_logprobs, tiny
 from .test_invariance import PROMPT_IDS, PROMPTS
@@ -48,6 +49,18 @@ def test_zero_bits_differ_on_a_real_model(preset: str, stories: Path, make_engin
     assert engine.stats.preemptions > 0
     count, total = differing(model, groups)
     assert (count, total) == (0, sum(len(c.token_ids) for group in groups for c in group))
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8-unified", "fp8"])
+def test_zero_bits_differ_in_either_order_of_sums(preset: str, make_engine: MakeEngine) -> None:
+    """The control: a learner in the other order."""
+    models = [tiny(preset, "native", f"bitwise-{order}") for order in (TDP32, VDP32)]
+    for model, other in (models, models[::-1]):
+        groups = make_engine(model, **HARD).generate(PROMPTS, Sampling(n=4, max_new_tokens=20, seed=3), PROMPT_IDS)
+        count, total = differing(model, groups)
+        assert total > 400
+        assert count == 0
+        assert differing(other, groups)[0] > total // 20
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
