@@ -24,7 +24,9 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
+from isobit.options.consistency import default_order, resolved
 from isobit.precision import Precision, precision_from
+from isobit.report.intervals import proportion
 from isobit.rewards.pool import RewardPool
 from isobit.tasks import TaskSettings, load_task
 from isobit.training import sft
@@ -89,6 +91,36 @@ def test_a_model_learns_one_digit_additions(config: WriteConfig) -> None:
             accuracy[path] = sum(question.greedy.correct for question in answered) / len(answered)
     assert accuracy[untrained] < 0.2
     assert accuracy[out] > 0.75
+
+
+def test_training_ends_at_the_accuracy_that_is_asked_for(
+    config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first of its evaluations that finds it, with the weights of as many steps. The control: never found."""
+    answers = iter([3, 8, 12])
+    monkeypatch.setattr(sft._Exam, "accuracy", lambda exam: proportion(next(answers), 16))
+    asked = {"samples": 16, "every": 2, "stop_at": 0.5}
+    out = supervised_run(load_sft_config(config(steps=7, evaluation=asked)), quiet=False)
+    said = capsys.readouterr().err
+    assert "step 4: held-out greedy accuracy 0.5000" in said
+    assert "step 6:" not in said
+    short = supervised_run(load_sft_config(config(steps=4), [f"out={out.parent / 'short'}"]), quiet=True)
+    assert (out / "model.safetensors").read_bytes() == (short / "model.safetensors").read_bytes()
+    answers = iter([3, 4, 5])
+    changes = [f"out={out.parent / 'long'}"]
+    long = supervised_run(load_sft_config(config(steps=7, evaluation=asked), changes), quiet=True)
+    assert next(answers, None) is None
+    assert (out / "model.safetensors").read_bytes() != (long / "model.safetensors").read_bytes()
+
+
+def test_where_nothing_can_be_evaluated_no_accuracy_is_waited_for(config: WriteConfig, tmp_path: Path) -> None:
+    with pytest.raises(IsobitError, match=r"evaluation\.stop_at is looked at every evaluation\.every steps"):
+        load_sft_config(config(evaluation={"stop_at": 0.5}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(40)))
+    given = config(task={"path": str(rows)}, evaluation={"every": 2})
+    with pytest.raises(IsobitError, match=r"evaluation\.every: task .* has nothing held out, or no reward"):
+        supervised_run(load_sft_config(given, ["model.init.vocabulary=0123456789+="]), quiet=True)
 
 
 def test_the_result_loads_in_transformers(config: WriteConfig) -> None:
@@ -156,7 +188,8 @@ def test_an_older_sft_config_had_the_sums_of_exact() -> None:
     assert sft_as_begun({}, older) == {"consistency": "exact"}
     assert sft_as_begun({"consistency": "fast"}, older) == {"consistency": "fast"}
     assert sft_as_begun({"precision": "bf16"}, {"backend": "triton"}) == {"precision": "bf16"}
-    assert sft_as_begun({}, {}) == sft_as_begun({}, {**older, "order": "x"}) == {}
+    assert sft_as_begun({}, {}) == sft_as_begun({}, {**older, "order": "x", "bitwise": default_order()}) == {}
+    assert resolved(sft_as_begun({}, {**older, "order": "x"}).get("consistency", "bitwise")) == "bitwise-tdp32"
 
 
 def test_other_data_and_other_weights_are_another_model(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:

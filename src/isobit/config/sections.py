@@ -132,9 +132,17 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class SftEvaluationConfig:
-    """Held-out evaluation after supervised training: greedy accuracy."""
+    """Held-out evaluation after supervised training, and during it: greedy accuracy."""
 
     samples: Annotated[int, at_least(1), "held-out prompts"] = 256
+    every: Annotated[int, at_least(0), "steps between evaluations; 0: only after the last"] = 0
+    stop_at: Annotated[
+        float | None, above(0), at_most(1), "accuracy at which training ends, as soon as an evaluation finds it"
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.stop_at is not None and not self.every:
+            raise IsobitError("evaluation.stop_at is looked at every evaluation.every steps; set that too")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,14 +67,19 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     task = _fit(task, model, config, quiet)
     if not quiet and (warning := rank_warning(config, model)) is not None:
         print(warning, file=sys.stderr)
-    _train(model, config, task, quiet)
-    _save(model, out)
-    if not quiet:
-        what = "base model" if config.adapter is None else "adapter"
-        print(f"{what} in {out}", file=sys.stderr)
-        if task.held_out.examples and task.rewards:
-            print(f"held-out greedy accuracy  {_accuracy(model, task, config)}", file=sys.stderr)
+    with _Exam(model, task, config) as exam:
+        _train(model, config, task, exam, quiet)
+        _save(model, out)
+        if not quiet:
+            _say(config, out, exam)
     return out
+
+
+def _say(config: SftConfig, out: Path, exam: "_Exam") -> None:
+    what = "base model" if config.adapter is None else "adapter"
+    print(f"{what} in {out}", file=sys.stderr)
+    if exam.possible:
+        print(f"held-out greedy accuracy  {exam.accuracy()}", file=sys.stderr)
 
 
 def _save(model: Model, out: Path) -> None:
@@ -114,7 +121,9 @@ def cached_model(path: str, began: Mapping[str, Any] = MappingProxyType({}), *, 
 def _identity(config: SftConfig, task: Task) -> str:
     """A hash of all that the model is made from: the config, what its precision is, the examples, the weights it
     starts from, isobit's version."""
-    settings = dump_config(replace(config, out="")).replace("adapter: null\n", "")  # as before there were adapters
+    settings = dump_config(replace(config, out=""))
+    for later in ("adapter: null\n", "  every: 0\n", "  stop_at: null\n"):  # named as before there were these
+        settings = settings.replace(later, "")
     consistency = resolved(config.consistency)
     named = "bitwise" if order(consistency) == TDP32 else consistency  # as before there were two orders
     settings = settings.replace(f"consistency: {config.consistency}\n", f"consistency: {named}\n")
@@ -175,7 +184,10 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
     )
 
 
-def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
+def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bool) -> None:
+    every, stop_at = config.evaluation.every, config.evaluation.stop_at
+    if every and not exam.possible:
+        raise IsobitError(f"evaluation.every: task {task.name!r} has nothing held out, or no reward, to evaluate with")
     tokens = config.optimizer.micro_batch_tokens
     if tokens == "auto":
         raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
@@ -193,6 +205,11 @@ def _train(model: Model, config: SftConfig, task: Task, quiet: bool) -> None:
                 raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")
             model.sync()
             display.step(metrics)
+            if every and (step + 1) % every == 0:
+                found = exam.accuracy()
+                display.note(f"step {step + 1}: held-out greedy accuracy {found}")
+                if stop_at is not None and found.value >= stop_at:
+                    break
 
 
 def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[SupervisedSample]]:
@@ -242,9 +259,32 @@ def _sample(example: Example, task: Task, model: Model) -> SupervisedSample:
     return SupervisedSample(tuple(encode_prompt(example, model)), tuple(completion_ids))
 
 
-def _accuracy(model: Model, task: Task, config: SftConfig) -> Estimate:
-    examples = task.held_out.examples[: config.evaluation.samples]
-    engine = Engine.sized_for(model, [e.prompt for e in examples], len(examples), config.max_new_tokens)
-    with RewardPool(task.rewards) as pool:
-        answered = measure(engine, examples, pool, EvaluationPlan(Sampling(max_new_tokens=config.max_new_tokens)))
-    return proportion(sum(question.greedy.correct for question in answered), len(answered))
+class _Exam:
+    """Greedy accuracy on held-out prompts; the engine and the rewards' processes are opened once, where they are
+    needed."""
+
+    def __init__(self, model: Model, task: Task, config: SftConfig) -> None:
+        self._model, self._task, self._new_tokens = model, task, config.max_new_tokens
+        self._examples = task.held_out.examples[: config.evaluation.samples]
+        self._open = ExitStack()
+
+    def __enter__(self) -> "_Exam":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def possible(self) -> bool:
+        return bool(self._examples and self._task.rewards)
+
+    def accuracy(self) -> Estimate:
+        engine, pool = self._parts
+        answered = measure(engine, self._examples, pool, EvaluationPlan(Sampling(max_new_tokens=self._new_tokens)))
+        return proportion(sum(question.greedy.correct for question in answered), len(answered))
+
+    @cached_property
+    def _parts(self) -> tuple[Engine, RewardPool]:
+        prompts = [example.prompt for example in self._examples]
+        engine = Engine.sized_for(self._model, prompts, len(prompts), self._new_tokens)
+        return engine, self._open.enter_context(RewardPool(self._task.rewards))
