@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # (docs/log.md); with this they spin for microseconds, then sleep.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# PyTorch reads this at its first allocation: tensors of 2 MiB and more then ask for huge pages. Every step's gradients
+# are fresh memory, and a page of 4 KiB at a time takes longer than the product that writes them (docs/log.md).
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "Completion": "isobit.engine.types",
