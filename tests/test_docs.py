@@ -252,6 +252,13 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
         f"`fast` takes {seconds['learn', 'fast']:.1f} s",
     ):
         assert sentence in text, sentence
+    readme = " ".join(README.read_text().split())
+    over = [
+        [rate[case, "isobit fp8 bitwise"] / rate[case, peer] for case in (small, wide, one)]
+        for peer in ("transformers bfloat16", "vLLM CPU bfloat16")
+    ]
+    assert f"{min(over[0]):.1f} to {max(over[0]):.1f} times as fast as those of `transformers`" in readme
+    assert f"{min(over[1]):.1f} to {max(over[1]):.1f} times as fast as those of vLLM's CPU build" in readme
 
 
 def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
