@@ -14,7 +14,7 @@ from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
 from ..helpers import draw, same
-from .helpers import DEVICE, HAS_GPU, moved
+from .helpers import DEVICE, HAS_GPU, moved, short_splits
 
 REFERENCE = get_ops("reference", "exact")
 STORES = {
@@ -32,9 +32,7 @@ SCALE = 0.3
 
 @pytest.fixture
 def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits of 32 keys in blocks of 16, so that toy sequences have several."""
-    monkeypatch.setattr(implementation, "_KEYS_PER_SPLIT", 32)
-    monkeypatch.setattr(implementation, "tiling", lambda dim, dtype: implementation.Tiling(16, 4, 2))
+    short_splits(monkeypatch)
 
 
 def _rows(kind: str, count: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,7 +218,7 @@ def test_launches_need_no_values() -> None:
             out, _ = implementation.attention(_meta(count, 16, 128, dtype=torch.bfloat16), store, layout, SCALE)
         assert out.shape == (count, 16, 128)
         grids.append([launch.grid for launch in found])
-    assert grids == [[(32, 1, 4), (4, 8)], [(32, 1, 1)], [(32, 10, 1)]]
+    assert grids == [[(32, 1, 4), (4, 8)], [(32, 1, 1)], [(32, 5, 1)]]
 
 
 @pytest.mark.gpu

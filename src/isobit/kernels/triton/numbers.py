@@ -110,6 +110,72 @@ def from_codes(codes):
 
 
 @triton.jit
+def pair_pointer(codes_ptr):
+    """A pointer to codes as one to pairs of them: INT8 as int16, E4M3 as uint16."""
+    if codes_ptr.dtype.element_ty == tl.int8:
+        return codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        return codes_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
+
+
+@triton.jit
+def pairs(codes, like: tl.constexpr):
+    """(first codes, second codes) of pairs, INT8 as int16, E4M3 as uint16, as float16 or bfloat16: exactly; NaN codes
+    to NaN. In words of two pairs on a GPU, so that one instruction does two codes."""
+    if INTERPRETED:
+        form: tl.constexpr = tl.int8 if codes.dtype == tl.int16 else tl.uint8
+        low, high = (codes & 0xFF).to(form), ((codes >> 8) & 0xFF).to(form)
+        return cast(from_codes(low), like), cast(from_codes(high), like)
+    elif codes.dtype == tl.uint16:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+        if like == tl.float16:
+            return low, high
+        else:
+            return low.to(tl.float32).to(like), high.to(tl.float32).to(like)
+    elif like == tl.float16:
+        # code + 128 as the last bits of 1024 + (code + 128), and 1152 taken off
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 high, magic;
+            mov.b32 magic, 0x64806480;
+            shr.u32 high, $2, 8;
+            lop3.b32 $0, $2, 0x00ff00ff, magic, 0x6a;
+            lop3.b32 $1, high, 0x00ff00ff, magic, 0x6a;
+            sub.f16x2 $0, $0, magic;
+            sub.f16x2 $1, $1, magic;
+            }""",
+            "=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        # 128 and the lower 7 bits, less 128, or 256 where the code is negative
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 high, magic, minus, less;
+            mov.b32 magic, 0x43004300;
+            mov.b32 minus, 0xbf80bf80;
+            shr.u32 high, $2, 8;
+            lop3.b32 $0, $2, 0x007f007f, magic, 0xea;
+            lop3.b32 less, $2, 0x00800080, magic, 0xea;
+            fma.rn.bf16x2 $0, less, minus, $0;
+            lop3.b32 $1, high, 0x007f007f, magic, 0xea;
+            lop3.b32 less, high, 0x00800080, magic, 0xea;
+            fma.rn.bf16x2 $1, less, minus, $1;
+            }""",
+            "=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def block_scale(amax, UE8M0: tl.constexpr, form: tl.constexpr = tl.uint8):
     """The scale of a block with this largest magnitude, float32: as `isobit.precision.quantize.scales`. `form` is the
     type of its codes.
