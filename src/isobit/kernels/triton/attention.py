@@ -55,15 +55,18 @@ class Tiling(NamedTuple):
 def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
     """For sequences of so many rows, each counted for every query head of a key head; by head dimension, type of q and
     architecture: what compiles without spills (`benchmarks/cross_compile.py`). Keys are the same for all rows."""
-    few = rows <= _FEW_ROWS
+    few, by_warp = rows <= _FEW_ROWS, target().matrix == "warp"
     short = 16 if rows <= 16 else 32
     if dtype == torch.float32:
         return Tiling(short if few else 64, 16, 4 if few else 16, 1)
+    keys, stages = 32 if by_warp else 64, 2 if dim > 128 else 3
     if few:
-        return Tiling(short, 64, 4, 3)
-    if dim > 128 or rows <= 64:
-        return Tiling(64, 64, 8 if dim > 128 else 4, 2 if dim > 128 else 3)
-    return Tiling(128, 64, 8, 3)
+        return Tiling(short, keys, 4, stages)
+    if dim > 128:
+        return Tiling(64, keys, 8, stages)
+    if rows <= 64:
+        return Tiling(64, keys, 8 if by_warp else 4, stages)
+    return Tiling(128, keys, 8, 2 if target().matrix == "tensor" else stages)
 
 
 def attention(
@@ -118,8 +121,8 @@ def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> di
     paired = store.kv is not None and dtype == torch.bfloat16 and dim % 2 == 0
     width = max(16, triton.next_power_of_2(dim))
     values = width // 2 if paired else width
-    if keys_first and dtype != torch.float32:
-        values = max(64, values)  # the long side of the instruction, though half of it be zeros
+    if keys_first and dtype != torch.float32 and target().matrix != "warp":
+        values = max(64, values)  # the long side of a warpgroup's instruction, though half of it be zeros
     copies = 2 if 16 * block.warps >= 2 * block.keys else 1
     return {"BLOCK_KEYS": block.keys, "BLOCK_DIM": width, "WIDTH": values, "COPIES": copies, "PAIRED": paired,
             "KEYS_FIRST": keys_first}  # fmt: skip
