@@ -109,9 +109,9 @@ def attention(
         num_warps=block.warps, num_stages=block.stages, **shape, **_operands(store, dim, q.dtype, block),
     )  # fmt: skip
     if parallel:
+        shape |= {"BLOCK_DIM": max(16, triton.next_power_of_2(dim)), "STAGES": 6}
         given = *results, layout.positions, sinks, out, lse, rows
-        launch(_join_splits, (rows, kv_heads), *given, num_warps=2, STAGES=6, BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
-               **shape)  # fmt: skip
+        launch(_join_splits, (rows, kv_heads), *given, num_warps=2, **shape)
     return out, lse
 
 

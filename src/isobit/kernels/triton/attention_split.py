@@ -46,7 +46,7 @@ def by_row(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def product(keys, rows, acc, KEYS_FIRST: tl.constexpr):
-    """acc + a product of an operand of the keys' side [M, K] and one of the rows', [K, N] of KEYS_FIRST, else [N, K]."""
+    """acc + a product of the keys' operand [M, K] and the rows', [K, N] of KEYS_FIRST, else [N, K]."""
     if KEYS_FIRST:
         return numbers.dot(keys, rows, acc)
     else:
