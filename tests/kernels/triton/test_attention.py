@@ -162,6 +162,48 @@ def test_a_rows_bits_do_not_depend_on_its_company(kind: str, monkeypatch: pytest
             assert all(same(part, all_rows[numbers]) for part, all_rows in zip(found, whole))
 
 
+@pytest.mark.skipif(HAS_GPU, reason="16 keys are no long side of a GPU's instruction; its own tiles are compared below")
+@pytest.mark.usefixtures("_short_splits")
+@pytest.mark.parametrize("kind", STORES)
+def test_tiles_of_every_size_and_either_side_first_have_the_same_bits(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows first or keys first, 16 to 128 rows. Two query heads to a key head, 6 channels that are padded to 64. The
+    control: blocks of other keys."""
+    q, k, v = (8 * x for x in _rows(kind, 45, 2, 1, 6))
+    layout = Layout.packed([45], page_size=8)
+    store = _filled(kind, k, v, layout)
+    wanted = _run(q, store, layout)
+
+    def found(rows: int, keys: int, few: int) -> tuple[Tensor, Tensor]:
+        monkeypatch.setattr(implementation, "tiling", lambda *_: implementation.Tiling(rows, keys, 4, 2))
+        monkeypatch.setattr(implementation, "_FEW_ROWS", few)
+        return _run(q, store, layout)
+
+    for rows, few in ((16, 128), (16, 0), (32, 128), (64, 0), (128, 128), (128, 0)):
+        assert all(same(x, y) for x, y in zip(found(rows, 16, few), wanted, strict=True))
+    assert not all(same(x, y) for x, y in zip(found(16, 32, 128), wanted, strict=True))
+
+
+@pytest.mark.usefixtures("_short_splits")
+@pytest.mark.parametrize("kind", ["e4m3 fp32", "int8", "bf16"])
+def test_queries_of_any_magnitude(kind: str) -> None:
+    """Beside codes queries are float16: 2^90 times as large or as small, under a scale that takes it back, they give
+    the same bits. The control: a scale that is a little larger."""
+    q, k, v = _rows(kind, 40, 2, 1, 16)
+    layout = Layout.packed([40])
+    store = _filled(kind, k, v, layout)
+    wanted = _run(q, store, layout)
+
+    def found(power: float, scale: float) -> tuple[Tensor, Tensor]:
+        given = (q * 2.0**power).to(DEVICE), moved(store), layout.to(DEVICE), scale * 2.0**-power
+        return tuple(x.cpu() for x in implementation.attention(*given))  # type: ignore[return-value]
+
+    for power in (-90, 90):
+        assert all(same(x, y) for x, y in zip(found(power, SCALE), wanted, strict=True))
+        assert not same(found(power, 1.01 * SCALE)[1], wanted[1])
+
+
 @pytest.mark.usefixtures("_short_splits")
 def test_sizes_on_the_host_are_bounds() -> None:
     """A CUDA graph is captured for more keys and rows than there are: empty splits and tiles change no bit."""

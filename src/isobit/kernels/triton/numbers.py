@@ -38,7 +38,7 @@ def to_bf16(x):
 
 @triton.jit
 def cast(x, like: tl.constexpr):
-    """float32 `x` rounded to the element type `like`: bfloat16, float16 or float32."""
+    """float32 `x` rounded to the element type `like`: bfloat16 or float32."""
     if like == tl.bfloat16:
         return to_bf16(x)
     else:
