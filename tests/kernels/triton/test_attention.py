@@ -170,7 +170,7 @@ def test_tiles_of_every_size_and_either_side_first_have_the_same_bits(
 ) -> None:
     """Rows first or keys first, 16 to 128 rows. Two query heads to a key head, 6 channels that are padded to 64. The
     control: blocks of other keys."""
-    q, k, v = (8 * x for x in _rows(kind, 45, 2, 1, 6))
+    q, k, v = _rows(kind, 45, 2, 1, 6)
     layout = Layout.packed([45], page_size=8)
     store = _filled(kind, k, v, layout)
     wanted = _run(q, store, layout)
@@ -182,7 +182,7 @@ def test_tiles_of_every_size_and_either_side_first_have_the_same_bits(
 
     for rows, few in ((16, 128), (16, 0), (32, 128), (64, 0), (128, 128), (128, 0)):
         assert all(same(x, y) for x, y in zip(found(rows, 16, few), wanted, strict=True))
-    assert not all(same(x, y) for x, y in zip(found(16, 32, 128), wanted, strict=True))
+    assert not same(found(16, 32, 128)[0], wanted[0])
 
 
 @pytest.mark.usefixtures("_short_splits")
