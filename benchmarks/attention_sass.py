@@ -5,7 +5,8 @@ loop's instructions times warps / 4, for 64 keys of one key head and all rows of
 unit takes for them, from the throughput that NVIDIA publishes (CUDA C++ Programming Guide, table of arithmetic
 instructions, 9.0): an estimate of the bound, not of the time. Needs no GPU.
 
-`python -m benchmarks.attention_sass --out DIR` also writes attention_sass.json.
+`python -m benchmarks.attention_sass --out DIR` also writes attention_sass.json, beside what it says of the kernel that
+had 64 rows first in every tile; docs/gpu.md shows both.
 """
 
 import argparse
@@ -130,9 +131,30 @@ def table(found: Sequence[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
+def comparison(kept: dict[str, list[dict[str, object]]]) -> str:
+    """A line for each cache and phase in Markdown: the kernel before and now, for 64 keys and 64 rows of prefill."""
+    lines = [
+        "| phase | cache | rows of a tile | instructions | registers | shared KiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for old, new in zip(kept["before"], kept["now"], strict=True):
+        assert (old["cache"], old["phase"]) == (new["cache"], new["phase"])
+        found = []
+        for one in (old, new):
+            share = 1.0 if one["phase"] == "decode" else 64 / int(str(one["rows"]))
+            count = int(str(one["a_scheduler"]))
+            shared = round(int(str(one["shared_bytes"])) / 1024)
+            found.append((one["rows"], round(count * share), one["registers"], shared))
+        columns = (f"{before} → {now}" for before, now in zip(*found, strict=True))
+        lines.append(f"| {new['phase']} | {new['cache']} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_sass", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write attention_sass.json there")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write attention_sass.json there, which has the kernel before"
+    )
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -140,8 +162,9 @@ def main() -> None:
     found = [measured(cache, phase) for phase in ROWS for cache in arguments.caches]
     print(table(found))
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "attention_sass.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        path = arguments.out / "attention_sass.json"
+        kept = json.loads(path.read_text(encoding="utf-8")) | {"now": found}
+        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
