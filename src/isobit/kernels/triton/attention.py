@@ -147,10 +147,12 @@ def sink_of(sink_ptr, head, lane, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G
 
 
 @triton.jit
-def finish(acc, total, peak):
-    """(softmax·v [N, D], natural log-sum-exp [N]) of a row's joined parts."""
+def store_finished(acc, total, peak, out_ptr, lse_ptr, place, at, valid, mask):
+    """Write softmax·v [N, D] and the natural log-sum-exp [N] of rows' joined parts, where `places` has them."""
     # a zero's sign can depend on keys that a row does not see: adding +0 makes it +
-    return acc * tl.div_rn(1.0, total)[:, None] + 0.0, (peak + tl.log2(total)) * _LN2
+    out = acc * tl.div_rn(1.0, total)[:, None] + 0.0
+    tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + place, (peak + tl.log2(total)) * _LN2, mask=valid)
 
 
 @triton.jit
@@ -240,29 +242,26 @@ def _attend(
     place, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
     )  # fmt: skip
-    q = tl.load(q_ptr + at, mask=mask, other=0.0)
-    even_q, odd_q, factor = queries(q, factor, PAIRED, KEYS_FIRST)
+    even_q, odd_q, factor = queries(tl.load(q_ptr + at, mask=mask, other=0.0), factor, PAIRED, KEYS_FIRST)
     positions = context + tile * ROWS + tl.arange(0, ROWS * GROUP) // GROUP
     table_ptr += sequence.to(tl.int64) * table_stride
     k_ptr, v_ptr = k_ptr + head * DIM, v_ptr + head * DIM
     if PAIRED:
         k_ptr, v_ptr = numbers.pair_pointer(k_ptr), numbers.pair_pointer(v_ptr)
     if SCALED:
-        k_scale_ptr += head * SCALE_HEAD
-        v_scale_ptr += head * SCALE_HEAD
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+        k_scale_ptr, v_scale_ptr = k_scale_ptr + head * SCALE_HEAD, v_scale_ptr + head * SCALE_HEAD
     CHANNELS: tl.constexpr = DIM // 2 if PAIRED else DIM
     if PARALLEL:
         even, odd, total, peak = attend_split(
             even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
             split * KEYS_PER_SPLIT, stop, lowest, KV_HEADS * CHANNELS, CHANNELS, WIDTH, PAGE_SIZE, SCALED, SCALE_TOKEN,
-            KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, DTYPE, PAIRED, KEYS_FIRST,
+            KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, q_ptr.dtype.element_ty, PAIRED, KEYS_FIRST,
         )  # fmt: skip
     else:
         even, odd, total, peak = attend_splits(
             even_q, odd_q, positions, factor, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, stop, lowest,
             sink_ptr, head, HEADS, KV_HEADS, GROUP, KV_HEADS * CHANNELS, CHANNELS, WIDTH, PAGE_SIZE, SCALED,
-            SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, DTYPE, PAIRED, KEYS_FIRST,
+            SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES, q_ptr.dtype.element_ty, PAIRED, KEYS_FIRST,
         )  # fmt: skip
     place, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, WIDTH * 2 if PAIRED else WIDTH, GROUP, ROWS
@@ -274,9 +273,7 @@ def _attend(
         tl.store(lse_ptr + before + place, peak, mask=valid)
         tl.store(total_ptr + before + place, total, mask=valid)
     else:
-        out, lse = finish(acc, total, peak)
-        tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
-        tl.store(lse_ptr + place, lse, mask=valid)
+        store_finished(acc, total, peak, out_ptr, lse_ptr, place, at, valid, mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -314,6 +311,4 @@ def _join_splits(
         old, new, peak = factors(peak, sink_of(sink_ptr, head, member, HEADS, KV_HEADS, GROUP))
         acc = acc * old[:, None]
         total = total * old + new
-    out, lse = finish(acc, total, peak)
-    tl.store(out_ptr + at, numbers.cast(out, out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + place, lse, mask=valid)
+    store_finished(acc, total, peak, out_ptr, lse_ptr, place, at, valid, mask)
