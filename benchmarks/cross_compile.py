@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -60,7 +61,18 @@ def kernel_name(launch: KernelLaunch) -> str:
 
 
 def compile_launch(launch: KernelLaunch, capability: int = 90) -> Compiled:
-    """Compile what `launch` would have run, with the specialization that Triton would have chosen."""
+    """Compile what `launch` would have run, and read off what it became."""
+    made = compiled_by_triton(launch, capability)
+    registers, stack, spills = _resources(made.asm["ptx"], capability)
+    instructions = Counter(".".join(match) for match in _MATRIX.findall(made.asm["sass"]))
+    return Compiled(
+        kernel_name(launch), dict(launch.constants), launch.num_warps, launch.num_stages, registers, spills, stack,
+        made.metadata.shared, dict(instructions),
+    )  # fmt: skip
+
+
+def compiled_by_triton(launch: KernelLaunch, capability: int = 90) -> Any:
+    """Triton's own compiled kernel, with the specialization that it would have chosen; its `asm` has every stage."""
     signature, constants, attributes = {}, {}, {}
     given = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.constants
     for index, name in enumerate(launch.kernel.arg_names):
@@ -85,13 +97,7 @@ def compile_launch(launch: KernelLaunch, capability: int = 90) -> Compiled:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
     options |= {"maxnreg": launch.constants["maxnreg"]} if "maxnreg" in launch.constants else {}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack, spills = _resources(made.asm["ptx"], capability)
-    instructions = Counter(".".join(match) for match in _MATRIX.findall(made.asm["sass"]))
-    return Compiled(
-        kernel_name(launch), dict(launch.constants), launch.num_warps, launch.num_stages, registers, spills, stack,
-        made.metadata.shared, dict(instructions),
-    )  # fmt: skip
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _resources(ptx: str, capability: int) -> tuple[int, int, int]:

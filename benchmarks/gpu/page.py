@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks import roofline
+from benchmarks import attention_sass, roofline
 from benchmarks.gpu import targets
 from benchmarks.kernel_table import architecture_table, table
 
@@ -22,6 +22,7 @@ def tables() -> dict[str, str]:
     return {
         "kernels": table(kernels),
         "architectures": architecture_table(json.loads((KERNELS.parent / "architectures.json").read_text())),
+        "attention": attention_sass.comparison(json.loads((KERNELS.parent / "attention_sass.json").read_text())),
         "targets": roofline.target_table(),
         "decoding": roofline.decode_table(),
         "ceilings": targets.ceilings_table(KERNELS.parent),

@@ -2,10 +2,12 @@
 
 import os
 
+import pytest
 import torch
 
 from isobit.kernels import KVStore
 from isobit.kernels.matrices import Operand
+from isobit.kernels.triton import attention
 from isobit.precision import QTensor
 
 HAS_GPU = torch.cuda.is_available()
@@ -30,3 +32,16 @@ def moved(store: KVStore) -> KVStore:
     if store.calibrated:
         copies[2:] = [part[:1, :1].clone().to(DEVICE).expand(part.shape) for part in (store.k_scale, store.v_scale)]
     return KVStore(*copies, store.kv, None if store.counts is None else store.counts.clone().to(DEVICE))
+
+
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in splits of 32 keys and blocks of 16, so that toy sequences have several; few rows and many in tiles
+    of either kind, as they are. On a GPU 16 keys are no long side of its instruction, so there all tiles have them
+    first."""
+    own = attention.tiling
+    monkeypatch.setattr(attention, "_KEYS_PER_SPLIT", 32)
+    monkeypatch.setattr(
+        attention, "tiling", lambda *given: own(*given)._replace(rows=min(own(*given).rows, 64), keys=16)
+    )
+    if HAS_GPU:
+        monkeypatch.setattr(attention, "_FEW_ROWS", 64)

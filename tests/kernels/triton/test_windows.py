@@ -13,7 +13,7 @@ from isobit.precision import BF16
 
 from ..helpers import same
 from ..test_windows import SCALE, STORES, masked, problem
-from .helpers import DEVICE, moved
+from .helpers import DEVICE, moved, short_splits
 
 LENGTHS = [5, 0, 1, 70]
 
@@ -21,8 +21,7 @@ LENGTHS = [5, 0, 1, 70]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of 32 keys in blocks of 16, so that toy sequences have several."""
-    monkeypatch.setattr(attention, "_KEYS_PER_SPLIT", 32)
-    monkeypatch.setattr(attention, "tiling", lambda dim, dtype: attention.Tiling(16, 4, 2))
+    short_splits(monkeypatch)
     for name in ("_query_blocks", "_key_blocks"):
         monkeypatch.setattr(attention_backward, name, lambda *_: (16, 16, 4, 1))
 

@@ -109,6 +109,76 @@ def from_codes(codes):
         return from_e4m3(codes)
 
 
+# What unpacks a word of two pairs of codes, $2, into the first of both, $0, and the second of both, $1; in PTX, since
+# Triton has no operation on two numbers of a register. Each number is exact (`tests/kernels/triton/test_pairs.py`).
+INT8_TO_FP16 = tl.constexpr("""{
+.reg .b32 high, magic;
+mov.b32 magic, 0x64806480;
+shr.u32 high, $2, 8;
+lop3.b32 $0, $2, 0x00ff00ff, magic, 0x6a;
+lop3.b32 $1, high, 0x00ff00ff, magic, 0x6a;
+sub.f16x2 $0, $0, magic;
+sub.f16x2 $1, $1, magic;
+}""")
+"""The last bits of 1024 take code + 128 (an exclusive or of its sign), and 1152 is taken off."""
+INT8_TO_BF16 = tl.constexpr("""{
+.reg .b32 high, less, magic, minus;
+mov.b32 magic, 0x43004300;
+mov.b32 minus, 0xbf80bf80;
+shr.u32 high, $2, 8;
+lop3.b32 $0, $2, 0x007f007f, magic, 0xea;
+lop3.b32 less, $2, 0x00800080, magic, 0xea;
+fma.rn.bf16x2 $0, less, minus, $0;
+lop3.b32 $1, high, 0x007f007f, magic, 0xea;
+lop3.b32 less, high, 0x00800080, magic, 0xea;
+fma.rn.bf16x2 $1, less, minus, $1;
+}""")
+"""The last bits of 128 take the lower 7, and 128 is taken off, or 256 where the sign made it so."""
+E4M3_TO_FP16 = tl.constexpr("""{
+.reg .b32 sorted;
+.reg .b16 low, high;
+prmt.b32 sorted, $2, 0, 0x3120;
+mov.b32 {low, high}, sorted;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+@triton.jit
+def pair_pointer(codes_ptr):
+    """A pointer to codes as one to pairs of them: INT8 as int16, E4M3 as uint16."""
+    if codes_ptr.dtype.element_ty == tl.int8:
+        return codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        return codes_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
+
+
+@triton.jit
+def pairs(codes, like: tl.constexpr):
+    """(first codes, second codes) of pairs, INT8 as int16, E4M3 as uint16, as float16 or bfloat16: exactly; NaN codes
+    to NaN."""
+    if INTERPRETED:
+        form: tl.constexpr = tl.int8 if codes.dtype == tl.int16 else tl.uint8
+        low, high = (codes & 0xFF).to(form), ((codes >> 8) & 0xFF).to(form)
+        return cast(from_codes(low), like), cast(from_codes(high), like)
+    elif codes.dtype == tl.uint16:
+        low, high = tl.inline_asm_elementwise(
+            E4M3_TO_FP16, "=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+        if like == tl.float16:
+            return low, high
+        else:
+            return low.to(tl.float32).to(like), high.to(tl.float32).to(like)
+    elif like == tl.float16:
+        return tl.inline_asm_elementwise(
+            INT8_TO_FP16, "=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            INT8_TO_BF16, "=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+
+
 @triton.jit
 def block_scale(amax, UE8M0: tl.constexpr, form: tl.constexpr = tl.uint8):
     """The scale of a block with this largest magnitude, float32: as `isobit.precision.quantize.scales`. `form` is the

@@ -110,8 +110,9 @@ def _rows(x: Operand, lo: int, hi: int) -> Operand:
 
 
 def _attention(ops: Ops, kind: str) -> Iterator[Found]:
-    """A sequence at once, and its last rows as if decoded one by one."""
-    heads, kv_heads, dim, length = 2, 1, 64, _LENGTH
+    """A sequence at once, some of its rows as if decoded one by one, and its last ones in chunks: tiles of 16, 32, 64
+    and 128 rows, which stand on either side of the matrix instruction."""
+    heads, kv_heads, dim, length = 2, 1, 128, _LENGTH
     kv, what = _CACHES[kind], f"attention over keys in {kind}"
     q, k, v = (_random(ops, seed, length, n, dim) for seed, n in enumerate((heads, kv_heads, kv_heads)))
     packed = Layout.packed([length])
@@ -122,6 +123,10 @@ def _attention(ops: Ops, kind: str) -> Iterator[Found]:
     one = Layout.build([1] * len(starts), starts, packed.page_table.expand(len(starts), -1).contiguous(), 16)
     decoded = ops.attention(q[starts].contiguous(), store, one.to(ops.device), dim**-0.5)[0]
     yield f"{what}: decoded rows have other bits than a whole sequence's", torch.equal(decoded, whole[starts])
+    for rows in (12, 25):
+        chunk = Layout.build([rows], [length - rows], packed.page_table, 16).to(ops.device)
+        part = ops.attention(q[-rows:].contiguous(), store, chunk, dim**-0.5)[0]
+        yield f"{what}: a chunk of {rows} rows has other bits than a whole sequence", torch.equal(part, whole[-rows:])
     reference = ReferenceOps("exact")
     there = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16)
     reference.kv_write(there, k.cpu(), v.cpu(), packed)
