@@ -16,6 +16,8 @@ from isobit.precision import Nibbles, QTensor, QuantSpec
 from isobit.precision.nibbles import GROUP, panels, unpacked, unpacked_scales
 
 Operand = Tensor | QTensor
+Gradients = Sequence[Tensor | None]
+"""Of several weights; None: it has none yet."""
 Kept = Operand | Nibbles
 """A working weight as it is stored. Products unpack nibbles a part at a time."""
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Operand, Ops, Stacked, grouped_input_gradient, plain, unwatched
 from isobit.model import autograd
+from isobit.model.adding import added_to
 from isobit.model.autograd import ALONG_INPUTS
 from isobit.model.weights import Weight, has_own_copy
 from isobit.model.working import Mixture, Mlp
@@ -87,12 +88,14 @@ class _Experts(Function):
         if any(needed[count : 2 * count]):
             own = has_own_copy(down)
             hidden = ops.gate_mul(activation, gate_up) if own else _gated(gate_up, layer, unwatched(ops))
-            ddown = _weight_gradients(dy, hidden, down, offsets, needed[count : 2 * count], ops)
+            downs = [e.down for e in layer.experts]
+            ddown = _weight_gradients(dy, hidden, downs, offsets, needed[count : 2 * count], ops)
             del hidden
         dgate_up = ops.gate_mul_backward(activation, _input_gradient(dy, layer.down, down, offsets, ops), gate_up)
         if any(needed[:count]):
             inputs = kept[0] if has_own_copy(up) else _inputs(kept[0], up, unwatched(ops))
-            dup = _weight_gradients(dgate_up, _pick(inputs, rows), up, offsets, needed[:count], ops)
+            ups = [e.gate_up for e in layer.experts]
+            dup = _weight_gradients(dgate_up, _pick(inputs, rows), ups, offsets, needed[:count], ops)
         dbias = _bias_gradients(dgate_up, offsets, needed[2 * count : 3 * count], ops)
         dbias += _bias_gradients(dy, offsets, needed[3 * count :], ops)
         dx = None
@@ -154,11 +157,12 @@ def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tenso
 
 
 def _weight_gradients(
-    dy: Tensor, x: Operand, weight: Weight, offsets: Tensor, needed: tuple[bool, ...], ops: Ops
+    dy: Tensor, x: Operand, weights: Sequence[Weight], offsets: Tensor, needed: tuple[bool, ...], ops: Ops
 ) -> list[Tensor | None]:
     """dW [N, K] float32 of every expert that has rows and needs one, of dy [R, N] and the rows x [R, K] as they were
-    multiplied; before they were quantized, where WGrad has copies of its own."""
-    name = _name(weight)
+    multiplied; before they were quantized, where WGrad has copies of its own. None of what was added to a gradient."""
+    weight, masters = weights[0], [each.master for each in weights]
+    name, into = _name(weight), [added_to(master) for master in masters]
     if has_own_copy(weight) and isinstance(x, Tensor):
         assert weight.gradient is not None
         assert weight.activation is not None
@@ -167,11 +171,11 @@ def _weight_gradients(
             if stop > start:
                 copy = ops.quantize_along_tokens(x[start:stop], weight.activation, name)
                 gradient = ops.quantize_along_tokens(dy[start:stop], weight.gradient, f"output gradient of {name}")
-                found[expert] = ops.gradient_product(gradient, copy, torch.float32)
+                found[expert] = ops.gradient_product(gradient, copy, torch.float32, into[expert])
     else:
         given = weight.gradient if weight.wgrad == "fp8" and isinstance(x, QTensor) else None
-        found = ops.grouped_weight_gradient(dy, x, offsets, given, name)
-    return [dw if wanted else None for dw, wanted in zip(found, needed)]
+        found = ops.grouped_weight_gradient(dy, x, offsets, given, name, into)
+    return [dw if wanted and old is None else None for dw, wanted, old in zip(found, needed, into)]
 
 
 def _bias_gradients(dy: Tensor, offsets: Tensor, needed: Sequence[bool], ops: Ops) -> list[Tensor | None]:

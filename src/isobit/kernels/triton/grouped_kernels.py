@@ -123,18 +123,6 @@ def plain_product(
     _store_rows(acc, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS)
 
 
-@triton.jit
-def transpose_codes(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """y [E, C, R] = x [E, R, C], both uint8 and contiguous."""
-    tiles_r: tl.constexpr = (ROWS + BLOCK - 1) // BLOCK
-    first = tl.program_id(1).to(tl.int64) * ROWS * COLUMNS
-    r = tl.program_id(0) % tiles_r * BLOCK + tl.arange(0, BLOCK)
-    c = tl.program_id(0) // tiles_r * BLOCK + tl.arange(0, BLOCK)
-    inside = (r < ROWS)[:, None] & (c < COLUMNS)[None, :]
-    x = tl.load(x_ptr + first + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0)
-    tl.store(y_ptr + first + c[:, None] * ROWS + r[None, :], tl.trans(x), mask=tl.trans(inside))
-
-
 @triton.jit(do_not_specialize=["tiles", "x_scale_row", "x_scale_block"])
 def quantize_tokens(
     x_ptr, x_scale_ptr, y_ptr, scale_ptr, flag_ptr, tile_ptr, offsets_ptr, tiles, x_scale_row, x_scale_block,
@@ -164,14 +152,26 @@ def quantize_tokens(
     tl.store(y_ptr + target, codes, mask=(c < COLUMNS)[:, None])
 
 
+@triton.jit
+def _store_gradient(total, y_ptr, held_ptr, expert, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of an expert's gradient to y [E, N, K], or added to what y has where `held` [E] int32, if given, is 1."""
+    at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
+    inside = (n < ROWS)[:, None] & (k < COLUMNS)[None, :]
+    if held_ptr is not None:
+        held = tl.load(held_ptr + expert) != 0
+        # selected, and not added with 0: -0 would become 0
+        total = tl.where(held, tl.load(y_ptr + at, mask=inside & held, other=0.0) + total, total)
+    tl.store(y_ptr + at, total, mask=inside)
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def block_weight_gradient(
-    g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, y_ptr, start_ptr, tiles,
+    g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, y_ptr, held_ptr, start_ptr, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y [E, N, K] float32 of codes g [N, 128 tiles] and x [K, 128 tiles], both as `quantize_tokens` makes them: the
-    expert's blocks of 128 tokens ascending, as `block_product` does those of K. An expert without rows is not written.
-    """
+    expert's blocks of 128 tokens ascending, as `block_product` does those of K; added to y where `held`. An expert
+    without rows is not written."""
     tiles_k: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(start_ptr + expert), tl.load(start_ptr + expert + 1)
@@ -196,18 +196,17 @@ def block_weight_gradient(
         x_tile += 128
         g_scales += ROWS
         x_scales += COLUMNS
-    at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
-    tl.store(y_ptr + at, acc, mask=(n < ROWS)[:, None] & (k < COLUMNS)[None, :])
+    _store_gradient(acc, y_ptr, held_ptr, expert, n, k, ROWS, COLUMNS)
 
 
 @triton.jit
 def plain_weight_gradient(
-    g_ptr, x_ptr, y_ptr, offsets_ptr,
+    g_ptr, x_ptr, y_ptr, held_ptr, offsets_ptr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [E, N, K] float32 of g [R, N] and x [R, K] in BF16 or FP32: one float32 sum over the expert's rows, ascending.
-    An expert without rows is not written."""
+    """y [E, N, K] float32 of g [R, N] and x [R, K] in BF16 or FP32: one float32 sum over the expert's rows, ascending;
+    added to y where `held`. An expert without rows is not written."""
     tiles_k: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
@@ -226,8 +225,7 @@ def plain_weight_gradient(
         g = tl.load(g_ptr + t[None, :] * ROWS + n_at[:, None], mask=inside[None, :], other=0.0)
         x = tl.load(x_ptr + t[:, None] * COLUMNS + k_at[None, :], mask=inside[:, None], other=0.0)
         acc = numbers.dot(g, x, acc)
-    at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
-    tl.store(y_ptr + at, acc, mask=(n < ROWS)[:, None] & (k < COLUMNS)[None, :])
+    _store_gradient(acc, y_ptr, held_ptr, expert, n, k, ROWS, COLUMNS)
 
 
 @triton.jit
