@@ -6,6 +6,7 @@ In a process of its own, since this one interprets Triton.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,22 @@ own = {kernel_table.signature(launch): launch for launch in found}.values()
 print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch, 10 * major + minor)) for launch in own
                   for major, minor in ARCHITECTURES]))
 """
+_HEAD = """
+import json
+import torch
+from benchmarks.cross_compile import matrix_layouts
+from isobit.kernels.triton import head
+from isobit.kernels.triton.launch import record_launches
+weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")
+with record_launches() as found:
+    for rows in (1, 8192, 1):
+        hidden = torch.empty(rows, 1024, dtype=torch.bfloat16, device="meta")
+        head.head_logprobs(hidden, weight, torch.empty(rows, dtype=torch.int64, device="meta"), 1.0)
+        if rows == 8192:
+            head.VOCABULARY_TILE = {torch.bfloat16: 64}
+            head._tile = lambda rows, dtype: (128, 64, 8, 4)
+print(json.dumps([layout for launch in found[::2] for layout in matrix_layouts(launch)]))
+"""
 _SPILLING = """
 import torch, triton, triton.language as tl
 from benchmarks.cross_compile import compile_launch
@@ -213,6 +230,16 @@ def test_linear_attention_compiles_for_every_architecture(tmp_path: Path) -> Non
     every = len(ARCHITECTURES)
     assert sorted(row["kernel"] for row in rows[::every]) == [*kernels, "delta_backward.delta_backward"]
     assert [row for row in rows if row["spilled_bytes"] or row["stack_bytes"]] == []
+
+
+@pytest.mark.slow
+def test_the_heads_tiles_lie_alike_along_the_vocabulary(tmp_path: Path) -> None:
+    """One row and 8,192: the same instruction, on as many warps along the vocabulary, so one tree over it; the larger
+    tile has the other warps along the rows. The control: a tile of 64 tokens has fewer warps there."""
+    few, many, other = json.loads(_python(_HEAD, tmp_path))
+    shape = r"warpsPerCTA = \[(\d+), (\d+)\], instrShape = \[16, 64, 16\]"
+    found = [re.search(shape, layout) for layout in (few, many, other)]
+    assert [match and match.groups() for match in found] == [("8", "1"), ("8", "2"), ("4", "2")]
 
 
 @pytest.mark.slow
