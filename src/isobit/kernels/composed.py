@@ -8,7 +8,7 @@ from itertools import pairwise, zip_longest
 import torch
 from torch import Tensor
 
-from isobit.kernels.matrices import Gradients, Kept, Operand, Prepared, Stacked, plain, values
+from isobit.kernels.matrices import Gradients, Kept, Operand, Prepared, Stacked, picked, plain, values
 from isobit.kernels.stores import KVStore
 from isobit.kernels.types import Activation, Heads, Layout, Ops, Temperature
 from isobit.precision import ErrorSums, Nibbles, Precision, QTensor, QuantSpec, along_rows, error_sums
@@ -43,7 +43,13 @@ class Composed(Ops):
         found = self.product(a, b, None, out)
         return found if into is None else into.add_(found)
 
-    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+    def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return by_expert(chosen, count)
+
+    def grouped_product(
+        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ) -> Tensor:
+        a = a if rows is None else picked(a, rows)
         parts = [
             self.product(rows_of(a, start, stop), weight, bias, out)
             for weight, bias, (start, stop) in zip(*weights.each, pairwise(offsets.tolist()))
@@ -156,6 +162,16 @@ class Composed(Ops):
         logits = logits if source is None else logits.index_select(0, source)
         tokens = self.sample(logits, keys, temperature)
         return tokens, self.token_logprobs(logits, tokens, temperature)[0]
+
+
+def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`Ops.by_expert`, by a stable sort."""
+    assert count < 1 << 15
+    found = chosen.flatten().to(torch.int16).sort(stable=True)  # few bits to sort by: a GPU takes them in passes
+    experts = torch.arange(count + 1, dtype=torch.int16, device=chosen.device)
+    order, offsets = found.indices, torch.searchsorted(found.values, experts)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return order // chosen.shape[1], place.view(chosen.shape), offsets
 
 
 def input_gradient(ops: Ops, dy: Tensor, weight: Kept, out: torch.dtype) -> Tensor:

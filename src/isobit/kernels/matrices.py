@@ -70,6 +70,14 @@ def values(operand: Prepared) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.dequantize()
 
 
+def picked(operand: Operand, rows: Tensor) -> Operand:
+    """The rows of an operand at these indices."""
+    if isinstance(operand, Tensor):
+        return operand.index_select(0, rows)
+    codes = operand.data.view(torch.uint8).index_select(0, rows).view(operand.data.dtype)
+    return QTensor(codes, operand.scale.index_select(0, rows), operand.spec)
+
+
 def plain(operand: Kept, dtype: torch.dtype) -> Tensor:
     """A plain tensor itself, or the dequantized matrix in `dtype`."""
     return operand if isinstance(operand, Tensor) else operand.dequantize().to(dtype)

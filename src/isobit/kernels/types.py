@@ -178,10 +178,17 @@ class Ops(Protocol):
         """`product` for a backward: the same inputs give the same bits, but a row may depend on its batch. With `into`
         [M, N] float32, contiguous, the float32 product is added to it, with the bits of `into += product`."""
 
-    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+    def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Choices [T, k] int64 among `count` experts, sorted by expert, then by row: each sorted row's token [T k], the
+        sorted rows of each token [T, k], and where every expert's rows begin, with their number at the end [count + 1];
+        int64 all."""
+
+    def grouped_product(
+        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ) -> Tensor:
         """`product` of every row of a [R, K] with the weights [N, K] of its expert, and its bias if the experts have
         any: [R, N]. Rows offsets[e] to offsets[e + 1] are those of expert e; offsets [E + 1] int64, offsets[E] = R.
-        Rows do not share scales."""
+        With `rows` [R] int64, row r is a's at rows[r]. Rows do not share scales."""
 
     def grouped_weight_gradient(
         self,

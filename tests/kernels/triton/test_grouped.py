@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels import Operand, Stacked, get_ops
+from isobit.kernels import Operand, Stacked, get_ops, picked
 from isobit.kernels.triton import grouped
 from isobit.kernels.triton.grouped import Schedule
 from isobit.kernels.triton.transpose import contiguous_bytes
@@ -219,6 +219,26 @@ def test_weight_gradients_are_the_reference_where_sums_are_exact(flow: str) -> N
     for dw, other in zip(found, wanted):
         assert (dw is None) == (other is None)
         assert dw is None or other is None or torch.equal(dw.cpu(), other)  # but for the sign of a zero
+
+
+@pytest.mark.parametrize("flow", ["fp8", "bf16", "bf16 by codes"])
+def test_rows_are_found_where_they_stand(flow: str) -> None:
+    """Picked as they are loaded: the bits of rows that were picked before. The control picks others."""
+    a: Operand = quantize(draw(1, 7, INNER), ROW) if flow == "fp8" else draw(1, 7, INNER)
+    matrices: list[Operand] = [draw(50 + e, COLUMNS, INNER) for e in range(EXPERTS)]
+    weights = stacked(matrices if flow == "bf16" else [quantize(m, WEIGHT) for m in matrices])
+    rows = torch.randint(0, 7, (ROWS,), generator=torch.Generator().manual_seed(0))
+    compute = partial(grouped.grouped_product, weights=weights, offsets=OFFSETS.to(DEVICE), out=torch.float32)
+    wanted = compute(there(picked(a, rows)))
+    assert same(compute(there(a), rows=rows.to(DEVICE)), wanted)
+    assert not same(compute(there(a), rows=rows.roll(1).to(DEVICE)), wanted)
+
+
+def test_one_schedule_serves_products_of_the_same_offsets() -> None:
+    offsets = OFFSETS.to(DEVICE)
+    assert Schedule.of(offsets, ROWS, 64) is Schedule.of(offsets, ROWS, 64)
+    assert Schedule.of(offsets, ROWS, 64) is not Schedule.of(offsets, ROWS, 128)
+    assert Schedule.of(offsets, ROWS, 64) is not Schedule.of(offsets.clone(), ROWS, 64)
 
 
 @pytest.mark.parametrize("apart", [False, True])

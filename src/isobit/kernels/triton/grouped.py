@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isobit.errors import IsobitError
 from isobit.kernels.composed import bias_gradients
-from isobit.kernels.matrices import Gradients, Operand, Stacked
+from isobit.kernels.matrices import Gradients, Operand, Stacked, picked
 from isobit.kernels.triton import grouped_kernels as kernels
 from isobit.kernels.triton.launch import launch, target
 from isobit.kernels.triton.operands import check_blocks, scale_strides
@@ -70,7 +71,15 @@ class Schedule:
 
     @staticmethod
     def of(offsets: Tensor, rows: int, height: int) -> "Schedule":
-        """Of `rows` rows whose expert e has rows offsets[e] to offsets[e + 1]."""
+        """Of `rows` rows whose expert e has rows offsets[e] to offsets[e + 1]. Written once for products of the same
+        `offsets`, which nobody changes."""
+        made = _schedules.setdefault(offsets, {})
+        if (rows, height) not in made:
+            made[rows, height] = Schedule._written(offsets, rows, height)
+        return made[rows, height]
+
+    @staticmethod
+    def _written(offsets: Tensor, rows: int, height: int) -> "Schedule":
         experts = offsets.shape[0] - 1
         served = min(experts, rows)
         count = served + (rows - served) // height
@@ -83,25 +92,32 @@ class Schedule:
         return Schedule(tile, start, height)
 
 
-def grouped_product(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+_schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by offsets, then (rows, height)
+
+
+def grouped_product(
+    a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+) -> Tensor:
     """Every row of a [R, K] times the weights [N, K] of its expert, plus its bias, rounded once to `out`: [R, N].
 
-    offsets [E + 1] int64 on the device. Both quantized: E4M3, a with a scale per row and block of K (1x128), weights
-    the same or 128x128; raises IsobitError for other blocks. Else plain, a quantized one counting as its values.
+    With `rows` [R] int64, row r is a's at rows[r], loaded from there. offsets [E + 1] int64 on the device. Both
+    quantized: E4M3, a with a scale per row and block of K (1x128), weights the same or 128x128; raises IsobitError for
+    other blocks. Else plain, a quantized one counting as its values.
     """
     assert a.shape[1] == weights.shape[2], f"operands of {a.shape[1]} and {weights.shape[2]} columns"
     assert out in _OUTPUTS, f"a product has no result in {out}"
     if weights.common is not None:
-        return _nibbles(a, weights, offsets, out)
-    y = torch.empty((a.shape[0], weights.shape[1]), dtype=out, device=offsets.device)
+        return _nibbles(a if rows is None else picked(a, rows), weights, offsets, out)
+    count = a.shape[0] if rows is None else rows.shape[0]
+    y = torch.empty((count, weights.shape[1]), dtype=out, device=offsets.device)
     if isinstance(a, QTensor) and weights.spec is not None:
-        _block_product(a, weights, offsets, y)
+        _block_product(a, weights, offsets, y, rows)
         return y
     left = a.dequantize() if isinstance(a, QTensor) else a
     right = weights if weights.spec is None else weights.map(values)
     if left.dtype != right.data.dtype:
         left, right = left.float(), Stacked(right.data.float())
-    _plain_product(left, right.data, weights.bias, offsets, y)
+    _plain_product(left, right.data, weights.bias, offsets, y, rows)
     return y
 
 
@@ -202,7 +218,7 @@ def _nibbles(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) ->
     return torch.cat(parts, 1)
 
 
-def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> None:
+def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor, picks: Tensor | None = None) -> None:
     assert weights.scale is not None
     assert weights.spec is not None
     check_blocks(a, QTensor(weights.data[0], weights.scale[0], weights.spec))
@@ -210,26 +226,28 @@ def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> 
     columns, tile, scale = weights.shape[1], FP8_TILE, weights.scale
     if target().matrix == "tensor":  # where four warps spill
         tile = replace(tile, num_warps=8)
-    planned = Schedule.of(offsets, rows, tile.t)
+    planned = Schedule.of(offsets, y.shape[0], tile.t)
     launch(
         kernels.block_product, (planned.count * -(-columns // tile.n),),
         a.data.view(torch.uint8).contiguous(), a.scale, contiguous_bytes(weights.data.view(torch.uint8)), scale,
-        weights.bias, y, planned.tile, offsets, planned.count, *scale_strides(a.scale, rows),
+        weights.bias, y, planned.tile, offsets, picks, planned.count, *scale_strides(a.scale, rows),
         scale.stride(0), *scale_strides(scale[0], columns),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner,
         BLOCK_N=tile.n, BLOCK_T=tile.t, ROW_SCALES=weights.block[0] == 1, STAGES=tile.num_stages,
     )  # fmt: skip
 
 
-def _plain_product(a: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, y: Tensor) -> None:
+def _plain_product(
+    a: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, y: Tensor, picks: Tensor | None = None
+) -> None:
     columns, inner = weights.shape[1:]
     tile = PLAIN_TILE[a.dtype]
     if weights.stride(0) != columns * inner:
         weights = weights.contiguous()
-    planned = Schedule.of(offsets, a.shape[0], tile.t)
+    planned = Schedule.of(offsets, y.shape[0], tile.t)
     launch(
         kernels.plain_product, (planned.count * -(-columns // tile.n),), a.contiguous(), weights, bias, y, planned.tile,
-        offsets, planned.count, weights.stride(1), weights.stride(2),
+        offsets, picks, planned.count, weights.stride(1), weights.stride(2),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner, BLOCK_N=tile.n,
         BLOCK_T=tile.t, BLOCK_K=tile.step, STAGES=tile.num_stages,
     )  # fmt: skip

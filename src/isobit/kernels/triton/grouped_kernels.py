@@ -51,15 +51,25 @@ def _store_rows(total, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS: tl.constexp
     tl.store(y_ptr + at, y, mask=(t < stop)[:, None] & (n < COLUMNS)[None, :])
 
 
+@triton.jit
+def _row_of(pick_ptr, t):
+    """Where the sorted rows t stand."""
+    if pick_ptr is None:
+        return t.to(tl.int64)
+    else:
+        return tl.load(pick_ptr + t)
+
+
 @triton.jit(do_not_specialize=["tiles", "a_scale_row", "a_scale_block"])
 def block_product(
-    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr,
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, pick_ptr,
     tiles, a_scale_row, a_scale_block, w_scale_expert, w_scale_row, w_scale_block,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     ROW_SCALES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y [R, N] of codes (uint8) a [R, K] and w [E, N, K]: for each block of 128 along K, ascending, (codes · codes)
-    summed from zero, times (scale_a · scale_w), added by fma. Scales of w: one a row, or one for every 128 rows."""
+    summed from zero, times (scale_a · scale_w), added by fma. Scales of w: one a row, or one for 128 rows. The rows
+    are a's at `pick` [R] int64, if that is there."""
     tiles_n: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     tile, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     expert = tl.load(tile_ptr + tile).to(tl.int64)
@@ -69,7 +79,7 @@ def block_product(
     t = tl.load(tile_ptr + tiles + tile) + tl.arange(0, BLOCK_T)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, 128)
-    a_at = tl.minimum(t, stop - 1).to(tl.int64)
+    a_at = _row_of(pick_ptr, tl.minimum(t, stop - 1))
     w_at = tl.minimum(n, COLUMNS - 1).to(tl.int64)
     a_tile = numbers.e4m3_pointer(a_ptr) + a_at[None, :] * INNER + k[:, None]
     w_tile = numbers.e4m3_pointer(w_ptr) + (expert * COLUMNS + w_at)[:, None] * INNER + k[None, :]
@@ -96,7 +106,7 @@ def block_product(
 
 @triton.jit(do_not_specialize=["tiles"])
 def plain_product(
-    a_ptr, w_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, tiles, w_row, w_column,
+    a_ptr, w_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, pick_ptr, tiles, w_row, w_column,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +120,7 @@ def plain_product(
     t = tl.load(tile_ptr + tiles + tile) + tl.arange(0, BLOCK_T)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    a_at = tl.minimum(t, stop - 1).to(tl.int64)
+    a_at = _row_of(pick_ptr, tl.minimum(t, stop - 1))
     w_at = (n if COLUMNS % BLOCK_N == 0 else tl.minimum(n, COLUMNS - 1)).to(tl.int64)
     a_tile = a_ptr + a_at[None, :] * INNER + k[:, None]
     w_tile = w_ptr + expert * COLUMNS * INNER + w_at[:, None] * w_row + k[None, :] * w_column

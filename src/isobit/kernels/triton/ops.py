@@ -128,8 +128,13 @@ class TritonOps(DeltaOperators):
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
         return product.gradient_product(a, b, out, into)
 
-    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
-        return grouped.grouped_product(a, weights, offsets, out)
+    def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return routing.by_expert(chosen, count)
+
+    def grouped_product(
+        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ) -> Tensor:
+        return grouped.grouped_product(a, weights, offsets, out, rows)
 
     def grouped_weight_gradient(
         self,
