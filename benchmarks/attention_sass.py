@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from triton.backends.compiler import GPUTarget
 
-from benchmarks.cross_compile import compile_launch, compiled_by_triton
+from benchmarks.cross_compile import compile_launch, triton_compile
 from isobit.kernels import KVStore, Layout
 from isobit.kernels.triton.attention import attention
 from isobit.kernels.triton.launch import KernelLaunch, record_launches
@@ -97,7 +98,7 @@ def measured(cache: str, phase: str) -> dict[str, object]:
     """The loop of one kernel: instructions of a warp by class, and what ptxas says of the kernel."""
     launch = launch_of(cache, ROWS[phase])
     made = compile_launch(launch)
-    names = loop_of(compiled_by_triton(launch).asm["sass"])
+    names = loop_of(triton_compile(launch, GPUTarget("cuda", 90, 32)).asm["sass"])
     keys = int(str(launch.constants["BLOCK_KEYS"]))
     share = 64 / keys * launch.num_warps / 4
     rows = int(str(launch.constants["ROWS"])) * int(str(launch.constants["GROUP"]))

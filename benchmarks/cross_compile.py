@@ -61,8 +61,8 @@ def kernel_name(launch: KernelLaunch) -> str:
 
 
 def compile_launch(launch: KernelLaunch, capability: int = 90) -> Compiled:
-    """Compile what `launch` would have run, and read off what it became."""
-    made = compiled_by_triton(launch, capability)
+    """Compile what `launch` would have run, with the specialization that Triton would have chosen."""
+    made = triton_compile(launch, GPUTarget("cuda", capability, 32))
     registers, stack, spills = _resources(made.asm["ptx"], capability)
     instructions = Counter(".".join(match) for match in _MATRIX.findall(made.asm["sass"]))
     return Compiled(
@@ -71,8 +71,14 @@ def compile_launch(launch: KernelLaunch, capability: int = 90) -> Compiled:
     )  # fmt: skip
 
 
-def compiled_by_triton(launch: KernelLaunch, capability: int = 90) -> Any:
-    """Triton's own compiled kernel, with the specialization that it would have chosen; its `asm` has every stage."""
+def matrix_layouts(launch: KernelLaunch, capability: int = 90) -> set[str]:
+    """How a launch's matrix products lie in registers: instructions, and warps along both sides, in Triton's words."""
+    made = triton_compile(launch, GPUTarget("cuda", capability, 32))
+    return set(re.findall(r"#ttg\.nvidia_mma<[^>]*>", made.asm["ttgir"]))
+
+
+def triton_compile(launch: KernelLaunch, target: GPUTarget) -> Any:
+    """What Triton's compiler makes of a launch."""
     signature, constants, attributes = {}, {}, {}
     given = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.constants
     for index, name in enumerate(launch.kernel.arg_names):
@@ -97,7 +103,7 @@ def compiled_by_triton(launch: KernelLaunch, capability: int = 90) -> Any:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
     options |= {"maxnreg": launch.constants["maxnreg"]} if "maxnreg" in launch.constants else {}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def _resources(ptx: str, capability: int) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ In a process of its own, since this one interprets Triton.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,22 @@ own = {kernel_table.signature(launch): launch for launch in found}.values()
 print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch, 10 * major + minor)) for launch in own
                   for major, minor in ARCHITECTURES]))
 """
+_HEAD = """
+import json
+import torch
+from benchmarks.cross_compile import matrix_layouts
+from isobit.kernels.triton import head
+from isobit.kernels.triton.launch import record_launches
+weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")
+with record_launches() as found:
+    for rows in (1, 8192, 1):
+        hidden = torch.empty(rows, 1024, dtype=torch.bfloat16, device="meta")
+        head.head_logprobs(hidden, weight, torch.empty(rows, dtype=torch.int64, device="meta"), 1.0)
+        if rows == 8192:
+            head.VOCABULARY_TILE = {torch.bfloat16: 64}
+            head._tile = lambda rows, dtype: (128, 64, 8, 4)
+print(json.dumps([layout for launch in found[::2] for layout in matrix_layouts(launch)]))
+"""
 _SPILLING = """
 import torch, triton, triton.language as tl
 from benchmarks.cross_compile import compile_launch
@@ -216,6 +233,16 @@ def test_linear_attention_compiles_for_every_architecture(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_the_heads_tiles_lie_alike_along_the_vocabulary(tmp_path: Path) -> None:
+    """One row and 8,192: the same instruction, on as many warps along the vocabulary, so one tree over it; the larger
+    tile has the other warps along the rows. The control: a tile of 64 tokens has fewer warps there."""
+    few, many, other = json.loads(_python(_HEAD, tmp_path))
+    shape = r"warpsPerCTA = \[(\d+), (\d+)\], instrShape = \[16, 64, 16\]"
+    found = [re.search(shape, layout) for layout in (few, many, other)]
+    assert [match and match.groups() for match in found] == [("8", "1"), ("8", "2"), ("4", "2")]
+
+
+@pytest.mark.slow
 def test_products_run_on_the_warpgroups_instructions(kernels: list[dict[str, Any]]) -> None:
     """FP8 tiles as QGMMA, BF16 tiles as HGMMA; never HMMA, the fallback of tiles that are too low."""
     classes = {row["kernel"]: row["instruction_class"] for row in kernels}
@@ -258,6 +285,34 @@ def test_the_kept_table_of_architectures_has_all_and_no_failure() -> None:
         assert row["most_shared_kib"] <= row["shared_limit_kib"]
         plain, low = ["bf16", "bf16[kv_cache=int8]"], ["fp8", "fp8[kv_cache=e4m3]", "fp8-unified", "bf16"]
         assert row["presets"] == (plain if row["architecture"] in ("sm_80", "sm_86") else low)
+
+
+@pytest.mark.slow
+def test_the_kept_launches_are_those_of_the_code(tmp_path: Path) -> None:
+    program = "import json; from benchmarks import launch_count; print(json.dumps(launch_count.counts()))"
+    assert json.loads((KERNELS.parent / "launches.json").read_text())["now"] == json.loads(_python(program, tmp_path))
+
+
+def test_the_kept_table_of_amds_cards_claims_no_more_than_that_they_compile() -> None:
+    kept = json.loads((KERNELS.parent / "amd.json").read_text(encoding="utf-8"))
+    assert [(row["card"], row["preset"]) for row in kept] == [
+        (card, preset) for card in ("gfx942", "gfx950") for preset in ("bf16", "fp8")
+    ]
+    assert all(len(row["kernels"]) > 40 for row in kept)
+    assert not [kernel for row in kept for kernel in row["kernels"] if "failure" in kernel]
+
+
+@pytest.mark.slow
+def test_a_product_compiles_for_amds_cards(tmp_path: Path) -> None:
+    """And what does not compile has a row that says why: the control is a card that does not exist."""
+    program = (
+        "import json; from benchmarks import amd_table as t; every = t.chosen(['Qwen3-8B'], 'bf16', 1);"
+        "one = next(each for each in every if t.kernel_name(each) == 'product_kernels.plain_product');"
+        "print(json.dumps([t.compiled(one, card) for card in ('gfx942', 'gfx950', 'gfx000')]))"
+    )
+    *rows, wrong = json.loads(_python(program, tmp_path))
+    assert all(row["vgpr_spill_count"] == 0 and row["matrix"] for row in rows)
+    assert "failure" in wrong
 
 
 def test_the_page_has_the_tables_that_the_code_makes() -> None:

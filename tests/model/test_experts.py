@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Activation, Operand, Stacked, get_ops
+from isobit.kernels.composed import by_expert
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.triton import grouped
 from isobit.kernels.triton.launch import record_launches
 from isobit.model import Experts, Model, experts
 from isobit.model.autograd import Vector, Weight
-from isobit.model.experts import by_expert, through_experts
+from isobit.model.experts import through_experts
 from isobit.model.working import Mixture, map_parts
 from isobit.precision import QTensor, QuantSpec
 
@@ -86,8 +87,8 @@ def test_rows_that_share_scales_go_to_each_expert_alone() -> None:
     only = torch.tensor([1.0, 0.0, 0.0]).expand(9, 3)  # the sum is the first expert's result
     with torch.no_grad():
         found = through_experts(x, only, chosen, layer, model.transformer.ops["learner"])
-        order, offsets = by_expert(chosen, 6)
-        first = order[: int(offsets[1])]  # the rows of the first expert
+        _, place, offsets = by_expert(chosen, 6)
+        first = place.flatten().argsort()[: int(offsets[1])]  # the choices of the first expert
         alone = experts.mlp(x[first // 3], layer.experts[0], model.transformer.ops["learner"])
         apart = experts.mlp(x[first[:1] // 3], layer.experts[0], model.transformer.ops["learner"])
     mine = first % 3 == 0
@@ -138,8 +139,9 @@ def test_a_stack_is_its_matrices_and_so_is_its_transpose() -> None:
 
 
 def test_choices_are_sorted_by_expert_then_by_row() -> None:
-    order, offsets = by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
-    assert order.tolist() == [1, 2, 0, 4, 3, 5]
+    token, place, offsets = by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
+    assert place.tolist() == [[2, 0], [1, 4], [3, 5]]
+    assert token.tolist() == [0, 1, 0, 2, 1, 2]
     assert offsets.tolist() == [0, 2, 2, 4, 6, 6]
 
 
@@ -152,12 +154,14 @@ class _Nothing(ReferenceOps):
     def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
         return self.quantize(gate_up[:, : gate_up.shape[1] // 2], spec, name)
 
-    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
-        return grouped.grouped_product(a, weights, offsets, out)
+    def grouped_product(
+        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ) -> Tensor:
+        return grouped.grouped_product(a, weights, offsets, out, rows)
 
 
 def test_the_forward_asks_for_no_value() -> None:
-    """On the meta device there are none: whatever would wait for a GPU raises. Two products, one schedule each."""
+    """On the meta device there are none: whatever would wait for a GPU raises. Two products by one schedule."""
     model = random_model("fp8", "reference", "qwen3_moe")
     layer = layer_of(model)
     bare = [Stacked(s.data.to("meta"), None if s.scale is None else s.scale.to("meta"), s.spec) for s in _stacks(layer)]
@@ -168,7 +172,7 @@ def test_the_forward_asks_for_no_value() -> None:
         assert results.shape == (50, WIDTH)
         with pytest.raises(RuntimeError, match="meta"):  # the control: the loop over experts does ask
             experts._one_by_one(x, gates, chosen, layer, _Nothing())
-    assert [launch.kernel.__name__ for launch in found] == ["schedule", "block_product"] * 2
+    assert [launch.kernel.__name__ for launch in found] == ["schedule", "block_product", "block_product"]
 
 
 def _stacks(layer: Mixture) -> tuple[Stacked, Stacked]:

@@ -57,7 +57,7 @@ def stage(tensor: Tensor, device: torch.device) -> Tensor:
 def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     """The step's tensors. `vocabulary`: of the model, for repetition penalties."""
     rows, count = scheduler.rows, plan.decode
-    tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots()
+    tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots(count)
     if not plan.chunks:
         layout = _layout(rows.row_start[: count + 1], position, rows.table[:count], rows.page_size, position, slots)
         draws = Draws(torch.from_numpy(rows.key[:count]), torch.from_numpy(rows.settings[:count]), rows.kinds)

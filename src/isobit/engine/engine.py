@@ -42,8 +42,8 @@ OnGroup = Callable[[int, list[Completion]], None]
 class Engine:
     """A rollout engine over `kv_pages` pages of `page_size` tokens (`tokens_of_a_page`), on the model's device.
 
-    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a GPU, steps of decoding
-    sequences only are captured as `cuda_graphs`. With `prefix_cache` requests share the full pages of equal beginnings,
+    A step computes at most `max_batch_tokens` tokens of at most `max_sequences` sequences. On a GPU, what decodes in it
+    is captured as `cuda_graphs`. With `prefix_cache` requests share the full pages of equal beginnings,
     also after those who computed them have ended, while the weights stay the same.
     """
 

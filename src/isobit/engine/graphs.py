@@ -8,8 +8,8 @@ tests/engine/test_graphs.py compares them, over a stand-in for captured graphs o
 
 A graph reads and writes fixed addresses: buffers of this module, the stores, the working weights. `begin` drops graphs
 whose weights or stores have moved; `Transformer.sync` keeps them in place. Tokens stay on the device, so a
-step can be launched before the host has read the previous one. Left out: steps with prompts in them, which run as they
-are.
+step can be launched before the host has read the previous one. Left out: chunks of prompts, which `runner.py` computes
+as they are, beside a captured step.
 """
 
 from bisect import bisect_left

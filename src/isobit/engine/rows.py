@@ -71,10 +71,21 @@ class DecodeRows:
         last = self.count - 1
         assert 0 <= row <= last
         if row != last:
-            for array in (self.slot, self.token, self.position, self.num_slots, self.table, self.key, self.settings):
+            for array in self._arrays():
                 array[row] = array[last]
         self.count = last
         self._kinds = None
+
+    def put_first(self, chosen: NDArray[np.bool_]) -> None:
+        """Change the rows' order so that those `chosen` [count] stand in front of the others."""
+        if chosen[: chosen.sum()].all():
+            return
+        order = np.argsort(~chosen, kind="stable")
+        for array in self._arrays():
+            array[: self.count] = array[order]
+
+    def _arrays(self) -> tuple[NDArray, ...]:
+        return self.slot, self.token, self.position, self.num_slots, self.table, self.key, self.settings
 
     def add_page(self, row: int, page: int) -> None:
         self.table[row, self.num_slots[row] // self.page_size] = page
@@ -91,9 +102,9 @@ class DecodeRows:
         """Rows whose next position has no slot yet."""
         return np.flatnonzero(self.position[: self.count] >= self.num_slots[: self.count])
 
-    def slots(self) -> NDArray[np.int64]:
-        """The slot of every row's next key and value, [count]."""
-        return self.slots_at(self.row_start[: self.count], self.position[: self.count])
+    def slots(self, count: int) -> NDArray[np.int64]:
+        """The slots of the next keys and values of the first `count` rows."""
+        return self.slots_at(self.row_start[:count], self.position[:count])
 
     def slots_at(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The slots of these positions of these rows."""
@@ -101,7 +112,7 @@ class DecodeRows:
         return page * np.int64(self.page_size) + positions % self.page_size
 
     def advance(self, tokens: NDArray[np.int64]) -> None:
-        """The rows' next inputs are `tokens` [count], one position further."""
-        self.token[: self.count] = tokens
-        self.position[: self.count] += 1
-        self.key[: self.count, 3] += 1
+        """The next inputs of the first rows are `tokens` [R], one position further."""
+        self.token[: tokens.size] = tokens
+        self.position[: tokens.size] += 1
+        self.key[: tokens.size, 3] += 1

@@ -2,8 +2,10 @@
 
 Where decode steps are captured (`graphs.py`), the next one is launched before the tokens of this one are read, so the
 GPU does not wait for the host: a sequence that turns out to have ended, or was cancelled, is then computed once more,
-in pages that nobody else has written yet, and that token is dropped. Prompts are never launched ahead, and neither is
-what would need a page taken back. tests/engine/test_graphs.py compares with the simple step, which is the definition.
+in pages that nobody else has written yet, and that token is dropped. What would need a page taken back is not launched
+ahead. Chunks of prompts are computed eagerly beside the decoding rows, behind what was launched: while Python launches
+their kernels, the GPU decodes. tests/engine/test_graphs.py and test_mixed_steps.py compare with the simple step, which
+is the definition.
 """
 
 from collections.abc import Iterable
@@ -22,6 +24,8 @@ from isobit.errors import NonFiniteError
 from isobit.kernels import KVStore, Store
 from isobit.model import Model
 from isobit.model.moe import RouteTape
+
+_NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
 class Runner:
@@ -49,17 +53,18 @@ class Runner:
         """
         scheduler = self.scheduler
         launch, self._ahead, ahead = self._ahead, None, None
-        if launch is not None and scheduler.rows.count:
-            plan = scheduler.launched(launch.sequences.size)
-        else:  # nothing of a step that was launched ahead, if there was one, goes on
+        plan = None if launch is None else scheduler.launched(launch.sequences)
+        if plan is None:  # nothing of a step that was launched ahead, if there was one, goes on
             plan = scheduler.plan()
             launch = self._launch(plan)
         if launch is None:
             tokens, logprobs = self._compute(plan)
         else:
-            places = launch.places(plan.sampled)
+            places = launch.places(plan.sampled[: plan.decode])
             ahead = self._launch_ahead(plan, places)
+            first_tokens, first_logprobs = self._compute(plan.prompts)
             tokens, logprobs = launch.read(places)
+            tokens, logprobs = np.concatenate([tokens, first_tokens]), np.concatenate([logprobs, first_logprobs])
         if not np.isfinite(logprobs).all():
             self.model.transformer.ops["rollout"].raise_faults()  # names the tensor, if it was one
             group = scheduler.at[int(plan.sampled[np.flatnonzero(~np.isfinite(logprobs))[0]])].group
@@ -87,6 +92,8 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens and log-probabilities of the step's sampled rows."""
+        if not plan.decode and not plan.chunks:
+            return _NO_TOKENS
         transformer = self.model.transformer
         ops = transformer.ops["rollout"]
         on_host = build(plan, self.scheduler, self.model.config.vocab_size)
@@ -97,22 +104,23 @@ class Runner:
         if self.routes is not None and tape is not None:
             self.routes.write(on_host.layout.slots.numpy(), tape.routes().cpu().numpy())
         if not plan.sampled.size:
-            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+            return _NO_TOKENS
         if batch.take is not None:
             hidden = hidden.index_select(0, batch.take)
         tokens, logprobs = draw(hidden, transformer.head_weight("rollout"), batch.draws, ops, batch.source)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _launch(self, plan: StepPlan) -> Launch | None:
-        """The step as a captured one, where it can be."""
-        if self.graphs is None or plan.chunks or self.routes is not None or self.scheduler.num_penalized:
+        """The step's decoding rows as a captured step, where they can be."""
+        if self.graphs is None or not plan.decode or self.routes is not None or self.scheduler.num_penalized:
             return None
         return self.graphs.launch(self.scheduler.rows, np.arange(plan.decode))
 
     def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
-        """The step after this one, whose rows stand at `places` of what is under way, unless it takes a decision."""
-        record = self.scheduler.record
-        going = np.flatnonzero(record.generated[plan.sampled] + 1 < record.limit[plan.sampled])
-        if self.graphs is None or self.scheduler.num_penalized or not self.scheduler.look_ahead(going):
+        """The step after this one of the decoding rows, which stand at `places` of what is under way, unless it takes a
+        decision."""
+        record, decoding = self.scheduler.record, plan.sampled[: plan.decode]
+        going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
+        if self.graphs is None or self.scheduler.num_penalized or not self.scheduler.look_ahead(plan, going):
             return None
         return self.graphs.launch(self.scheduler.rows, going, places[going])

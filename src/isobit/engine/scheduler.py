@@ -3,9 +3,11 @@
 Requests arrive and are cancelled at any time. Every step has one row for each decoding sequence and, in what the token
 budget leaves, chunks of the oldest prompts. A group's prompt is computed once: when it is, the first tokens of all its
 samples are drawn, and each sample that finds room becomes a sequence that shares the full pages of the prompt and gets
-a copy of the last, partly filled one. When pages run out, the youngest sequence gives its pages back; it is computed
-again later (prompt and generated tokens), and goes on where it was. Whoever is admitted shares the pages that are
-remembered of its tokens (`pages.py`): of its group's prompt, of its own from before, and with `prefix_cache` of any.
+a copy of the last, partly filled one. Where decode steps are launched ahead, chunks join the step whose rows are under
+way, and rows that came since then sit it out. When pages run out, the youngest sequence gives its pages back; it is
+computed again later (prompt and generated tokens), and goes on where it was. Whoever is admitted shares the pages that
+are remembered of its tokens (`pages.py`): of its group's prompt, of its own from before, and with `prefix_cache` of
+any.
 
 Tokens and log-probabilities do not depend on any of these decisions: tests/engine/test_invariance.py compares the bits.
 
@@ -110,33 +112,37 @@ class Scheduler:
         """Decide the next step, and give every row and chunk in it the pages it needs."""
         self._grow_rows()
         decode = self.rows.count
-        chunks = tuple(self._chunks(self.max_batch_tokens - decode))
+        return self._planned(decode, decode)
+
+    def look_ahead(self, plan: StepPlan, going: NDArray[np.int64]) -> bool:
+        """May rows `going` of a step that has yet to be accounted for be launched again at once? If so, they have the
+        pages that takes. Not where a page would have to be taken back, which is a decision of `plan`, nor while a row
+        sits out: its token is not among those that the step leaves on the device."""
+        full = self.rows.next_full(going)
+        if not going.size or self.rows.count > plan.decode or self.pages.num_free < full.size:
+            return False
+        self._add_pages(full)
+        return True
+
+    def launched(self, slots: NDArray[np.int64]) -> StepPlan | None:
+        """The step whose decoding rows, those of `slots`, were launched ahead: of these, the ones that have not ended
+        since, and the chunks beside them. Rows that have come meanwhile sit out. None if no row is left."""
+        under_way = np.isin(self.rows.slot[: self.rows.count], slots)
+        if not under_way.any():
+            return None
+        self.rows.put_first(under_way)
+        return self._planned(int(under_way.sum()), slots.size)
+
+    def _planned(self, decode: int, computed: int) -> StepPlan:
+        """A step of the first `decode` rows and the chunks that find room beside the `computed` ones."""
+        chunks = tuple(self._chunks(self.max_batch_tokens - computed))
         assert decode or chunks, "a step without work"
         self.stats.steps += 1
-        self.stats.decode_tokens += decode
+        self.stats.decode_tokens += computed
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         self.stats.peak_pages = self.pages.peak_used
         first = [sequence.slot for chunk in chunks for sequence in chunk.samples]
         return StepPlan(decode, chunks, np.concatenate([self.rows.slot[:decode], np.array(first, np.int64)]))
-
-    def look_ahead(self, going: NDArray[np.int64]) -> bool:
-        """May rows `going` of a step that has yet to be accounted for be launched again at once? If so, they have the
-        pages that takes. Not while a prompt could be computed instead, nor where a page would have to be taken back:
-        those are decisions of `plan`."""
-        full = self.rows.next_full(going)
-        if self.prefilling or self.pages.num_free < full.size:
-            return False
-        if self._admissible() is not None:
-            return False
-        self._add_pages(full)
-        return going.size > 0
-
-    def launched(self, computed: int) -> StepPlan:
-        """The step that was launched ahead, over `computed` rows: of these, the rows that have not ended since."""
-        self.stats.steps += 1
-        self.stats.decode_tokens += computed
-        self.stats.peak_pages = self.pages.peak_used
-        return StepPlan(self.rows.count, (), self.rows.slot[: self.rows.count].copy())
 
     def commit(self, plan: StepPlan, tokens: NDArray[np.int64], done: NDArray[np.bool_]) -> None:
         """Account for a step: `tokens`, which the record has, were sampled by `plan.sampled`, and where `done` they

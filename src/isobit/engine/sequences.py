@@ -80,6 +80,11 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     sampled: NDArray[np.int64]
 
+    @property
+    def prompts(self) -> "StepPlan":
+        """The step's chunks alone."""
+        return StepPlan(0, self.chunks, self.sampled[self.decode :])
+
     def parent_pages(self, sequence: Sequence) -> list[int]:
         """The pages of a sample's prompt, which it draws its first token from and has yet to share."""
         return next(chunk.sequence.pages for chunk in self.chunks if sequence in chunk.samples)

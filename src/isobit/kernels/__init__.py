@@ -4,7 +4,7 @@ signatures."""
 from isobit.kernels.composed import Composed, grouped_input_gradient, input_gradient
 from isobit.kernels.copies import Copies
 from isobit.kernels.gpu import computed_by, versions
-from isobit.kernels.matrices import Kept, Operand, Packed, Prepared, Stacked, plain, tensors_of, weight_of
+from isobit.kernels.matrices import Kept, Operand, Packed, Prepared, Stacked, picked, plain, tensors_of, weight_of
 from isobit.kernels.stores import KVStore, StateStore, Store
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
 from isobit.kernels.types import Activation, DeltaHeads, Heads, Keys, Layout, Ops
@@ -33,6 +33,7 @@ __all__ = [
     "get_ops",
     "grouped_input_gradient",
     "input_gradient",
+    "picked",
     "plain",
     "separate_ops",
     "tensors_of",

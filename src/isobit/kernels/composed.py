@@ -3,12 +3,12 @@
 A backend inherits these and overrides the ones that it computes in a single kernel. Left out: the arithmetic itself.
 """
 
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
-from isobit.kernels.matrices import Kept, Operand, Prepared, Stacked, plain, values
+from isobit.kernels.matrices import Gradients, Kept, Operand, Prepared, Stacked, picked, plain, values
 from isobit.kernels.stores import KVStore
 from isobit.kernels.types import Activation, Heads, Layout, Ops, Temperature
 from isobit.precision import ErrorSums, Nibbles, Precision, QTensor, QuantSpec, along_rows, error_sums
@@ -39,10 +39,17 @@ class Composed(Ops):
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         return self.quantize(values(x), along_rows(spec), name).transpose()
 
-    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-        return self.product(a, b, None, out)
+    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
+        found = self.product(a, b, None, out)
+        return found if into is None else into.add_(found)
 
-    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+    def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return by_expert(chosen, count)
+
+    def grouped_product(
+        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ) -> Tensor:
+        a = a if rows is None else picked(a, rows)
         parts = [
             self.product(rows_of(a, start, stop), weight, bias, out)
             for weight, bias, (start, stop) in zip(*weights.each, pairwise(offsets.tolist()))
@@ -51,19 +58,25 @@ class Composed(Ops):
         return torch.cat(parts) if parts else torch.empty((0, weights.shape[1]), dtype=out, device=offsets.device)
 
     def grouped_weight_gradient(
-        self, dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, name: str
+        self,
+        dy: Tensor,
+        x: Operand,
+        offsets: Tensor,
+        gradient: QuantSpec | None,
+        name: str,
+        into: Gradients = (),
     ) -> list[Tensor | None]:
         found: list[Tensor | None] = []
-        for start, stop in pairwise(offsets.tolist()):
+        for (start, stop), before in zip_longest(pairwise(offsets.tolist()), into):
             rows, own = dy[start:stop], rows_of(x, start, stop)
             if stop == start:
                 found.append(None)
             elif gradient is not None and isinstance(own, QTensor):
                 left = self.quantize_along_tokens(rows, gradient, f"output gradient of {name}")
                 right = self.quantize_along_tokens(own, own.spec, name)
-                found.append(self.gradient_product(left, right, torch.float32))
+                found.append(self.gradient_product(left, right, torch.float32, before))
             else:
-                found.append(self.gradient_product(rows.t(), plain(own, dy.dtype).t(), torch.float32))
+                found.append(self.gradient_product(rows.t(), plain(own, dy.dtype).t(), torch.float32, before))
         return found
 
     def grouped_bias_gradient(self, dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
@@ -149,6 +162,16 @@ class Composed(Ops):
         logits = logits if source is None else logits.index_select(0, source)
         tokens = self.sample(logits, keys, temperature)
         return tokens, self.token_logprobs(logits, tokens, temperature)[0]
+
+
+def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`Ops.by_expert`, by a stable sort."""
+    assert count < 1 << 15
+    found = chosen.flatten().to(torch.int16).sort(stable=True)  # few bits to sort by: a GPU takes them in passes
+    experts = torch.arange(count + 1, dtype=torch.int16, device=chosen.device)
+    order, offsets = found.indices, torch.searchsorted(found.values, experts)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return order // chosen.shape[1], place.view(chosen.shape), offsets
 
 
 def input_gradient(ops: Ops, dy: Tensor, weight: Kept, out: torch.dtype) -> Tensor:

@@ -16,6 +16,8 @@ from isobit.precision import Nibbles, QTensor, QuantSpec
 from isobit.precision.nibbles import GROUP, panels, unpacked, unpacked_scales
 
 Operand = Tensor | QTensor
+Gradients = Sequence[Tensor | None]
+"""Of several weights; None: it has none yet."""
 Kept = Operand | Nibbles
 """A working weight as it is stored. Products unpack nibbles a part at a time."""
 
@@ -66,6 +68,14 @@ def values(operand: Prepared) -> Tensor:
     """The values of an operand: a plain tensor itself, or the dequantized float32 matrix."""
     kept = weight_of(operand)
     return kept if isinstance(kept, Tensor) else kept.dequantize()
+
+
+def picked(operand: Operand, rows: Tensor) -> Operand:
+    """The rows of an operand at these indices."""
+    if isinstance(operand, Tensor):
+        return operand.index_select(0, rows)
+    codes = operand.data.view(torch.uint8).index_select(0, rows).view(operand.data.dtype)
+    return QTensor(codes, operand.scale.index_select(0, rows), operand.spec)
 
 
 def plain(operand: Kept, dtype: torch.dtype) -> Tensor:

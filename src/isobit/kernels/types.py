@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.copies import Copies
-from isobit.kernels.matrices import Operand, Prepared, Stacked
+from isobit.kernels.matrices import Gradients, Operand, Prepared, Stacked
 from isobit.kernels.stores import KVStore, StateStore
 from isobit.precision import ErrorSums, Format, Precision, QTensor, QuantSpec
 
@@ -174,20 +174,35 @@ class Ops(Protocol):
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
         """xᵀ [C, T] of x [T, C], quantized along the tokens; `spec` describes x, or a gradient, along its columns."""
 
-    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-        """`product` for a backward: the same inputs give the same bits, but a row may depend on its batch."""
+    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
+        """`product` for a backward: the same inputs give the same bits, but a row may depend on its batch. With `into`
+        [M, N] float32, contiguous, the float32 product is added to it, with the bits of `into += product`."""
 
-    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+    def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Choices [T, k] int64 among `count` experts, sorted by expert, then by row: each sorted row's token [T k], the
+        sorted rows of each token [T, k], and where every expert's rows begin, with their number at the end [count + 1];
+        int64 all."""
+
+    def grouped_product(
+        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ) -> Tensor:
         """`product` of every row of a [R, K] with the weights [N, K] of its expert, and its bias if the experts have
         any: [R, N]. Rows offsets[e] to offsets[e + 1] are those of expert e; offsets [E + 1] int64, offsets[E] = R.
-        Rows do not share scales."""
+        With `rows` [R] int64, row r is a's at rows[r]. Rows do not share scales."""
 
     def grouped_weight_gradient(
-        self, dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, name: str
+        self,
+        dy: Tensor,
+        x: Operand,
+        offsets: Tensor,
+        gradient: QuantSpec | None,
+        name: str,
+        into: Gradients = (),
     ) -> list[Tensor | None]:
         """For every expert dyᵀ · x of its rows, [N, K] float32, or None where it has none; dy [R, N], x [R, K]. With
         `gradient` both are quantized along the tokens, in blocks that begin anew at an expert's first row; x is then
-        quantized. For the learner only: it may wait for a GPU, to know which experts have rows."""
+        quantized. What stands in `into` for an expert, as of `gradient_product`, is its result after the addition. For
+        the learner only: it may wait for a GPU, to know which experts have rows."""
 
     def grouped_bias_gradient(self, dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
         """For every expert the sum of its rows of dy [R, N], [N] float32, or None where it has none; it repeats. It may

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Activation, Heads, KVStore, Layout, Operand, Ops, input_gradient, plain, unwatched
 from isobit.model import low_rank
+from isobit.model.adding import added_to
 from isobit.model.weights import Vector, Weight, copy_spec, has_own_copy
 from isobit.precision import Format, QTensor, QuantSpec, quantize_with_scale
 
@@ -203,22 +204,22 @@ def _dgrad(dy: Tensor, weight: Weight, ops: Ops, out: torch.dtype) -> Tensor:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {weight.name}")
         transposed = working.transpose()
         if working.spec.granularity in ALONG_INPUTS:  # scales for every row of N: quantized again, along N
-            name = f"transposed {weight.name}"
-            transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, name)
+            transposed = ops.quantize(transposed.dequantize().contiguous(), working.spec, f"transposed {weight.name}")
         return ops.gradient_product(quantized, transposed, out)
     return input_gradient(ops, dy, working, out)
 
 
-def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor:
+def _wgrad(dy: Tensor, saved: Operand, weight: Weight, ops: Ops) -> Tensor | None:
     """dW [N, K] = dyᵀ · x in float32, both operands quantized along the tokens; `saved` is x [T, K], or its copy
-    [K, T] that is already quantized along the tokens."""
+    [K, T] that is already quantized along the tokens. None if it was added to the gradient that there is."""
+    into = added_to(weight.master)
     if weight.wgrad == "fp8" and isinstance(saved, QTensor) and weight.gradient is not None:
-        gradient = ops.quantize_along_tokens(dy, weight.gradient, f"output gradient of {weight.name}")
-        if has_own_copy(weight):
-            return ops.gradient_product(gradient, saved, torch.float32)
-        activation = ops.quantize_along_tokens(saved, saved.spec, weight.name)
-        return ops.gradient_product(gradient, activation, torch.float32)
-    return ops.gradient_product(dy.t(), plain(saved, dy.dtype).t(), torch.float32)
+        left: Operand = ops.quantize_along_tokens(dy, weight.gradient, f"output gradient of {weight.name}")
+        right: Operand = saved if has_own_copy(weight) else ops.quantize_along_tokens(saved, saved.spec, weight.name)
+    else:
+        left, right = dy.t(), plain(saved, dy.dtype).t()
+    dw = ops.gradient_product(left, right, torch.float32, into)
+    return dw if into is None else None
 
 
 class _RMSNorm(Function):

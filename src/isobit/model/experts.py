@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import Operand, Ops, Stacked, grouped_input_gradient, plain, unwatched
+from isobit.kernels import Operand, Ops, Stacked, grouped_input_gradient, picked, plain, unwatched
 from isobit.model import autograd
+from isobit.model.adding import added_to
 from isobit.model.autograd import ALONG_INPUTS
 from isobit.model.weights import Weight, has_own_copy
 from isobit.model.working import Mixture, Mlp
@@ -37,16 +38,6 @@ def through_experts(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, op
         masters = [weight.master for weight in weights] + [weight.bias_master for weight in weights]
         return _Experts.apply(x, gates, chosen, layer, ops, again, *masters)
     return _forward(x, gates, chosen, layer, ops)[0]
-
-
-def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(order [T k], offsets [count + 1]), int64, of choices [T, k]: the flattened choices sorted by expert, then by
-    row; and where each expert's rows begin, with their number at the end."""
-    assert count < 1 << 15
-    found = chosen.flatten().to(torch.int16).sort(stable=True)  # few bits to sort by: a GPU takes them in passes
-    return found.indices, torch.searchsorted(
-        found.values, torch.arange(count + 1, dtype=torch.int16, device=chosen.device)
-    )
 
 
 def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
@@ -87,12 +78,14 @@ class _Experts(Function):
         if any(needed[count : 2 * count]):
             own = has_own_copy(down)
             hidden = ops.gate_mul(activation, gate_up) if own else _gated(gate_up, layer, unwatched(ops))
-            ddown = _weight_gradients(dy, hidden, down, offsets, needed[count : 2 * count], ops)
+            downs = [e.down for e in layer.experts]
+            ddown = _weight_gradients(dy, hidden, downs, offsets, needed[count : 2 * count], ops)
             del hidden
         dgate_up = ops.gate_mul_backward(activation, _input_gradient(dy, layer.down, down, offsets, ops), gate_up)
         if any(needed[:count]):
             inputs = kept[0] if has_own_copy(up) else _inputs(kept[0], up, unwatched(ops))
-            dup = _weight_gradients(dgate_up, _pick(inputs, rows), up, offsets, needed[:count], ops)
+            ups = [e.gate_up for e in layer.experts]
+            dup = _weight_gradients(dgate_up, picked(inputs, rows), ups, offsets, needed[:count], ops)
         dbias = _bias_gradients(dgate_up, offsets, needed[2 * count : 3 * count], ops)
         dbias += _bias_gradients(dy, offsets, needed[3 * count :], ops)
         dx = None
@@ -111,8 +104,7 @@ def _forward(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
 ) -> tuple[Tensor, Places, Tensor, Tensor]:
     """(sums [T, H], places; of the sorted rows gate_up [T k, 2I] and results [T k, H])."""
-    order, offsets = by_expert(chosen, len(layer.experts))
-    rows, place = order // chosen.shape[1], _inverse(order).view(chosen.shape)
+    rows, place, offsets = ops.by_expert(chosen, len(layer.experts))
     gate_up, results = _results(x, rows, offsets, layer, ops)
     return ops.sum_of_rows(results, place, gates), (rows, place, offsets), gate_up, results
 
@@ -120,8 +112,7 @@ def _forward(
 def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops) -> tuple[Tensor, Tensor]:
     """(gate_up [T k, 2I], results [T k, H]) of the rows of x [T, H] at these places, which are sorted by expert."""
     first = layer.experts[0]
-    inputs = _pick(_inputs(x, first.gate_up, ops), rows)
-    gate_up = ops.grouped_product(inputs, layer.gate_up, offsets, x.dtype)
+    gate_up = ops.grouped_product(_inputs(x, first.gate_up, ops), layer.gate_up, offsets, x.dtype, rows)
     return gate_up, ops.grouped_product(_gated(gate_up, layer, ops), layer.down, offsets, x.dtype)
 
 
@@ -137,10 +128,6 @@ def _gated(gate_up: Tensor, layer: Mixture, ops: Ops) -> Operand:
     return ops.gate_mul_quantized(first.activation, gate_up, spec, _name(first.down))
 
 
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-
-
 def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tensor, ops: Ops) -> Tensor:
     """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, as of a linear layer."""
     if weight.dgrad == "fp8" and stacked.spec is not None and weight.gradient is not None:
@@ -154,11 +141,12 @@ def _input_gradient(dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tenso
 
 
 def _weight_gradients(
-    dy: Tensor, x: Operand, weight: Weight, offsets: Tensor, needed: tuple[bool, ...], ops: Ops
+    dy: Tensor, x: Operand, weights: Sequence[Weight], offsets: Tensor, needed: tuple[bool, ...], ops: Ops
 ) -> list[Tensor | None]:
     """dW [N, K] float32 of every expert that has rows and needs one, of dy [R, N] and the rows x [R, K] as they were
-    multiplied; before they were quantized, where WGrad has copies of its own."""
-    name = _name(weight)
+    multiplied; before they were quantized, where WGrad has copies of its own. None of what was added to a gradient."""
+    weight, masters = weights[0], [each.master for each in weights]
+    name, into = _name(weight), [added_to(master) for master in masters]
     if has_own_copy(weight) and isinstance(x, Tensor):
         assert weight.gradient is not None
         assert weight.activation is not None
@@ -167,11 +155,11 @@ def _weight_gradients(
             if stop > start:
                 copy = ops.quantize_along_tokens(x[start:stop], weight.activation, name)
                 gradient = ops.quantize_along_tokens(dy[start:stop], weight.gradient, f"output gradient of {name}")
-                found[expert] = ops.gradient_product(gradient, copy, torch.float32)
+                found[expert] = ops.gradient_product(gradient, copy, torch.float32, into[expert])
     else:
         given = weight.gradient if weight.wgrad == "fp8" and isinstance(x, QTensor) else None
-        found = ops.grouped_weight_gradient(dy, x, offsets, given, name)
-    return [dw if wanted else None for dw, wanted in zip(found, needed)]
+        found = ops.grouped_weight_gradient(dy, x, offsets, given, name, into)
+    return [dw if wanted and old is None else None for dw, wanted, old in zip(found, needed, into)]
 
 
 def _bias_gradients(dy: Tensor, offsets: Tensor, needed: Sequence[bool], ops: Ops) -> list[Tensor | None]:
@@ -183,12 +171,12 @@ def _bias_gradients(dy: Tensor, offsets: Tensor, needed: Sequence[bool], ops: Op
 
 def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
     rows, slots = chosen.shape
-    order, offsets = by_expert(chosen, len(layer.experts))
-    parts = x.index_select(0, order // slots).split(offsets.diff().tolist())
+    token, place, offsets = ops.by_expert(chosen, len(layer.experts))
+    parts = x.index_select(0, token).split(offsets.diff().tolist())
     found = [mlp(part, expert, ops) for part, expert in zip(parts, layer.experts) if part.shape[0]]
     if not found:
         return x.new_empty(0, x.shape[1])
-    results = torch.cat(found).index_select(0, _inverse(order)).view(rows, slots, -1).float()
+    results = torch.cat(found).index_select(0, place.flatten()).view(rows, slots, -1).float()
     total = gates[:, :1] * results[:, 0]
     for slot in range(1, slots):
         total = total + gates[:, slot : slot + 1] * results[:, slot]
@@ -203,14 +191,6 @@ def _specs(weight: Weight) -> list[QuantSpec]:
 
 def _shares_scales(spec: QuantSpec) -> bool:
     return spec.block((2, 1 << 20))[0] > 1 or spec.scale == "nvfp4"
-
-
-def _pick(operand: Operand, rows: Tensor) -> Operand:
-    """The rows of an operand at these indices."""
-    if isinstance(operand, Tensor):
-        return operand.index_select(0, rows)
-    codes = operand.data.view(torch.uint8).index_select(0, rows).view(operand.data.dtype)
-    return QTensor(codes, operand.scale.index_select(0, rows), operand.spec)
 
 
 def _name(weight: Weight) -> str:

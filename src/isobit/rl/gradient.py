@@ -19,6 +19,7 @@ from torch import Tensor
 from isobit.distributed import Ranks
 from isobit.distributed.exchange import GradientSum
 from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost
+from isobit.model.adding import adding_in_place
 from isobit.model.checksums import checksums, first_difference
 from isobit.rl.batch import TrainingBatch
 from isobit.rl.functions import weighted_sum
@@ -233,7 +234,8 @@ class Differentiation:
         if inputs.reference_logprobs is not None:
             kl = kl_penalty(logprobs, inputs.reference_logprobs, objective.estimator)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
-        total.backward()
+        with adding_in_place(() if self._sum.hooked else self._leaves.values()):
+            total.backward()
         totals.count(loss, outputs, entropy, kl)
         return MicroBatch(totals, routing, logprobs.detach())
 

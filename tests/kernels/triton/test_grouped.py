@@ -1,6 +1,8 @@
 """Products grouped by expert, against the reference operators expert by expert: bit for bit where sums are exact."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -8,9 +10,10 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels import Operand, Stacked, get_ops
+from isobit.kernels import Operand, Stacked, get_ops, picked
 from isobit.kernels.triton import grouped
 from isobit.kernels.triton.grouped import Schedule
+from isobit.kernels.triton.transpose import contiguous_bytes
 from isobit.precision import E4M3, QTensor, QuantSpec, quantize
 
 from ..helpers import ROW, WEIGHT, draw, same
@@ -216,6 +219,67 @@ def test_weight_gradients_are_the_reference_where_sums_are_exact(flow: str) -> N
     for dw, other in zip(found, wanted):
         assert (dw is None) == (other is None)
         assert dw is None or other is None or torch.equal(dw.cpu(), other)  # but for the sign of a zero
+
+
+@pytest.mark.parametrize("flow", ["fp8", "bf16", "bf16 by codes"])
+def test_rows_are_found_where_they_stand(flow: str) -> None:
+    """Picked as they are loaded: the bits of rows that were picked before. The control picks others."""
+    a: Operand = quantize(draw(1, 7, INNER), ROW) if flow == "fp8" else draw(1, 7, INNER)
+    matrices: list[Operand] = [draw(50 + e, COLUMNS, INNER) for e in range(EXPERTS)]
+    weights = stacked(matrices if flow == "bf16" else [quantize(m, WEIGHT) for m in matrices])
+    rows = torch.randint(0, 7, (ROWS,), generator=torch.Generator().manual_seed(0))
+    compute = partial(grouped.grouped_product, weights=weights, offsets=OFFSETS.to(DEVICE), out=torch.float32)
+    wanted = compute(there(picked(a, rows)))
+    assert same(compute(there(a), rows=rows.to(DEVICE)), wanted)
+    assert not same(compute(there(a), rows=rows.roll(1).to(DEVICE)), wanted)
+
+
+def test_one_schedule_serves_products_of_the_same_offsets() -> None:
+    offsets = OFFSETS.to(DEVICE)
+    assert Schedule.of(offsets, ROWS, 64) is Schedule.of(offsets, ROWS, 64)
+    assert Schedule.of(offsets, ROWS, 64) is not Schedule.of(offsets, ROWS, 128)
+    assert Schedule.of(offsets, ROWS, 64) is not Schedule.of(offsets.clone(), ROWS, 64)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_weight_gradients_are_added_to_those_that_there_are(fp8: bool, apart: bool) -> None:
+    """To the views of one storage in the kernel, to tensors of their own afterwards; an expert that had none gets its
+    own, as it had been alone: -0 is not added to 0."""
+    dy, x = draw(8, ROWS, COLUMNS), draw(9, ROWS, INNER)
+    dy[:3] = -0.0
+    given = there(quantize(x, ROW) if fp8 else x)
+    compute = partial(grouped.grouped_weight_gradient, there(dy), given, gradient=ROW if fp8 else None, flags=flags())
+    first = compute(offsets=torch.tensor([0, 0, 6, 6, 20, 20]).to(DEVICE))
+    alone = compute(offsets=OFFSETS.to(DEVICE))
+    before = [None if dw is None else dw.clone() for dw in first]
+    into = before if apart else first
+    found = compute(offsets=OFFSETS.to(DEVICE), into=into)
+    assert [dw is None for dw in found] == [dw is None for dw in alone]
+    storages = {dw.untyped_storage().data_ptr() for dw in found if dw is not None}
+    assert (len(storages) > 1) == apart
+    for had, old, own, dw in zip(into, [None if b is None else b.clone() for b in _fresh(compute)], alone, found):
+        if own is None or dw is None:
+            continue
+        assert dw.data_ptr() == had.data_ptr() if had is not None else same(dw, own)
+        assert same(dw, own if old is None else old + own)
+    assert not same(found[3], alone[3]), "the control: something was added"
+
+
+def _fresh(compute: Callable[..., list[Tensor | None]]) -> list[Tensor | None]:
+    """What the gradients were before the addition."""
+    return compute(offsets=torch.tensor([0, 0, 6, 6, 20, 20]).to(DEVICE))
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 256), (2, 37, 300), (3, 1, 130), (2, 0, 5)])
+def test_bytes_are_transposed(shape: tuple[int, int, int]) -> None:
+    x = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8).to(DEVICE)
+    turned = contiguous_bytes(x.transpose(1, 2))
+    assert turned.is_contiguous()
+    assert torch.equal(turned, x.transpose(1, 2).contiguous())
+    assert contiguous_bytes(x) is x
+    part = x[:, :, : shape[2] // 2]
+    assert torch.equal(contiguous_bytes(part), part)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import get_ops
+from isobit.kernels.gpu import ARCHITECTURES, HOPPER
 from isobit.kernels.triton import head
-from isobit.kernels.triton.launch import record_launches
+from isobit.kernels.triton.launch import compile_for, record_launches
 
 from ..helpers import draw, keys_of, same
 from .helpers import DEVICE
@@ -75,8 +76,37 @@ def test_other_tiles_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, tokens = operands(torch.bfloat16)
     (rows, chosen), weight = on_device(hidden, tokens), head_on_device(weight)
     before = head.head_logprobs(rows, weight, chosen, 0.7)[0]
-    monkeypatch.setattr(head, "_tile", lambda dtype: (64, 64, 64, 4, 3))
+    monkeypatch.setattr(head, "VOCABULARY_TILE", {torch.bfloat16: 64})
     assert not same(head.head_logprobs(rows, weight, chosen, 0.7)[0], before)
+
+
+@pytest.mark.parametrize("race", [False, True])
+@pytest.mark.parametrize("block_t", [16, 32, 64, 128])
+def test_the_tile_of_rows_changes_no_bit(block_t: int, race: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is summed over the vocabulary is summed in the same tree, whatever rows stand beside. The control is a tile
+    of other tokens, above."""
+    hidden, weight, tokens = operands(torch.bfloat16)
+    (rows, chosen, keys), weight = on_device(hidden, tokens, keys_of(T)), head_on_device(weight)
+
+    def run() -> tuple[Tensor, ...]:
+        if race:
+            return head.head_sample(rows, weight, keys, 0.7)
+        return head.head_logprobs(rows, weight, chosen, 0.7)
+
+    whole = run()
+    _, block_k, warps, stages = head._tile(1, torch.bfloat16)
+    monkeypatch.setattr(head, "_tile", lambda rows, dtype: (block_t, block_k, warps * max(block_t // 64, 1), stages))
+    assert all(same(ours, theirs) for ours, theirs in zip(run(), whole, strict=True))
+
+
+def test_only_many_rows_on_hopper_have_the_larger_tile() -> None:
+    assert [head._tile(rows, torch.bfloat16)[0] for rows in (1, 64, 65, 8192)] == [64, 64, 128, 128]
+    for architecture in ARCHITECTURES.values():
+        compile_for(architecture)
+        tiles = {head._tile(rows, dtype)[1] for rows in (1, 8192) for dtype in (torch.bfloat16,)}
+        assert tiles == {64}, "the step along C decides bits"
+        assert (head._tile(8192, torch.bfloat16)[0] == 128) == (architecture is HOPPER)
+    compile_for(HOPPER)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -109,11 +139,13 @@ def test_a_temperature_for_each_row(dtype: torch.dtype) -> None:
     assert not same(rolled[1], found[1])
 
 
-def test_rollout_and_learner_run_the_same_instructions() -> None:
-    """One binary for both: the same kernels with the same constants, told by a runtime argument what to do."""
+@pytest.mark.parametrize("counts", [(1, 64), (65, 3000)])
+def test_rollout_and_learner_run_the_same_instructions(counts: tuple[int, int]) -> None:
+    """One binary for both, for few rows and for many: the same kernels with the same constants, told by a runtime
+    argument what to do."""
     weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")
-    rows = [torch.empty(count, 1024, dtype=torch.bfloat16, device="meta") for count in (1, 3000)]
-    given = torch.empty(1, 4, dtype=torch.int64, device="meta"), torch.empty(3000, dtype=torch.int64, device="meta")
+    rows = [torch.empty(count, 1024, dtype=torch.bfloat16, device="meta") for count in counts]
+    given = [torch.empty(n, *size, dtype=torch.int64, device="meta") for n, size in zip(counts, ((4,), ()))]
     with record_launches() as found:
         head.head_sample(rows[0], weight, given[0], 0.7)
         head.head_logprobs(rows[1], weight, given[1], 0.7)

@@ -18,8 +18,10 @@ from isobit.kernels.matrices import Operand
 from isobit.kernels.reference.product import product as reference_product
 from isobit.kernels.triton import product as module
 from isobit.kernels.triton.launch import compile_for
+from isobit.kernels.triton.operands import codes_along_inner, padded
 from isobit.kernels.triton.product import gradient_product, product
 from isobit.kernels.triton.product_plan import FEW_ROWS, ProductPlan, plan, splits_of
+from isobit.kernels.triton.quantize import quantize_along_tokens
 from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, expand_scale, quantize
 
 from ..helpers import draw, same
@@ -136,6 +138,42 @@ def test_a_transposed_weight_and_a_transposed_activation() -> None:
     left, right = whole(2, 130, 40, ROWS.transpose()).transpose(), whole(3, 130, 48, ROWS.transpose()).transpose()
     found = gradient_product(there(left), there(right), torch.float32).cpu()
     assert same(found, reference_product(left, right, None, torch.float32))
+
+
+@pytest.mark.parametrize("rows", [7, 70])
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("kind", ["codes", "bf16", "fp32"])
+def test_a_product_that_is_added_has_the_bits_of_an_addition(
+    kind: str, chunks: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one program, in chunks of one, and by the kernel that adds chunks; -0 stays where -0 is added to it."""
+    if chunks:
+        monkeypatch.setattr("isobit.kernels.triton.product_plan.splits_of", lambda columns, inner, dtype: (2, 2))
+    a, b, before = draw(0, rows, 400), draw(1, 50, 400), draw(2, rows, 50, dtype=torch.float32)
+    before[0], a[1], before[1] = 0.0, -0.0, -0.0
+    left, right = (quantize(a, ROWS32), quantize(b, ROWS32)) if kind == "codes" else (a, b)
+    if kind == "fp32":
+        left, right = a.float(), b.float()
+    alone = gradient_product(there(left), there(right), torch.float32)
+    into = before.clone().to(DEVICE)
+    found = gradient_product(there(left), there(right), torch.float32, into)
+    assert found.data_ptr() == into.data_ptr()
+    assert same(found, before.to(DEVICE) + alone)
+    assert not same(found, alone)
+
+
+def test_operands_along_tokens_are_padded_in_place() -> None:
+    """A multiple of 16 tokens is in their memory already, with zeros behind the last token; others are copied."""
+    flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    made = quantize_along_tokens(draw(0, 41, 32).to(DEVICE), ROWS, flag)
+    wide = padded(codes_along_inner(made), 32, 48)
+    assert wide.data_ptr() == made.data.data_ptr()
+    assert same(wide[:, :41], made.data.view(torch.uint8).contiguous())
+    assert not bool(wide[:, 41:].any())
+    part = codes_along_inner(made)[1:]
+    assert padded(part, 31, 48).data_ptr() != part.data_ptr()
+    whole_rows = torch.ones(4, 32, dtype=torch.uint8)[:, :15]
+    assert not bool(padded(whole_rows, 4, 16)[:, 15:].any()), "the next columns are not zeros"
 
 
 def test_one_quantized_operand_counts_as_its_values() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.kernels import composed
 from isobit.kernels.reference.routing import ordered_sum
 from isobit.kernels.triton import routing
 
@@ -82,3 +83,17 @@ def test_a_row_of_nan_has_experts_that_exist_and_gates_of_nan() -> None:
     assert bool(gates[1].isnan().all())
     for row in (0, 2):
         assert same(gates[row], clean[2][row])
+
+
+@pytest.mark.parametrize(("rows", "slots", "count"), [(1, 1, 2), (5, 2, 4), (70, 8, 128), (33, 3, 200), (1025, 8, 9)])
+def test_choices_are_sorted_by_counting_as_by_a_sort(rows: int, slots: int, count: int) -> None:
+    """Up to as many as are counted, and beyond; some experts have no row."""
+    random = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(count, generator=random)[:slots] for _ in range(rows)])
+    chosen[chosen == count // 2] = 0
+    found = routing.by_expert(chosen.to(DEVICE), count)
+    wanted = composed.by_expert(chosen, count)
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, wanted, strict=True))
+    assert all(ours.dtype == torch.int64 for ours in found)
+    other = composed.by_expert(chosen.flip(0), count)
+    assert rows == 1 or not torch.equal(found[1].cpu(), other[1]), "the control: in another order"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, by_rows, values, weight_of
+from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, by_rows, picked, values, weight_of
 from isobit.kernels.native.build import BuildFailed, origin
 from isobit.kernels.native.interface import (
     ALL_KEYS,
@@ -102,7 +102,10 @@ class NativeOps(RowOperators):
             return self._product(a.data, a, b.data, b, panels, bias, out)
         return self._product(values(a), None, values(b), None, None if isinstance(b, QTensor) else panels, bias, out)
 
-    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+    def grouped_product(
+        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ) -> Tensor:
+        a = a if rows is None else picked(a, rows)
         bounds, first = offsets.tolist(), weights.experts[0]
         if self._ordered is None or not bounds[-1] or isinstance(first, Nibbles) or not computes(a, first):
             return super().grouped_product(a, weights, offsets, out)

@@ -60,10 +60,11 @@ class ReferenceOps(Composed):
             return ordered.product(a, b, bias, out, self.sums)
         return product.product(a, b, bias, out)
 
-    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
+    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
         if self.consistency == "fast" or (self.sums is not None and ordered.computes(a, b)):
-            return self.product(a, b, out=out)
-        return product.gradient_product(a, b, out)
+            return super().gradient_product(a, b, out, into)
+        found = product.gradient_product(a, b, out)
+        return found if into is None else into.add_(found)
 
     def route(
         self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None

@@ -11,26 +11,28 @@ expert the reads from the L2 cache do (a step moves 24 KiB for 2.1 MFLOP).
 Left out: the kernels (`grouped_kernels.py`), and one expert's matrices alone.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isobit.errors import IsobitError
 from isobit.kernels.composed import bias_gradients
-from isobit.kernels.matrices import Operand, Stacked
+from isobit.kernels.matrices import Gradients, Operand, Stacked, picked
 from isobit.kernels.triton import grouped_kernels as kernels
 from isobit.kernels.triton.launch import launch, target
 from isobit.kernels.triton.operands import check_blocks, scale_strides
 from isobit.kernels.triton.product import values
+from isobit.kernels.triton.transpose import contiguous_bytes
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec
 from isobit.precision.nibbles import panels
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
 _SCHEDULED = 64  # tiles that one program of the schedule writes
 _SUMMED = 1024  # columns that one program of a sum of rows has
-_TRANSPOSED = 128  # bytes each way that one program transposes
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,15 @@ class Schedule:
 
     @staticmethod
     def of(offsets: Tensor, rows: int, height: int) -> "Schedule":
-        """Of `rows` rows whose expert e has rows offsets[e] to offsets[e + 1]."""
+        """Of `rows` rows whose expert e has rows offsets[e] to offsets[e + 1]. Written once for products of the same
+        `offsets`, which nobody changes."""
+        made = _schedules.setdefault(offsets, {})
+        if (rows, height) not in made:
+            made[rows, height] = Schedule._written(offsets, rows, height)
+        return made[rows, height]
+
+    @staticmethod
+    def _written(offsets: Tensor, rows: int, height: int) -> "Schedule":
         experts = offsets.shape[0] - 1
         served = min(experts, rows)
         count = served + (rows - served) // height
@@ -82,53 +92,86 @@ class Schedule:
         return Schedule(tile, start, height)
 
 
-def grouped_product(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
+_schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by offsets, then (rows, height)
+
+
+def grouped_product(
+    a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+) -> Tensor:
     """Every row of a [R, K] times the weights [N, K] of its expert, plus its bias, rounded once to `out`: [R, N].
 
-    offsets [E + 1] int64 on the device. Both quantized: E4M3, a with a scale per row and block of K (1x128), weights
-    the same or 128x128; raises IsobitError for other blocks. Else plain, a quantized one counting as its values.
+    With `rows` [R] int64, row r is a's at rows[r], loaded from there. offsets [E + 1] int64 on the device. Both
+    quantized: E4M3, a with a scale per row and block of K (1x128), weights the same or 128x128; raises IsobitError for
+    other blocks. Else plain, a quantized one counting as its values.
     """
     assert a.shape[1] == weights.shape[2], f"operands of {a.shape[1]} and {weights.shape[2]} columns"
     assert out in _OUTPUTS, f"a product has no result in {out}"
     if weights.common is not None:
-        return _nibbles(a, weights, offsets, out)
-    y = torch.empty((a.shape[0], weights.shape[1]), dtype=out, device=offsets.device)
+        return _nibbles(a if rows is None else picked(a, rows), weights, offsets, out)
+    count = a.shape[0] if rows is None else rows.shape[0]
+    y = torch.empty((count, weights.shape[1]), dtype=out, device=offsets.device)
     if isinstance(a, QTensor) and weights.spec is not None:
-        _block_product(a, weights, offsets, y)
+        _block_product(a, weights, offsets, y, rows)
         return y
     left = a.dequantize() if isinstance(a, QTensor) else a
     right = weights if weights.spec is None else weights.map(values)
     if left.dtype != right.data.dtype:
         left, right = left.float(), Stacked(right.data.float())
-    _plain_product(left, right.data, weights.bias, offsets, y)
+    _plain_product(left, right.data, weights.bias, offsets, y, rows)
     return y
 
 
 def grouped_weight_gradient(
-    dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, flags: tuple[Tensor, Tensor]
+    dy: Tensor,
+    x: Operand,
+    offsets: Tensor,
+    gradient: QuantSpec | None,
+    flags: tuple[Tensor, Tensor],
+    into: Gradients = (),
 ) -> list[Tensor | None]:
     """For every expert dyᵀ · x of its rows, [N, K] float32, or None without rows: `Ops.grouped_weight_gradient`.
 
     `flags` [1] int32, of dy and of x, are set where these hold NaN or infinity and are quantized. The results are views
-    of one storage. Waits for the device, to know which experts have rows.
+    of one storage; where that is what `into` are views of, the kernel adds to it. Waits for the device, to know which
+    experts have rows.
     """
     dy = dy.contiguous()
     experts, sizes = offsets.shape[0] - 1, (dy.shape[1], x.shape[1])
-    y = torch.empty((experts, *sizes), dtype=torch.float32, device=offsets.device)
+    y, held = _stacked(into, experts, sizes), None
+    if y is None:
+        y = torch.empty((experts, *sizes), dtype=torch.float32, device=offsets.device)
+    else:
+        held = torch.tensor([each is not None for each in into], dtype=torch.int32, device=offsets.device)
     if gradient is not None and isinstance(x, QTensor):
-        _block_weight_gradient(dy, x, offsets, gradient, flags, y)
+        _block_weight_gradient(dy, x, offsets, gradient, flags, y, held)
     else:
         plain = x.dequantize().to(dy.dtype) if isinstance(x, QTensor) else x.contiguous()
         tile = PLAIN_GRADIENT_TILE[dy.dtype]
         launch(
-            kernels.plain_weight_gradient, (_tiles(sizes, tile), experts if dy.shape[0] else 0), dy, plain, y, offsets,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, ROWS=sizes[0], COLUMNS=sizes[1], BLOCK_N=tile.n,
-            BLOCK_K=tile.t, BLOCK_T=tile.step, STAGES=tile.num_stages,
+            kernels.plain_weight_gradient, (_tiles(sizes, tile), experts if dy.shape[0] else 0), dy, plain, y, held,
+            offsets, num_warps=tile.num_warps, num_stages=tile.num_stages, ROWS=sizes[0], COLUMNS=sizes[1],
+            BLOCK_N=tile.n, BLOCK_K=tile.t, BLOCK_T=tile.step, STAGES=tile.num_stages,
         )  # fmt: skip
     if offsets.device.type == "meta":  # launches are recorded: no value is known
         return list(y.unbind(0))
-    served = (offsets.diff() > 0).tolist()
-    return [dw if any_rows else None for dw, any_rows in zip(y.unbind(0), served)]
+    found = [dw if any_rows else None for dw, any_rows in zip(y.unbind(0), (offsets.diff() > 0).tolist())]
+    if held is not None or not into:
+        return found
+    added = (dw if dw is None or old is None else old.add_(dw) for old, dw in zip(into, found))
+    return list(added)
+
+
+def _stacked(gradients: Gradients, experts: int, sizes: tuple[int, int]) -> Tensor | None:
+    """The storage [E, N, K] that these are views of, each at its place; None if they are not, or there are none."""
+    first = next(((e, each) for e, each in enumerate(gradients) if each is not None), None)
+    if first is None:
+        return None
+    start = first[1].storage_offset() - first[0] * math.prod(sizes)
+    if start < 0 or first[1].untyped_storage().nbytes() < 4 * (start + experts * math.prod(sizes)):
+        return None
+    whole = first[1].as_strided((experts, *sizes), (math.prod(sizes), sizes[1], 1), start)
+    there = (each is None or each.data_ptr() == whole[e].data_ptr() for e, each in enumerate(gradients))
+    return whole if all(there) else None
 
 
 def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
@@ -175,7 +218,7 @@ def _nibbles(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) ->
     return torch.cat(parts, 1)
 
 
-def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> None:
+def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor, picks: Tensor | None = None) -> None:
     assert weights.scale is not None
     assert weights.spec is not None
     check_blocks(a, QTensor(weights.data[0], weights.scale[0], weights.spec))
@@ -183,33 +226,41 @@ def _block_product(a: QTensor, weights: Stacked, offsets: Tensor, y: Tensor) -> 
     columns, tile, scale = weights.shape[1], FP8_TILE, weights.scale
     if target().matrix == "tensor":  # where four warps spill
         tile = replace(tile, num_warps=8)
-    planned = Schedule.of(offsets, rows, tile.t)
+    planned = Schedule.of(offsets, y.shape[0], tile.t)
     launch(
         kernels.block_product, (planned.count * -(-columns // tile.n),),
-        a.data.view(torch.uint8).contiguous(), a.scale, _codes(weights.data), scale, weights.bias, y,
-        planned.tile, offsets, planned.count, *scale_strides(a.scale, rows),
+        a.data.view(torch.uint8).contiguous(), a.scale, contiguous_bytes(weights.data.view(torch.uint8)), scale,
+        weights.bias, y, planned.tile, offsets, picks, planned.count, *scale_strides(a.scale, rows),
         scale.stride(0), *scale_strides(scale[0], columns),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner,
         BLOCK_N=tile.n, BLOCK_T=tile.t, ROW_SCALES=weights.block[0] == 1, STAGES=tile.num_stages,
     )  # fmt: skip
 
 
-def _plain_product(a: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, y: Tensor) -> None:
+def _plain_product(
+    a: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, y: Tensor, picks: Tensor | None = None
+) -> None:
     columns, inner = weights.shape[1:]
     tile = PLAIN_TILE[a.dtype]
     if weights.stride(0) != columns * inner:
         weights = weights.contiguous()
-    planned = Schedule.of(offsets, a.shape[0], tile.t)
+    planned = Schedule.of(offsets, y.shape[0], tile.t)
     launch(
         kernels.plain_product, (planned.count * -(-columns // tile.n),), a.contiguous(), weights, bias, y, planned.tile,
-        offsets, planned.count, weights.stride(1), weights.stride(2),
+        offsets, picks, planned.count, weights.stride(1), weights.stride(2),
         num_warps=tile.num_warps, num_stages=tile.num_stages, COLUMNS=columns, INNER=inner, BLOCK_N=tile.n,
         BLOCK_T=tile.t, BLOCK_K=tile.step, STAGES=tile.num_stages,
     )  # fmt: skip
 
 
 def _block_weight_gradient(
-    dy: Tensor, x: QTensor, offsets: Tensor, gradient: QuantSpec, flags: tuple[Tensor, Tensor], y: Tensor
+    dy: Tensor,
+    x: QTensor,
+    offsets: Tensor,
+    gradient: QuantSpec,
+    flags: tuple[Tensor, Tensor],
+    y: Tensor,
+    held: Tensor | None,
 ) -> None:
     experts, rows, columns = y.shape
     tile = FP8_GRADIENT_TILE
@@ -218,7 +269,7 @@ def _block_weight_gradient(
     right = quantize_tokens(x, x.spec, planned, offsets, flags[1])
     launch(
         kernels.block_weight_gradient, (_tiles((rows, columns), tile), experts if planned.count else 0), *left, *right,
-        y, planned.start, planned.count, num_warps=tile.num_warps, num_stages=tile.num_stages, ROWS=rows,
+        y, held, planned.start, planned.count, num_warps=tile.num_warps, num_stages=tile.num_stages, ROWS=rows,
         COLUMNS=columns, BLOCK_N=tile.n, BLOCK_K=tile.t, STAGES=tile.num_stages,
     )  # fmt: skip
 
@@ -246,21 +297,6 @@ def quantize_tokens(
         COLUMNS=columns, CODES=quantized, UE8M0=spec.scale == "ue8m0", BLOCK_C=64,
     )  # fmt: skip
     return codes, scales
-
-
-def _codes(data: Tensor) -> Tensor:
-    """Codes [E, N, K] as uint8, contiguous along K as the matrix unit wants FP8: of a transposed stack, a copy."""
-    codes = data.view(torch.uint8)
-    back = codes.transpose(1, 2)
-    if codes.is_contiguous() or not back.is_contiguous():
-        return codes.contiguous()
-    experts, rows, columns = back.shape
-    out = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device)
-    tiles = -(-rows // _TRANSPOSED) * -(-columns // _TRANSPOSED)
-    launch(
-        kernels.transpose_codes, (tiles, experts), back, out, num_warps=4, ROWS=rows, COLUMNS=columns, BLOCK=_TRANSPOSED
-    )
-    return out
 
 
 def _tiles(sizes: tuple[int, int], tile: Tile) -> int:

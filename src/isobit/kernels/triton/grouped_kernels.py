@@ -51,15 +51,25 @@ def _store_rows(total, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS: tl.constexp
     tl.store(y_ptr + at, y, mask=(t < stop)[:, None] & (n < COLUMNS)[None, :])
 
 
+@triton.jit
+def _row_of(pick_ptr, t):
+    """Where the sorted rows t stand."""
+    if pick_ptr is None:
+        return t.to(tl.int64)
+    else:
+        return tl.load(pick_ptr + t)
+
+
 @triton.jit(do_not_specialize=["tiles", "a_scale_row", "a_scale_block"])
 def block_product(
-    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr,
+    a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, pick_ptr,
     tiles, a_scale_row, a_scale_block, w_scale_expert, w_scale_row, w_scale_block,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     ROW_SCALES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y [R, N] of codes (uint8) a [R, K] and w [E, N, K]: for each block of 128 along K, ascending, (codes · codes)
-    summed from zero, times (scale_a · scale_w), added by fma. Scales of w: one a row, or one for every 128 rows."""
+    summed from zero, times (scale_a · scale_w), added by fma. Scales of w: one a row, or one for 128 rows. The rows
+    are a's at `pick` [R] int64, if that is there."""
     tiles_n: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     tile, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     expert = tl.load(tile_ptr + tile).to(tl.int64)
@@ -69,7 +79,7 @@ def block_product(
     t = tl.load(tile_ptr + tiles + tile) + tl.arange(0, BLOCK_T)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, 128)
-    a_at = tl.minimum(t, stop - 1).to(tl.int64)
+    a_at = _row_of(pick_ptr, tl.minimum(t, stop - 1))
     w_at = tl.minimum(n, COLUMNS - 1).to(tl.int64)
     a_tile = numbers.e4m3_pointer(a_ptr) + a_at[None, :] * INNER + k[:, None]
     w_tile = numbers.e4m3_pointer(w_ptr) + (expert * COLUMNS + w_at)[:, None] * INNER + k[None, :]
@@ -96,7 +106,7 @@ def block_product(
 
 @triton.jit(do_not_specialize=["tiles"])
 def plain_product(
-    a_ptr, w_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, tiles, w_row, w_column,
+    a_ptr, w_ptr, bias_ptr, y_ptr, tile_ptr, offsets_ptr, pick_ptr, tiles, w_row, w_column,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +120,7 @@ def plain_product(
     t = tl.load(tile_ptr + tiles + tile) + tl.arange(0, BLOCK_T)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    a_at = tl.minimum(t, stop - 1).to(tl.int64)
+    a_at = _row_of(pick_ptr, tl.minimum(t, stop - 1))
     w_at = (n if COLUMNS % BLOCK_N == 0 else tl.minimum(n, COLUMNS - 1)).to(tl.int64)
     a_tile = a_ptr + a_at[None, :] * INNER + k[:, None]
     w_tile = w_ptr + expert * COLUMNS * INNER + w_at[:, None] * w_row + k[None, :] * w_column
@@ -121,18 +131,6 @@ def plain_product(
         a_tile += BLOCK_K
         w_tile += BLOCK_K * w_column
     _store_rows(acc, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS)
-
-
-@triton.jit
-def transpose_codes(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """y [E, C, R] = x [E, R, C], both uint8 and contiguous."""
-    tiles_r: tl.constexpr = (ROWS + BLOCK - 1) // BLOCK
-    first = tl.program_id(1).to(tl.int64) * ROWS * COLUMNS
-    r = tl.program_id(0) % tiles_r * BLOCK + tl.arange(0, BLOCK)
-    c = tl.program_id(0) // tiles_r * BLOCK + tl.arange(0, BLOCK)
-    inside = (r < ROWS)[:, None] & (c < COLUMNS)[None, :]
-    x = tl.load(x_ptr + first + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0)
-    tl.store(y_ptr + first + c[:, None] * ROWS + r[None, :], tl.trans(x), mask=tl.trans(inside))
 
 
 @triton.jit(do_not_specialize=["tiles", "x_scale_row", "x_scale_block"])
@@ -164,14 +162,26 @@ def quantize_tokens(
     tl.store(y_ptr + target, codes, mask=(c < COLUMNS)[:, None])
 
 
+@triton.jit
+def _store_gradient(total, y_ptr, held_ptr, expert, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of an expert's gradient to y [E, N, K], or added to what y has where `held` [E] int32, if given, is 1."""
+    at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
+    inside = (n < ROWS)[:, None] & (k < COLUMNS)[None, :]
+    if held_ptr is not None:
+        held = tl.load(held_ptr + expert) != 0
+        # selected, and not added with 0: -0 would become 0
+        total = tl.where(held, tl.load(y_ptr + at, mask=inside & held, other=0.0) + total, total)
+    tl.store(y_ptr + at, total, mask=inside)
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def block_weight_gradient(
-    g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, y_ptr, start_ptr, tiles,
+    g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, y_ptr, held_ptr, start_ptr, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y [E, N, K] float32 of codes g [N, 128 tiles] and x [K, 128 tiles], both as `quantize_tokens` makes them: the
-    expert's blocks of 128 tokens ascending, as `block_product` does those of K. An expert without rows is not written.
-    """
+    expert's blocks of 128 tokens ascending, as `block_product` does those of K; added to y where `held`. An expert
+    without rows is not written."""
     tiles_k: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(start_ptr + expert), tl.load(start_ptr + expert + 1)
@@ -196,18 +206,17 @@ def block_weight_gradient(
         x_tile += 128
         g_scales += ROWS
         x_scales += COLUMNS
-    at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
-    tl.store(y_ptr + at, acc, mask=(n < ROWS)[:, None] & (k < COLUMNS)[None, :])
+    _store_gradient(acc, y_ptr, held_ptr, expert, n, k, ROWS, COLUMNS)
 
 
 @triton.jit
 def plain_weight_gradient(
-    g_ptr, x_ptr, y_ptr, offsets_ptr,
+    g_ptr, x_ptr, y_ptr, held_ptr, offsets_ptr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [E, N, K] float32 of g [R, N] and x [R, K] in BF16 or FP32: one float32 sum over the expert's rows, ascending.
-    An expert without rows is not written."""
+    """y [E, N, K] float32 of g [R, N] and x [R, K] in BF16 or FP32: one float32 sum over the expert's rows, ascending;
+    added to y where `held`. An expert without rows is not written."""
     tiles_k: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
@@ -226,8 +235,7 @@ def plain_weight_gradient(
         g = tl.load(g_ptr + t[None, :] * ROWS + n_at[:, None], mask=inside[None, :], other=0.0)
         x = tl.load(x_ptr + t[:, None] * COLUMNS + k_at[None, :], mask=inside[:, None], other=0.0)
         acc = numbers.dot(g, x, acc)
-    at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
-    tl.store(y_ptr + at, acc, mask=(n < ROWS)[:, None] & (k < COLUMNS)[None, :])
+    _store_gradient(acc, y_ptr, held_ptr, expert, n, k, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -2,12 +2,15 @@
 
 A program multiplies a tile of 128 rows of the head's weight with 64 hidden rows (the weight on the M side of the matrix
 instruction, so that few rows waste little), and leaves the numbers of `sampling.summarize` for its part of the
-vocabulary; `sampling.VocabularyParts.merge` combines them. One kernel with one tile shape serves rollout and learner at
-every batch size, so the bits of a row are its own. Hidden rows are loaded through an index: several keys may draw from
-one.
+vocabulary; `sampling.VocabularyParts.merge` combines them. One kernel serves rollout and learner at every batch size.
+On Hopper more than 64 rows go in tiles of 128 by twice as many warps, two of these tiles side by side: the warps along
+the vocabulary are the same, so is the instruction, and so are the chain over C and the tree over the vocabulary. So the
+bits of a row are its own (`tests/kernels/triton/test_head.py`, `tests/kernels/test_kernel_table.py`). Hidden rows are
+loaded through an index: several keys may draw from one.
 
 A decode step of up to 64 rows reads the weight once: that is its time, V · C · 2 bytes over the memory's bandwidth.
-The learner's is the product's, 2 · T · V · C operations. Neighbouring programs share a weight tile, for the L2 cache.
+The learner's is the L2 cache's: 64 rows take 24 KiB for 1 MFLOP, 128 rows 32 KiB for 2, which at 27 bytes a clock and
+multiprocessor (an estimate) is 29 and 43 % of the matrix units' rate. Neighbouring programs share a weight tile.
 
 The backward (`head_backward`) works on logits in memory, a gibibyte at a time.
 Left out: the two products of the backward, which are passed in.
@@ -21,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.kernels.triton import numbers
-from isobit.kernels.triton.launch import launch
+from isobit.kernels.triton.launch import launch, target
+from isobit.kernels.triton.product_plan import FEW_ROWS
 from isobit.kernels.triton.sampling import CHUNK, KINDS, VocabularyParts, scaled, summarize, summarize_logits
 from isobit.kernels.types import Temperature
 
@@ -30,7 +34,10 @@ PARTIALS_AT_ONCE = 2**26
 
 MOST_REGISTERS = 128
 """Of a thread of the tile's kernel: then two programs of 8 warps fit on a multiprocessor, one computing while the other
-loads."""
+loads, or one of 16."""
+
+VOCABULARY_TILE = {torch.bfloat16: 128, torch.float32: 64}
+"""Rows of the weight in a tile, a part of the vocabulary: for any number of hidden rows, since it decides bits."""
 
 LOGITS_AT_ONCE = 2**28
 """Logits that the backward holds at a time (1 GiB)."""
@@ -73,9 +80,12 @@ def _head_tiles(
     summarize(z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, BLOCK_V, STRIDE)
 
 
-def _tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """(BLOCK_V, BLOCK_T, BLOCK_K, warps, stages) for operands of `dtype`: bfloat16 or float32."""
-    return (128, 64, 64, 8, 4) if dtype == torch.bfloat16 else (64, 32, 16, 4, 2)
+def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(BLOCK_T, BLOCK_K, warps, stages) for so many rows of operands of `dtype`: bfloat16 or float32. Warps along the
+    vocabulary, and BLOCK_K, are those of one row."""
+    if dtype == torch.float32:
+        return 32, 16, 4, 2
+    return (128, 64, 16, 4) if rows > FEW_ROWS and target().matrix == "warpgroup" else (64, 64, 8, 4)
 
 
 def _summarize_head(
@@ -85,9 +95,9 @@ def _summarize_head(
     assert hidden.dtype == weight.dtype, f"{hidden.dtype} rows and a head of {weight.dtype}"
     assert hidden.is_contiguous()
     assert weight.stride(1) == 1
-    block_v, block_t, block_k, warps, stages = _tile(hidden.dtype)
     vocabulary, channels = weight.shape
     rows = source.shape[0]
+    block_v, (block_t, block_k, warps, stages) = VOCABULARY_TILE[hidden.dtype], _tile(rows, hidden.dtype)
     unit = not isinstance(temperature, Tensor) and temperature == 1
     if not isinstance(temperature, Tensor):
         temperature = torch.full((rows,), float(temperature), device=hidden.device)
@@ -111,7 +121,7 @@ def head_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: f
     """
     hidden, tokens = hidden.contiguous(), tokens.contiguous()
     every = torch.arange(hidden.shape[0], device=hidden.device)
-    stride = triton.cdiv(triton.cdiv(weight.shape[0], _tile(hidden.dtype)[0]), 32) * 32
+    stride = triton.cdiv(triton.cdiv(weight.shape[0], VOCABULARY_TILE[hidden.dtype]), 32) * 32
     size = max(1, PARTIALS_AT_ONCE // (KINDS * stride))
     found = [
         _summarize_head(hidden, weight, source, given, temperature, False).merge(given)

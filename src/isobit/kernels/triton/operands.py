@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.errors import IsobitError
+from isobit.kernels.triton.transpose import contiguous_bytes
 from isobit.precision import BLOCK, E4M3, QTensor
 
 
@@ -26,13 +27,21 @@ def check_blocks(a: QTensor, b: QTensor) -> None:
 def codes_along_inner(operand: QTensor) -> Tensor:
     """Codes [R, K] as uint8, contiguous along K, as the matrix unit wants FP8; of a transposed view, a copy."""
     codes = operand.data.view(torch.uint8)
-    return codes if codes.stride(1) == 1 else codes.contiguous()
+    return codes if codes.stride(1) == 1 else contiguous_bytes(codes.unsqueeze(0))[0]
 
 
 def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Codes padded with zeros to `rows` and `columns`, contiguous; the same tensor if nothing need change."""
+    """Codes padded with zeros to `rows` and `columns`, contiguous; the same memory if they stand in it so.
+
+    Rows of a whole storage that are a few bytes longer than K, to a multiple of 16, are those of
+    `quantize_along_tokens`, which writes zeros there.
+    """
+    high, wide = codes.shape
+    whole = codes.untyped_storage().nbytes() == high * columns and codes.storage_offset() == 0
+    if (high, codes.stride()) == (rows, (columns, 1)) and columns == -(-wide // 16) * 16 and whole:
+        return codes.as_strided((rows, columns), (columns, 1))
     if codes.shape != (rows, columns):
-        return functional.pad(codes, (0, columns - codes.shape[1], 0, rows - codes.shape[0]))
+        return functional.pad(codes, (0, columns - wide, 0, rows - high))
     return codes.contiguous()
 
 

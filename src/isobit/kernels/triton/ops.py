@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels.composed import sink_gradients
-from isobit.kernels.matrices import Operand, Prepared, Stacked, by_rows, plain, values, weight_of
+from isobit.kernels.matrices import Gradients, Operand, Prepared, Stacked, by_rows, plain, values, weight_of
 from isobit.kernels.reference.stochastic import check_stochastic
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import (
@@ -125,17 +125,28 @@ class TritonOps(DeltaOperators):
         b = weight_of(b)
         return cublas_product(a, plain(b, a.dtype) if isinstance(a, Tensor) else b, bias, out)
 
-    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-        return product.gradient_product(a, b, out)
+    def gradient_product(self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
+        return product.gradient_product(a, b, out, into)
 
-    def grouped_product(self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
-        return grouped.grouped_product(a, weights, offsets, out)
+    def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return routing.by_expert(chosen, count)
+
+    def grouped_product(
+        self, a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
+    ) -> Tensor:
+        return grouped.grouped_product(a, weights, offsets, out, rows)
 
     def grouped_weight_gradient(
-        self, dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, name: str
+        self,
+        dy: Tensor,
+        x: Operand,
+        offsets: Tensor,
+        gradient: QuantSpec | None,
+        name: str,
+        into: Gradients = (),
     ) -> list[Tensor | None]:
         flags = (self._faults.of(f"output gradient of {name}"), self._faults.of(name))
-        return grouped.grouped_weight_gradient(dy, x, offsets, gradient, flags)
+        return grouped.grouped_weight_gradient(dy, x, offsets, gradient, flags, into)
 
     def grouped_bias_gradient(self, dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
         return grouped.grouped_bias_gradient(dy, offsets)

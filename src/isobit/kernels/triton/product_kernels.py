@@ -3,7 +3,8 @@
 A tile of b (weights) [BLOCK_N, step] times a tile of a (tokens) [step, BLOCK_M]: b on the 64-high side of the matrix
 instruction whatever M is, the sum transposed on its way out. K ascends. A chunk's sum starts from zero; chunk sums are
 added ascending in float32, in registers (CHUNKS of them) or, where each chunk has programs of its own (PARTIAL), by
-`ordered_sum`: the same additions, so the same bits. The bias is added in float32, before the one rounding.
+`ordered_sum`: the same additions, so the same bits. The bias is added in float32, before the one rounding. With ADD the
+result, float32, is added to what y holds: one addition an element, as `y += result` has it.
 
 Left out: which tiles and chunks (`product_plan.py`), and the operators (`product.py`).
 """
@@ -30,16 +31,21 @@ def _tile_of(program, rows, columns, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexp
 
 @triton.jit
 def _store(
-    total, bias_ptr, y_ptr, chunk, n, m, rows, columns, HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr
+    total, bias_ptr, y_ptr, chunk, n, m, rows, columns,
+    HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile [BLOCK_N, BLOCK_M] to y [M, N], or to chunk's [M, N] of the partial sums."""
+    """Write a tile [BLOCK_N, BLOCK_M] to y [M, N], or add it with ADD, or write it to chunk's [M, N] of the partial
+    sums."""
     y = tl.trans(total)
     at = m.to(tl.int64)[:, None] * columns + n[None, :]
     if PARTIAL:
         at += chunk.to(tl.int64) * rows * columns
     elif HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + at, numbers.cast(y, y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < columns)[None, :])
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
+    if ADD and not PARTIAL:
+        y = tl.load(y_ptr + at, mask=inside, other=0.0) + y
+    tl.store(y_ptr + at, numbers.cast(y, y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "a_scale_block"])
@@ -47,7 +53,7 @@ def block_product(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, y_ptr,
     rows, columns, inner, a_row, a_scale_row, a_scale_block, b_row, b_scale_row, b_scale_block, steps, chunk_steps,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, IN_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr,
-    B_ROW_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr,
+    B_ROW_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes (uint8, K contiguous): for each block of 128 along K, (codes · codes) · (scale_a · scale_b), the sum of
     a block from zero, the blocks added by fma. Scales of b: one for every row, or for every 128 rows."""
@@ -90,14 +96,14 @@ def block_product(
         a_scales += a_scale_block
         b_scales += b_scale_block
     total = total + acc if IN_CHUNKS else acc
-    _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL)
+    _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL, ADD)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def plain_product(
     a_ptr, b_ptr, bias_ptr, y_ptr, rows, columns, inner, a_row, a_column, b_row, b_column, steps, chunk_steps,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, IN_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """BF16 or FP32 operands with any strides: one float32 sum for each chunk of K, carried through all its steps."""
     tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
@@ -122,14 +128,14 @@ def plain_product(
         b_tile += BLOCK_K * b_column
         a_tile += BLOCK_K * a_column
     total = total + acc if IN_CHUNKS else acc
-    _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL)
+    _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL, ADD)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def nibble_product(
     a_ptr, b_ptr, b_scale_ptr, common_ptr, bias_ptr, y_ptr, rows, columns, inner, a_row, a_column, steps, chunk_steps,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, IN_CHUNKS: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """`plain_product` in float32 of b's values: codes two to a byte [N, K / 2] with scales [N, K / 16], decoded as they
     are loaded; a in any type."""
@@ -163,14 +169,16 @@ def nibble_product(
         b_scales += BLOCK_K // 16
         a_tile += BLOCK_K * a_column
     total = total + acc if IN_CHUNKS else acc
-    _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL)
+    _store(total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL, ADD)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def ordered_sum(
-    parts_ptr, bias_ptr, y_ptr, rows, columns, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """y [M, N] = the partial sums [SPLITS, M, N] added ascending in float32, plus the bias, rounded once."""
+    parts_ptr, bias_ptr, y_ptr, rows, columns,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] = the partial sums [SPLITS, M, N] added ascending in float32, plus the bias, rounded once; or that is
+    added to y with ADD."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * columns + n
     size = tl.cast(rows, tl.int64) * columns
@@ -179,4 +187,6 @@ def ordered_sum(
         total += tl.load(parts_ptr + at + chunk * size, mask=n < columns, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)
+    if ADD:
+        total = tl.load(y_ptr + at, mask=n < columns, other=0.0) + total
     tl.store(y_ptr + at, numbers.cast(total, y_ptr.dtype.element_ty), mask=n < columns)

@@ -1,0 +1,110 @@
+"""A product that adds to a gradient gives it the bits that autograd's addition does, with every kind of weight."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.kernels import Layout
+from isobit.model import Model, adding
+from isobit.model.recompute import Recompute
+from isobit.rl import Objective, OptimizerSettings, for_precision
+from isobit.rl.learner import Learner
+from isobit.rl.optim import Optimizer
+from tests.models import tiny_model
+from tests.rl.helpers import alternating, gradients, roll_out, same_bits
+
+
+@contextmanager
+def nowhere(_: Iterable[Tensor]) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many elements products added to gradients, one number for each product."""
+    found: list[int] = []
+    added_to = adding.added_to
+
+    def spy(master: Tensor) -> Tensor | None:
+        gradient = added_to(master)
+        found.extend([] if gradient is None else [gradient.numel()])
+        return gradient
+
+    for module in ("autograd", "experts"):
+        monkeypatch.setattr(f"isobit.model.{module}.added_to", spy)
+    return found
+
+
+@pytest.fixture
+def learned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]:
+    """The gradient of an optimizer batch of several micro-batches; by autograd's additions, or by those of products."""
+
+    def learn(model: Model, in_place: bool, recompute: Recompute = False, sum_group: int = 1) -> dict[str, Tensor]:
+        samples = roll_out(model)
+        objective = for_precision(Objective(max_new_tokens=5), model.precision)
+        settings = OptimizerSettings(sum_group=sum_group, share_prompts=False)
+        optimizer = Optimizer(model.named_parameters(), settings)
+        learner = Learner(model, optimizer, objective, micro_batch_tokens=40, recompute=recompute)
+        with monkeypatch.context() as patch:
+            if not in_place:
+                patch.setattr("isobit.rl.gradient.adding_in_place", nowhere)
+            return gradients(learner, samples, alternating(samples))
+
+    return learn
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize("precision", ["fp8", "bf16", "fp8-e2e"])
+def test_gradients_have_the_bits_that_autograd_adds(
+    precision: str, family: str, held: list[int], learned: Callable[..., dict[str, Tensor]]
+) -> None:
+    model = tiny_model(precision, family, scale=4)
+    wanted = learned(model, False)
+    assert not held
+    assert same_bits(learned(model, True), wanted)
+    matrices = {name: p for name, p in model.named_parameters().items() if p.ndim == 2 and name.startswith("layers.")}
+    assert sum(held) > sum(p.numel() for name, p in matrices.items() if ".experts." not in name)
+    assert not adding._masters
+
+
+@pytest.mark.parametrize("recompute", [True, "mlp"])
+def test_recomputed_layers_too(
+    recompute: Recompute, held: list[int], learned: Callable[..., dict[str, Tensor]]
+) -> None:
+    model = tiny_model("fp8", "qwen3_moe", scale=4)
+    wanted = learned(model, False)
+    assert same_bits(learned(model, True, recompute), wanted)
+    assert held
+
+
+def test_sums_of_groups_are_autograds(held: list[int], learned: Callable[..., dict[str, Tensor]]) -> None:
+    model = tiny_model("fp8", scale=4)
+    assert same_bits(learned(model, True, sum_group=2), learned(model, False, sum_group=2))
+    assert not held
+    assert not same_bits(learned(model, True), learned(model, True, sum_group=2)), "the control: another order"
+
+
+def test_a_gradient_that_is_asked_for_is_returned() -> None:
+    """Nothing is added where nobody said so, beside gradients that masters have."""
+    model = tiny_model("bf16", scale=4)
+    masters = model.named_parameters()
+    hidden = model.transformer.hidden(torch.tensor([3, 4, 5]), Layout.packed([3]))
+    for master in masters.values():
+        master.grad = torch.zeros(master.shape)
+    asked = torch.autograd.grad(hidden.float().sum(), list(masters.values()), allow_unused=True)
+    assert sum(gradient is not None for gradient in asked) > 10
+    assert not any(bool(master.grad.any()) for master in masters.values() if master.grad is not None)
+
+
+def test_negative_control_a_sum_that_begins_at_the_gradient() -> None:
+    """A product whose sum starts from the gradient, and not from zero, has other bits: it rounds elsewhere."""
+    random = torch.Generator().manual_seed(0)
+    a, b, before = (torch.randn(shape, generator=random) for shape in ((64, 300), (300, 48), (64, 48)))
+    carried, product = before.clone(), torch.zeros(64, 48)
+    for k in range(300):
+        product += a[:, k : k + 1] * b[k]
+        carried += a[:, k : k + 1] * b[k]
+    assert not torch.equal(before + product, carried)
