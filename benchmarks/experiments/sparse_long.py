@@ -20,7 +20,6 @@ table; docs/experiments/sparse-long.md shows what came out. Left out: other mode
 import json
 import random
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,8 +38,8 @@ ARMS = (
     ("bf16", "none"),
     ("fp8", "none"),
     ("fp8-rollout", "none"),
-    ("nvfp4-rollout", "none"),
     ("fp8-rollout", "token_tis"),
+    ("nvfp4-rollout", "none"),
     ("nvfp4-rollout", "token_tis"),
     ("fp8-rollout-kv", "none"),
     ("bf16", "token_tis"),
@@ -152,20 +151,20 @@ def run_config(work: Path, size: Size, job: Job) -> dict[str, Any]:
 
 def perform(work: Path, size: Size, job: Job) -> dict[str, Any]:
     """The run, resumed where it was begun, and what is kept of it."""
-    config, stopped, began = run_config(work, size, job), "", time.monotonic()
+    config, stopped = run_config(work, size, job), ""
     try:
         begun = Path(config["run"]["dir"], "config.yaml").is_file()
         if (resume(config["run"]["dir"]) if begun else train(config)).exit_code:
             raise KeyboardInterrupt
     except RunFailed as failure:
         stopped = str(failure)
-    seconds, folder = time.monotonic() - began, Path(config["run"]["dir"])
+    folder = Path(config["run"]["dir"])
     rows = list(read_jsonl(folder / "metrics.jsonl"))
     held_out = [[int(row["step"]), row["accuracy/held_out"]] for row in rows if "accuracy/held_out" in row]
     series = {name: [_rounded(row.get(key)) for row in rows if row["step"] > 0] for name, key in SERIES.items()}
     gaps = mismatch(work, size, job.flow, folder)
     found = {**asdict(job), "held_out": held_out, "stopped": stopped, "mismatch": gaps, **series}
-    return {**found, "collapsed_at": collapse(held_out, stopped, len(rows) - 1), "seconds": round(seconds)}
+    return {**found, "collapsed_at": collapse(held_out, stopped, len(series["reward"]))}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -179,9 +178,12 @@ def mismatch(work: Path, size: Size, flow: str, run: Path) -> list[dict[str, flo
     sampling = Sampling(n=1, max_new_tokens=size.new_tokens, seed=0)
     found = []
     for folder in sorted((run / "checkpoints").glob("step-*")):
+        step = int(folder.name.removeprefix("step-"))
+        if step % (2 * size.evaluate_every) and step != size.steps:
+            continue  # a run was interrupted there
         gap = measure_gap(Model.load(folder, flow), flow, [json.loads(row)["prompt"] for row in rows], sampling).metrics
         kept = {name: _rounded(gap[name]) for name in ("kl_k3", "max_abs_logprob_diff", "differing_tokens")}
-        found.append({"step": int(folder.name.removeprefix("step-")), **kept})
+        found.append({"step": step, **kept})
     return found
 
 
@@ -233,71 +235,114 @@ def run(
         yield runs[-1]
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """A line for each rate, flow and correction in Markdown."""
-    names = ["rate", "flow", "correction", "survived", "95 % interval", "held-out accuracy: start", "end"]
-    names += [
-        "kl_k3 of a checkpoint: first",
-        "last",
-        "largest difference",
-        "gradient norm: first ten steps",
-        "last ten",
+def arms_of(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[float, str, str], list[Mapping[str, Any]]]:
+    """The runs of each rate, flow and correction, in the order of `ARMS`."""
+    keys = [(rate, *arm) for rate in sorted({run["rate"] for run in runs}) for arm in ARMS]
+    found = {key: [run for run in runs if (run["rate"], run["flow"], run["correction"]) == key] for key in keys}
+    return {key: sorted(each, key=lambda run: run["seed"]) for key, each in found.items() if each}
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    return mean_interval([value for value in values if value is not None] or [0.0])[0]
+
+
+def _quarters(values: Sequence[float | None]) -> list[float]:
+    """Means of the four quarters of a run."""
+    return [_mean(values[i * len(values) // 4 : (i + 1) * len(values) // 4]) for i in range(4)]
+
+
+def _lines(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)).replace("e-0", "e-")
+
+
+def _named(rate: float, flow: str, correction: str) -> list[str]:
+    return [f"{rate:g}", f"`{flow}`", correction.replace("_", " ").replace("tis", "TIS")]
+
+
+def arms_table(found: Mapping[str, Any]) -> str:
+    """A line for each rate, flow and correction: how many runs survived, with Wilson's 95 % interval of the share, and
+    means over the seeds."""
+    names = [
+        "rate",
+        "flow",
+        "correction",
+        "survived",
+        "interval",
+        "accuracy: start",
+        "last three",
+        "kl_k3: start",
+        "end",
     ]
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for rate, flow, correction in sorted(
-        {(run["rate"], run["flow"], run["correction"]) for run in found["runs"]},
-        key=lambda each: (each[0], [arm[0] for arm in ARMS].index(each[1]), each[2]),
-    ):
-        runs = [r for r in found["runs"] if (r["rate"], r["flow"], r["correction"]) == (rate, flow, correction)]
-        lines.append(f"| {rate:g} | `{flow}` | {correction.replace('_', ' ')} | {' | '.join(_cells(runs))} |")
-    return "\n".join(lines).replace("e-0", "e-")
+    names += ["largest difference: start", "end", "gradient norm: first quarter", "last"]
+    rows = []
+    for key, runs in arms_of(found["runs"]).items():
+        survived = sum(run["collapsed_at"] is None for run in runs)
+        share = proportion(survived, len(runs))
+        last = _mean([accuracy for run in runs for _, accuracy in run["held_out"][-3:]])
+        cells = [f"{survived} of {len(runs)}", f"{share.low:.2f} to {share.high:.2f}"]
+        cells += [f"{_mean([run['held_out'][0][1] for run in runs]):.2f}", f"{last:.2f}"]
+        for name, form in (("kl_k3", ".1e"), ("max_abs_logprob_diff", ".2f")):
+            gaps = [_mean([run["mismatch"][i][name] for run in runs]) for i in (0, -1)]
+            cells += [f"{gap:{form}}" if gap else "0" for gap in gaps]
+        norms = [_quarters(run["grad_norm"]) for run in runs]
+        cells += [f"{_mean([each[i] for each in norms]):.2f}" for i in (0, -1)]
+        rows.append([*_named(*key), *cells])
+    return _lines(names, rows)
 
 
-def _cells(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of the seeds of an arm."""
-    survived = sum(run["collapsed_at"] is None for run in runs)
-    share = proportion(survived, len(runs))
-
-    def mean(values: Sequence[float | None]) -> float:
-        return mean_interval([value for value in values if value is not None])[0]
-
-    starts, ends = (mean([run["held_out"][i][1] for run in runs]) for i in (0, -1))
-    gaps = [f"{mean([run['mismatch'][i]['kl_k3'] for run in runs]):.1e}" for i in (0, -1)]
-    largest = max(gap["max_abs_logprob_diff"] for run in runs for gap in run["mismatch"])
-    norms = [mean([x for run in runs for x in run["grad_norm"][part]]) for part in (slice(10), slice(-10, None))]
-    cells = [f"{survived} of {len(runs)}", f"{share.low:.2f} to {share.high:.2f}", f"{starts:.2f}", f"{ends:.2f}"]
-    return [*cells, *gaps, f"{largest:.2f}", *(f"{norm:.2f}" for norm in norms)]
+def runs_table(found: Mapping[str, Any]) -> str:
+    """A line for each run: evaluations and checkpoints at every quarter, and means of the quarters."""
+    names = ["rate", "flow", "correction", "seed", "collapse", "accuracy", "reward", "kl_k3", "kl_k3 of older weights"]
+    rows = []
+    for key, runs in arms_of(found["runs"]).items():
+        for one in runs:
+            marks = {gap["step"] for gap in one["mismatch"]}
+            accuracy = [f"{value:.2f}" for step, value in one["held_out"] if step in marks]
+            cells = [str(one["seed"]), "" if one["collapsed_at"] is None else str(one["collapsed_at"])]
+            cells += [", ".join(accuracy), ", ".join(f"{value:.2f}" for value in _quarters(one["reward"]))]
+            cells.append(", ".join(f"{gap['kl_k3']:.1e}" if gap["kl_k3"] else "0" for gap in one["mismatch"]))
+            cells.append(", ".join(f"{value:.1e}" for value in _quarters(one["staleness_kl_k3"])))
+            cells.append(", ".join(f"{value:.2f}" for value in _quarters(one["entropy"])))
+            rows.append([*_named(*key), *cells])
+    return _lines([*names, "entropy"], rows)
 
 
 def draw(found: Mapping[str, Any], out: Path) -> None:
-    """Held-out accuracy of every run over its steps: a row for each rate, a column for each flow, both corrections."""
+    """By rate and flow, where a rate has several: held-out accuracy of every run, and below it the distance between
+    rollout and learner, dots at fixed weights and lines for samples of older weights."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    rates = sorted({run["rate"] for run in found["runs"]})
-    flows = [flow for flow in dict.fromkeys(arm[0] for arm in ARMS) if any(r["flow"] == flow for r in found["runs"])]
-    size = (2.5 * len(flows), 0.6 + 2.2 * len(rates))
-    figure, axes = plt.subplots(
-        len(rates), len(flows), figsize=size, sharex=True, sharey=True, constrained_layout=True, squeeze=False
-    )
-    for row, rate in zip(axes, rates, strict=True):
-        for axis, flow in zip(row, flows, strict=True):
-            for correction, color in (("none", "#3b7dd8"), ("token_tis", "#e0903a")):
-                runs = [r for r in found["runs"] if (r["rate"], r["flow"], r["correction"]) == (rate, flow, correction)]
-                for number, one in enumerate(runs):
-                    label = {"label": correction.replace("_", " ")} if not number else {}
-                    axis.plot(*zip(*one["held_out"], strict=True), color=color, linewidth=1.2, alpha=0.8, **label)
-            axis.set_title(f"{flow}, rate {rate:g}", fontsize=9)
-            axis.set_ylim(0, 1)
+    arms = arms_of(found["runs"])
+    rates = [rate for rate in sorted({key[0] for key in arms}) if len({key[1] for key in arms if key[0] == rate}) > 1]
+    flows = list(dict.fromkeys(arm[0] for arm in ARMS if any(key[1] == arm[0] for key in arms)))
+    shape, size = (2 * len(rates), len(flows)), (2.7 * len(flows), 3.6 * len(rates))
+    figure, axes = plt.subplots(*shape, figsize=size, sharex=True, sharey="row", constrained_layout=True, squeeze=False)
+    for (rate, flow, correction), runs in arms.items():
+        if rate not in rates:
+            continue
+        top, color = 2 * rates.index(rate), "#3b7dd8" if correction == "none" else "#e0903a"
+        above, below = axes[top, flows.index(flow)], axes[top + 1, flows.index(flow)]
+        for number, one in enumerate(runs):
+            label = None if number else {"none": "no correction"}.get(correction, "token TIS")
+            above.plot(*zip(*one["held_out"]), color=color, linewidth=1.2, alpha=0.8, label=label)
+            below.plot(range(1, len(one["reward"]) + 1), one["staleness_kl_k3"], color=color, linewidth=0.7, alpha=0.6)
+            dots = [(gap["step"], gap["kl_k3"]) for gap in one["mismatch"] if gap["kl_k3"]]
+            below.plot([step for step, _ in dots], [kl for _, kl in dots], "o", color=color, markersize=3.5)
+        above.set_title(f"{flow}, rate {rate:g}", fontsize=9)
+        above.set_ylim(0, 1)
+        above.legend(fontsize=7, loc="upper right")
+        below.set_yscale("log")
+    for number, row in enumerate(axes):
+        row[0].set_ylabel("kl_k3" if number % 2 else "held-out accuracy", fontsize=9)
+        for axis in row:
             axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("step", fontsize=9)
-    for row in axes:
-        row[0].set_ylabel("held-out accuracy", fontsize=9)
-    figure.savefig(out, dpi=110)
+    figure.savefig(out, dpi=100)
 
 
 def main() -> None:
@@ -305,7 +350,8 @@ def main() -> None:
     parser.add_argument("work", type=Path, metavar="WORK", help="a folder for data and runs")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each flow and correction")
     parser.add_argument("--beyond", action="store_true", help="also at the first rate at which bf16 collapses")
-    parser.add_argument("--flow", action="append", choices=sorted({arm[0] for arm in ARMS}), help="default: all")
+    names = {":".join(arm): arm for arm in ARMS}
+    parser.add_argument("--arm", action="append", choices=list(names), help="may be given several times; default: all")
     parser.add_argument("--chart", type=Path, metavar="PNG", help="also draw it")
     for name, value in asdict(Size()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
@@ -316,12 +362,12 @@ def main() -> None:
         found = json.loads(given.out.read_text(encoding="utf-8"))
         if found["size"] != asdict(size):
             parser.error(f"{given.out} has runs of another size: {found['size']}")
-    arms = [arm for arm in ARMS if given.flow is None or arm[0] in given.flow]
+    arms = [names[name] for name in given.arm or names]
     for _ in run(given.work, size, found["runs"], given.seeds, given.beyond, arms):
         write(given.out, found)
     if given.chart:
         draw(found, given.chart)
-    print(table(found))
+    print(arms_table(found), runs_table(found), sep="\n\n")
 
 
 if __name__ == "__main__":
