@@ -6,9 +6,10 @@ reward is 1 where those three are right, else 0, so one wrong sum costs all of i
 learned from (`rollouts_ahead`), is passed over twice with four optimizer steps each.
 
 A run *collapses* at the first evaluation from which on the held-out accuracy stays below half of what it was at the
-start, to the end of the run and for at least two evaluations; a run that stops by itself has collapsed too. This rule,
-and the ladder of rates, were set before the runs. On the ladder `bf16` without a correction goes up until it collapses;
-all flows are then run at the largest rate that it survived, and with `--beyond` at the next one, too.
+start, to the end of the run and for at least two evaluations; a run that stops by itself has collapsed too. This rule
+was set before the runs, the rates after trials with this base and another. On the ladder `bf16` without a correction
+goes up until it collapses; all flows are then run at the largest rate that it survived, and with `--beyond` at the next
+one, too.
 
 `mismatch` is measured after a run on its checkpoints, at fixed weights: while a run learns from older samples its own
 metrics (`staleness`) hold the distance of two engines and of two steps together.
