@@ -25,6 +25,7 @@ from benchmarks.experiments.sparse_long import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+CORRECTIONS = ("none", "token_tis")
 RESULTS = ROOT / "benchmarks/results/experiments/sparse_long.json"
 
 
@@ -127,3 +128,7 @@ def test_the_runs_are_what_the_page_says_of_them() -> None:
         for x in r["staleness_kl_k3"][40:]
     ]
     assert sum(old) / len(old) == pytest.approx(1e-2, rel=0.2)
+    for flow in ("bf16", "fp8-rollout"):
+        arms = [[r for r in runs if (r["flow"], r["correction"], r["rate"]) == (flow, c, 4e-5)] for c in CORRECTIONS]
+        without, with_tis = ([sum(x for _, x in r["held_out"][-3:]) / 3 for r in arm] for arm in arms)
+        assert min(with_tis) > max(without)
