@@ -7,10 +7,12 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.experiments import gradient_bias, kv_cache, non_inferiority, recurrence
+from benchmarks.experiments import gradient_bias, kv_cache, non_inferiority, recurrence, sparse_long
 from benchmarks.experiments.command import write
 
-EXPERIMENTS = [gradient_bias, kv_cache, non_inferiority, recurrence]
+EXPERIMENTS = [gradient_bias, kv_cache, non_inferiority, recurrence, sparse_long]
+ON_RUNS = [non_inferiority, sparse_long]
+"""Those that take no model and no prompts."""
 
 
 @pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda module: module.__name__.rpartition(".")[2])
@@ -23,7 +25,7 @@ def test_the_command_is_the_modules(
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith(f"usage: python -m {module.__name__} ")
     assert " ".join(str(module.__doc__).split())[:60] in said
-    monkeypatch.setattr(sys, "argv", ["x", "nothing", *(["--prompt", "a"] if module is not non_inferiority else [])])
+    monkeypatch.setattr(sys, "argv", ["x", "nothing", *([] if module in ON_RUNS else ["--prompt", "a"])])
     with pytest.raises(SystemExit, match=r"^2$"):
         module.main()
     assert capsys.readouterr().err.endswith("error: the following arguments are required: --out\n")

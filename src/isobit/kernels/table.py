@@ -63,7 +63,10 @@ def triton_ops(consistency: str) -> "TritonOps":
 
     if gpu is None:
         return TritonOps(consistency, "triton backend: in Triton's interpreter, for tests", torch.device("cpu"))
-    return TritonOps(consistency, f"triton backend: {gpu}", _device())
+    from isobit.kernels.triton.attention import keys_first
+
+    sides = "" if keys_first() else ", attention with all rows on one side of its instructions"
+    return TritonOps(consistency, f"triton backend: {gpu}{sides}", _device())
 
 
 def _device() -> torch.device:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isobit.kernels import KVStore, Layout
-from isobit.kernels.triton import self_check
+from isobit.kernels.triton import attention, self_check
 from isobit.kernels.triton.ops import TritonOps
 from isobit.precision import QTensor
 from tests.kernels.triton.helpers import DEVICE
@@ -114,6 +114,31 @@ def _after_stored_rows(operator: Callable[..., Any]) -> Callable[..., Any]:
 def test_what_does_not_hold_is_noticed(part: Callable[[TritonOps], Any], broken: dict[str, Any]) -> None:
     """The control: what a GPU might do."""
     assert not all(holds for _, holds in part(_ops(**broken)))
+
+
+def test_where_exchanged_operands_have_other_bits_all_rows_stand_on_one_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that is remembered too. The controls: where something else fails as well, or attention fails either way."""
+    monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(attention, "_FEW_ROWS", attention._FEW_ROWS)  # put back at the end
+    other, wrong = "attention over keys in INT8: decoded rows have other bits", ["output head: off"]
+    monkeypatch.setattr(self_check, "failures", lambda *given: [other, *wrong] if attention.keys_first() else [])
+    ops = _ops()
+    assert self_check.remembered(ops) == [other, "output head: off"]
+    assert attention.keys_first()
+    wrong.clear()
+    assert self_check.remembered(ops) == []
+    assert not attention.keys_first()
+    assert [path.name.split(".", 1)[1] for path in (tmp_path / "gpu").iterdir()] == ["rows-first.passed"]
+    monkeypatch.setattr(attention, "_FEW_ROWS", 32)
+    monkeypatch.setattr(self_check, "failures", lambda *given: pytest.fail("it was asked again"))
+    assert self_check.remembered(ops) == []
+    assert not attention.keys_first()
+    monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(attention, "_FEW_ROWS", 32)
+    monkeypatch.setattr(self_check, "failures", lambda *given: [other])
+    assert self_check.remembered(ops) == [other]
 
 
 def test_only_a_pass_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from isobit.kernels.types import Layout
 from isobit.precision import E4M3, INT8
 
 _FEW_ROWS = 32
-"""Up to this many rows of a tile keys are on the long side of the matrix instruction."""
+"""Up to this many rows of a tile keys are on the long side of the matrix instruction; 0 where `put_rows_first`."""
 _KEYS_PER_SPLIT = 512
 _MOST_PARTIALS = 1 << 26  # numbers that splits may leave in memory, 256 MB; beyond, they are joined in registers
 _LN2, _LOG2E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
@@ -50,6 +50,18 @@ class Tiling(NamedTuple):
     keys: int
     warps: int
     stages: int
+
+
+def put_rows_first() -> None:
+    """From here on rows are on the long side in every tile, as many of them have it: the same bits, where exchanging
+    the operands of an instruction does not keep them."""
+    global _FEW_ROWS
+    _FEW_ROWS = 0
+
+
+def keys_first() -> bool:
+    """Whether tiles of few rows have the keys on the long side."""
+    return _FEW_ROWS > 0
 
 
 def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
