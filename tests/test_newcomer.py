@@ -108,7 +108,7 @@ def test_a_run_given_as_a_config_says_how_to_go_on(tmp_path: Path) -> None:
 
 def test_reprs_say_what_it_is(model: Model, engine: Engine) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
-    text = f"Model(qwen3, {count:,} parameters, precision fp8, {model.ops.backend}, bitwise)"
+    text = f"Model(qwen3, {count:,} parameters, precision fp8, {model.ops.backend}, {model.ops.consistency})"
     assert repr(model) == text
     assert repr(engine) == f"Engine({text}, 64 pages of 16 tokens, {engine.kv_bytes / 2**20:.1f} MiB)"
     assert repr(model.under("bf16")) != text

@@ -261,7 +261,7 @@ def test_the_kl_penalty_pulls_towards_the_reference(estimator: str) -> None:
     objective = Objective(kl_coefficient=1.0, kl_estimator=estimator, loss_aggregation="token_mean")
     learner = make_learner(model, objective, rate=3e-3, reference=reference)
     distances = []
-    for step in range(12):
+    for step in range(18):
         model.sync()
         samples = roll_out(model, seed=step)
         distances.append(learner.learn(samples, [0.0] * len(samples), step).metrics["loss/kl"])

@@ -94,4 +94,27 @@ INLINE void decode_quad(const uint8_t* p, Vec* v) {
     return _mm512_or_si512(upper, _mm512_srli_epi32(_mm512_castps_si512(even), 16));
 }
 
+// Where a tile reads B: BF16 pairs, or codes that a table decodes with their scale.
+struct Bf16Source {
+    static constexpr int64_t bytes = 2;
+    INLINE void begin(const Product&, int64_t, int64_t) {}
+    INLINE void load(const uint8_t* p, __m512i& first, __m512i& second) const {
+        first = _mm512_loadu_si512(p), second = _mm512_loadu_si512(p + 64);
+    }
+    INLINE Vec value(Vec v) const { return v; }
+};
+template <bool FOLDED>
+struct CodeSource {
+    static constexpr int64_t bytes = 1;
+    Table table;
+    float made = 0.0f;
+    INLINE void begin(const Product& g, int64_t panel, int64_t k) {
+        float scale = 1.0f;
+        if (FOLDED) g.scale_b.fill(panel * PANEL, 1, g.n, k, &scale);
+        if (scale != made) table.make(scale), made = scale;
+    }
+    INLINE void load(const uint8_t* p, __m512i& first, __m512i& second) const { decode_pairs(p, table, first, second); }
+    INLINE Vec value(Vec v) const { return v; }  // the table has the scale
+};
+
 }  // namespace

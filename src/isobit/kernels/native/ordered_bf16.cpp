@@ -14,27 +14,6 @@ INLINE Vec dot(Vec c, uint32_t pair_of_a, __m512i pairs) {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_set1_epi32((int)pair_of_a), (__m512bh)pairs);
 }
 
-// Where a tile reads B: BF16 pairs, or codes that a table decodes with their scale.
-struct PairSource {
-    static constexpr int64_t bytes = 2;
-    INLINE void begin(const Product&, int64_t, int64_t) {}
-    INLINE void load(const uint8_t* p, __m512i& first, __m512i& second) const {
-        first = _mm512_loadu_si512(p), second = _mm512_loadu_si512(p + 64);
-    }
-};
-template <bool FOLDED>
-struct CodeSource {
-    static constexpr int64_t bytes = 1;
-    Table table;
-    float made = 0.0f;
-    INLINE void begin(const Product& g, int64_t panel, int64_t k) {
-        float scale = 1.0f;
-        if (FOLDED) g.scale_b.fill(panel * PANEL, 1, g.n, k, &scale);
-        if (scale != made) table.make(scale), made = scale;
-    }
-    INLINE void load(const uint8_t* p, __m512i& first, __m512i& second) const { decode_pairs(p, table, first, second); }
-};
-
 // MR rows times NP panels that begin at `b`. a[r * lda + k / 2] are pairs of k.
 template <class Source, bool SCALED, int MR, int NP>
 void tile(const Product& g, int64_t row, int64_t panel, const uint8_t* b, const uint32_t* a, int64_t lda, Source& source) {
@@ -112,7 +91,7 @@ template <bool SCALED>
 void decoded(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const uint32_t* a, int64_t lda,
              uint16_t* pairs, float* block) {
     const int64_t depth = padded(g.k, DEPTH);
-    PairSource source;
+    Bf16Source source;
     for (int64_t panel = panel0; panel < panel1; panel += 2) {
         const int64_t panels = panel1 - panel < 2 ? 1 : 2;
         for (int64_t p = 0; p < panels; p++)
@@ -123,8 +102,8 @@ void decoded(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_
                     _mm512_storeu_si512(pairs + (p * depth + k + i) * PANEL,
                                         pair_up(vload(block + i * 16), vload(block + i * 16 + 16)));
             }
-        if (panels == 2) row_groups<PairSource, SCALED, 2>(g, row, rows, panel, (uint8_t*)pairs, a, lda, source);
-        else row_groups<PairSource, SCALED, 1>(g, row, rows, panel, (uint8_t*)pairs, a, lda, source);
+        if (panels == 2) row_groups<Bf16Source, SCALED, 2>(g, row, rows, panel, (uint8_t*)pairs, a, lda, source);
+        else row_groups<Bf16Source, SCALED, 1>(g, row, rows, panel, (uint8_t*)pairs, a, lda, source);
     }
 }
 
@@ -165,7 +144,7 @@ void bf16_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int
         const int64_t rows = row1 - row < chunk ? row1 - row : chunk;
         pairs_of_a(g, row, rows, depth, a, line);
         if (g.kind_b == BF16)
-            few_rows<PairSource, false>(g, row, rows, panel0, panel1, a, depth / 2);
+            few_rows<Bf16Source, false>(g, row, rows, panel0, panel1, a, depth / 2);
         else if (g.scaled & BLOCKS && g.kind_b == E4M3 && rows <= FEW)
             few_rows<CodeSource<false>, true>(g, row, rows, panel0, panel1, a, depth / 2);
         else if (g.scaled & FOLD_B && g.kind_b == E4M3 && rows <= FEW && uniform(g))
