@@ -2,6 +2,7 @@
 
 `fp8 with its quantization` is what a layer pays: the activation's quantization and the product. Where that is slower
 than the best BF16 product, FP8 loses, and the shape is named: `precision` can keep such layers in BF16 on both sides.
+`bf16` and `fp8` are what a run computes, by a library where it returns Triton's bytes (`kernels/triton/library.py`).
 """
 
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from torch.nn import functional
 from benchmarks.gpu.common import Bench, Case, shapes
 from benchmarks.gpu.timing import Rotation, num_sets, rotation
 from isobit.kernels import KVStore, Layout, get_ops
+from isobit.kernels.table import triton_ops
+from isobit.kernels.triton.product import product as triton_product
 from isobit.plan.work import Rates, Work, linear_sizes
 from isobit.precision import BF16, E4M3, INT8, QuantSpec
 
@@ -38,7 +41,7 @@ def run(bench: Bench) -> None:
 
 
 def _products(case: Case, rows: int, outputs: int, inputs: int, bench: Bench) -> None:
-    bitwise, fast = get_ops("triton"), get_ops("triton", "fast")
+    bitwise, fast = triton_ops("bitwise"), triton_ops("fast")
     nbytes = (rows + outputs) * inputs
     sets = []
     for _ in range(num_sets(nbytes)):
@@ -54,6 +57,8 @@ def _products(case: Case, rows: int, outputs: int, inputs: int, bench: Bench) ->
     }
     if not bench.rehearsal:
         contestants["fp8 cuBLAS"] = rotation(lambda s: fast.product(s[2], s[3]), sets, nbytes)
+        contestants["bf16 Triton"] = rotation(lambda s: triton_product(s[0], s[1]), sets, 2 * nbytes)
+        contestants["fp8 Triton"] = rotation(lambda s: triton_product(s[2], s[3]), sets, nbytes)
     operations, moved = 2 * rows * outputs * inputs, 2 * rows * outputs
     rates = bench.rates
     least = {
@@ -66,6 +71,8 @@ def _products(case: Case, rows: int, outputs: int, inputs: int, bench: Bench) ->
             contestant, timing, least[contestant[:4].strip()], operations_per_s=operations / timing.seconds,
             bytes_per_s=(moved + nbytes * (2 if contestant.startswith("bf16") else 1)) / timing.seconds,
         )  # fmt: skip
+    chosen, refused = bitwise.libraries.chosen, bitwise.libraries.refused
+    case.row("multiplied by", chosen=[f"{size[3]}: {name}" for size, name in chosen.items()], refused=refused)
     best = min((timing.seconds for name, timing in found.items() if name.startswith("bf16")), default=None)
     low = found.get("fp8 with its quantization")
     if best is not None and low is not None and low.seconds > best:

@@ -3,7 +3,8 @@
 The definitions are the reference operators'. Quantization, cache writes and what is elementwise return their bits; sums
 are float32 in a fixed order where the reference has float64, so products, norms, attention and log-probabilities
 differ from the CPU's in the last places, and agree among themselves: a row's bits depend on the row, the weights and
-the position (`tests/kernels/triton`). Under `consistency: fast` products are cuBLAS's.
+the position (`tests/kernels/triton`). Products of many rows may be a library's where it returns their bytes
+(`library.py`). Under `consistency: fast` all products are cuBLAS's.
 
 An operator here never waits for the GPU, except to quantize weights to NVFP4, which PyTorch does, at a sync. So NaN and
 infinity cannot be raised where they are met: a flag is set, results become NaN, and `raise_faults` raises where results
@@ -39,6 +40,7 @@ from isobit.kernels.triton import heads as head_kernels
 from isobit.kernels.triton.cublas import cublas_product
 from isobit.kernels.triton.delta import DeltaOperators
 from isobit.kernels.triton.launch import Faults, target
+from isobit.kernels.triton.library import LibraryProducts
 from isobit.kernels.types import Activation, Heads, Layout, Temperature
 from isobit.precision import E4M3, INT8, ErrorSums, Format, Nibbles, Precision, QTensor, QuantSpec, error_sums
 from isobit.precision import quantize as reference_quantize
@@ -66,6 +68,7 @@ class TritonOps(DeltaOperators):
     def __init__(self, consistency: str, why: str, device: torch.device) -> None:
         self.consistency, self.why, self.device = consistency, why, device
         self._cublas = consistency == "fast" and device.type == "cuda"  # the interpreter has none
+        self.libraries = LibraryProducts(None if device.type == "cuda" else {})
         self._faults = Faults(device)
 
     def check_precision(self, precision: Precision) -> None:
@@ -119,7 +122,7 @@ class TritonOps(DeltaOperators):
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         if not self._cublas:
-            return product.product(a, b, bias, out)
+            return self.libraries.product(a, b, bias, out)
         if isinstance(b, Nibbles):
             return by_rows(self.product, a, b, bias, out)
         b = weight_of(b)
