@@ -1,4 +1,4 @@
-"""Commands that show runs: `watch`, `report`, `track`."""
+"""Commands that look at runs: `watch`, `report`, `track`, `verify`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -65,3 +65,22 @@ def track(
     if not config.tracking.trackers:
         raise IsobitError("no tracker to send it to: give tracking.trackers, such as tracking.trackers=[tensorboard]")
     raise typer.Exit(send_run(run, plain(config.tracking), plain(config)))
+
+
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="of each checkpoint at least so many, in whole groups; default: all")
+    ] = None,
+) -> None:
+    """Draw a run's completions again from its checkpoints, and compare every token and log-probability with what the
+    run recorded, bit for bit.
+
+    \b
+    isobit verify runs/quickstart
+    isobit verify runs/quickstart --samples 64
+    """
+    from isobit.commands.verify import verify_command
+
+    verify_command(run, samples)

@@ -78,6 +78,11 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"{_PREFIX}{step:06d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """How many steps had been learned."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
 def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None, ranks: Ranks = ONE) -> None:
     """Write a directory through `write(folder)`, with a manifest, and put it in the place of `final`, whole or not at
     all; what was there is removed, or renamed to `keep`. All ranks call this and `write`, which raises on all what it
@@ -137,7 +142,7 @@ def _share(sizes: Mapping[str, int], ranks: Ranks) -> list[str]:
 def all_checkpoints(directory: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     found = [p for p in directory.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal() and p.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    return sorted(found, key=step_of)
 
 
 def newest(directory: Path, problem: Problem | None = None, ranks: Ranks = ONE) -> tuple[Path, list[str]]:

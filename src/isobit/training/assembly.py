@@ -16,6 +16,7 @@ from isobit.distributed.launch import check_alike
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
+from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
@@ -110,7 +111,7 @@ def _open_models(
         check_gradients_every=config.run.check_gradients_every,
         measured_idle=config.mismatch.samples_of_idle_groups,
     )
-    sampling = replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
+    sampling = rollout_sampling(config)
     coming = optimizer.nbytes + optimizer.gradient_bytes
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n, coming)
     engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
@@ -132,6 +133,11 @@ def _open_models(
         learner,
     )
     return _with_fitting_tokens(parts) if given == "auto" else parts
+
+
+def rollout_sampling(config: Config) -> Sampling:
+    """How the completions that a run learns from are sampled."""
+    return replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
 
 
 def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
