@@ -135,9 +135,9 @@ def test_trl_names_that_are_not_grpo_configs_are_training_arguments() -> None:
     assert set(shlex.split(inherited)) <= fields
     if importlib.util.find_spec("trl") is None:
         return
-    from trl import GRPOConfig
+    from trl import GRPOConfig, ModelConfig
 
-    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    fields = {field.name for kind in (GRPOConfig, ModelConfig) for field in dataclasses.fields(kind)}
     named = [text.partition("=")[0] for theirs, _, _ in rows(TABLES[0], "Options") for text in quoted(theirs)]
     others = {"model", "train_dataset", "eval_dataset", "reward_funcs", "vllm_server_*"}  # of GRPOTrainer; a pattern
     assert {name for name in named if not name.startswith('"')} - others <= fields

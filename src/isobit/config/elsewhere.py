@@ -27,6 +27,7 @@ _NAMES = {
     "num_prompts_per_step",
     "steps": "max_steps total_training_steps max_num_steps num_steps train_steps",
     "seed": "data.seed grpo.seed random_seed data_seed",
+    "ranks": "n_gpus_per_node nnodes gpus_per_node num_nodes nproc_per_node num_processes cluster",
     "rollouts_ahead": "max_trajectory_age_steps",
     "sampling.group_size": "num_generations num_generations_per_prompt num_samples_per_prompt n",
     "sampling.max_new_tokens": "max_completion_length max_response_length max_tokens max_length",
@@ -94,10 +95,10 @@ _NAMES = {
 """A key of isobit, and what it is called elsewhere."""
 
 _NONE = (
-    "repetition_penalty generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model "
+    "generation_kwargs num_train_epochs total_epochs max_num_epochs sync_ref_model "
     "max_rollout_turns mask_truncated_completions top_entropy_quantile off_policy_mask_threshold use_vllm vllm_mode "
-    "entropy_coeff tensor_model_parallel_size nnodes n_gpus_per_node overlong_filtering reward_scaling "
-    "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg cluster rollout.name"
+    "entropy_coeff tensor_model_parallel_size overlong_filtering reward_scaling "
+    "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg rollout.name"
 )
 """Names to which nothing here corresponds."""
 
