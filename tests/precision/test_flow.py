@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.precision import BF16, E2M1, E4M3, E5M2, INT8, PRESETS, Precision, QuantSpec, precision_from
+from isobit.precision import BF16, E2M1, E4M3, E5M2, INT8, PRESETS, Precision, QuantSpec, options, precision_from
 from isobit.precision.flow import LINEAR_LAYERS, Flow
-from isobit.precision.options import with_e4m3_cache
+from isobit.precision.options import described, with_e4m3_cache
 from isobit.precision.quantize import GRANULARITIES
 
 
@@ -30,6 +30,15 @@ def test_presets_are_what_the_design_says() -> None:
     assert {spec.scale for spec in (fp8.weight, fp8.activation) if spec} == {"ue8m0"}
     assert fp8.kv == PRESETS["mxfp8"].rollout.kv == QuantSpec(INT8, "row", "fp32")
     assert PRESETS["fp8-unified"].rollout.kv is None
+
+
+def test_every_option_is_described() -> None:
+    """And each value that is offered is one."""
+    assert sorted(name for name, _, _ in described()) == sorted(options.OPTIONS)
+    for name, values, text in described():
+        assert text
+        for value in values.split(" | ") if " | " in values else ():
+            options._check_option(name, value)
 
 
 def test_a_precision_is_frozen() -> None:

@@ -59,7 +59,7 @@ def test_token_rejection_is_asymmetric_and_keeps_its_bounds() -> None:
 
 
 def test_bounds_are_on_old_over_rollout_and_not_on_the_inverse() -> None:
-    """veRL's bounds of k1 act on the inverse: 0.6 ... 1.4 keeps 0.714 ... 1.667 there."""
+    """verl's bounds of k1 act on the inverse: 0.6 ... 1.4 keeps 0.714 ... 1.667 there."""
     assert kept(Rejection(low=0.6, high=1.4), [0.65, 1.35, 1.5]) == [True, True, False]
 
 

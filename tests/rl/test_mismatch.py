@@ -98,7 +98,7 @@ def test_sequence_metrics_stay_finite_at_the_extremes() -> None:
 
 
 def test_ratios_are_bounded_at_the_exponential_of_20_and_not_before() -> None:
-    """veRL's bound, from both sides: 15 passes as it is, 30 counts as 20."""
+    """verl's bound, from both sides: 15 passes as it is, 30 counts as 20."""
     for far, counted in ((15.0, 15.0), (19.5, 19.5), (30.0, 20.0)):
         up = mismatch_metrics(torch.tensor([-1.0]), torch.tensor([-1.0 - far]))
         down = mismatch_metrics(torch.tensor([-1.0 - far]), torch.tensor([-1.0]))

@@ -50,21 +50,52 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 OPTIONS = (*_CHOICES, *_COUNTS, _NAMES, *_NUMBERS, *_USES)
 """What a mapping may hold besides `preset`."""
+_TEXTS = {
+    "kv_cache": "keys and values in the cache; e4m3 and int8 with a scale per token and head, e4m3-calibrated with one "
+    "per layer for K and one for V",
+    "kv_scale": "their scales: any float32, or powers of two",
+    "query": "queries, before they meet the keys; e4m3 with a scale per token and head, e4m3-calibrated per layer",
+    "probabilities": "of attention, before they meet the values; bf16 leaves them as they are computed",
+    "weight_scale": "scales of the weights of linear layers",
+    "weight_granularity": "what of a weight has one scale: a block, a row, all of it",
+    "activation_scale": "scales of what linear layers multiply their weights by",
+    "activation_granularity": "what of an activation has one scale",
+    "activation": "bf16 leaves activations unquantized; where the backward is not quantized",
+    "dgrad": "the product that gives the gradient of an activation",
+    "wgrad": "the product that gives the gradient of a weight",
+    "wgrad_activation": "what FP8 WGrad reads: the forward's codes, requantized along the tokens, or a copy of the "
+    "activation, quantized so in the forward",
+    "gradient_scale": "scales of output gradients",
+    "gradient_granularity": "what of an output gradient has one scale",
+    "gradient_format": "output gradients",
+    "engines": "one storage and one set of operators for both sides, or a rollout with an engine of its own",
+    "kv_calibration": "whose forward the scales of e4m3-calibrated come from",
+    "bf16_first_layers": "so many layers stay in BF16 on both sides, from the first",
+    "bf16_last_layers": "so many, up to the last",
+    "bf16_layers": "these linear layers stay in BF16 on both sides, in every layer",
+    "kv_percentile": "of the largest magnitudes of several forwards, the one that is taken",
+    "kv_margin": "a calibrated scale is so much larger than it needs to be",
+    "kv_calibration_prompts": "prompts of a step that the rollout's calibration reads",
+    "rollout": "the options down to `activation`, for the rollout alone",
+    "learner": "the same for the learner",
+}
+
+
+def described() -> list[tuple[str, str, str]]:
+    """Each option, what it may be, and what it is for, in words."""
+    values = {name: " | ".join(choices) for name, choices in _CHOICES.items()}
+    values |= {name: wanted for name, (_, wanted) in _NUMBERS.items()}
+    values |= dict.fromkeys(_COUNTS, "a number of layers") | dict.fromkeys(_USES, "a mapping")
+    values[_NAMES] = f"some of {', '.join(LINEAR_LAYERS)}"
+    return [(name, values[name], _TEXTS[name]) for name in sorted(OPTIONS, key=list(_TEXTS).index)]
 
 
 def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:
     """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
-    Options of both flows, or of one under `rollout` or `learner`: `kv_cache` (bf16 | e4m3 | e4m3-calibrated | int8),
-    `query` (bf16 | e4m3 | e4m3-calibrated), `probabilities` (bf16 | e4m3: of attention, before P·V; bf16 leaves them as
-    they are), `kv_scale`, `weight_scale`, `activation_scale` (fp32 | ue8m0), `weight_granularity`
-    (128x128 | 1x32 | row | tensor), `activation_granularity` (1x128 | row | tensor ...),
-    `activation` (bf16: weights alone are quantized, where the backward is not). Of the whole: `dgrad`, `wgrad`
-    (fp8 | bf16), `wgrad_activation` (requantized | own-copy), `gradient_scale`,
-    `gradient_granularity`, `gradient_format` (e4m3 | e5m2), `bf16_first_layers`, `bf16_last_layers`, `bf16_layers`
-    (some of qkv, o, gate_up, down), `engines` (shared | separate), `kv_calibration` (rollout | learner),
-    `kv_percentile`, `kv_margin`, `kv_calibration_prompts`. The name of the result, such as `fp8[wgrad=bf16]`, is
-    accepted in place of the mapping.
+    The options and their values are in docs/config.md, from `described`; most may also stand under `rollout` or
+    `learner`, for one side alone. The name of the result, such as `fp8[wgrad=bf16]`, is accepted in place of the
+    mapping.
 
     Raises IsobitError for an unknown name or a combination that cannot work.
     """

@@ -99,7 +99,7 @@ def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None
 
 
 def _mean_weight(weights: Tensor, kind: str, counts: Tensor) -> Tensor:
-    """Over tokens, or over sequences; 1 where there is nothing to divide by (veRL's bound)."""
+    """Over tokens, or over sequences; 1 where there is nothing to divide by (verl's bound)."""
     if kind == "sequence":
         filled = counts[counts > 0]
         weights = weights[filled.cumsum(0) - 1]  # one of each sequence, whose tokens have it in common

@@ -1,8 +1,8 @@
 """What a correction of the difference between rollout and learner is: a weight, a rejection, or both.
 
-All of it is a function of lr = log π_old - log π_rollout of each token, clamped to ±20 before any exponential (veRL's
+All of it is a function of lr = log π_old - log π_rollout of each token, clamped to ±20 before any exponential (verl's
 safety bound). Bounds on `ratio` are bounds on π_old/π_rollout, those on `inverse_ratio` bounds on π_rollout/π_old, as
-in veRL's modes `*_k1`. How a rule is applied: `correction.py`.
+in verl's modes `*_k1`. How a rule is applied: `correction.py`.
 
 Sources: token and sequence TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
 training"; masks: Liu et al. 2025, "When speed kills stability"; IcePop: Ling team 2025; KPop, which is binary_kl per
@@ -56,7 +56,7 @@ class CorrectionRule:
     `cap`]; with `normalize` divided by its mean over the batch before anything is rejected: over all tokens, or, for
     weights of sequences, over all sequences that have tokens. `rejection`, and `veto`: a sequence is rejected if any of
     its tokens has a ratio below it. `denominator`: the loss is averaged over all tokens, or over those that are kept,
-    and then a penalty in the loss is too (veRL, whose mask of the response loses what is rejected)."""
+    and then a penalty in the loss is too (verl, whose mask of the response loses what is rejected)."""
 
     weight: Annotated[str, OneOf(WEIGHTS)] = "none"
     cap: Annotated[float | None, above(0), "largest weight; default: none"] = None

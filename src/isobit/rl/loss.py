@@ -16,8 +16,8 @@ from torch import Tensor
 from isobit.rl.objective import Objective
 
 _LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond is clipped by any objective anyway
-_SEQUENCE_LIMIT = 10.0  # veRL's, of the mean log ratio of a sequence
-_LOW_VARIANCE_LIMIT = 10.0  # veRL's and NeMo RL's, of a token's KL
+_SEQUENCE_LIMIT = 10.0  # verl's, of the mean log ratio of a sequence
+_LOW_VARIANCE_LIMIT = 10.0  # verl's and NeMo RL's, of a token's KL
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ def ratios(inputs: LossInputs) -> Tensor:
 
     token: of the token itself. sequence: one for its whole sequence, exp of the mean over its tokens (GSPO: Zheng et
     al. 2025, arXiv 2507.18071, eq. 7), of which each token carries its own part of the gradient (GSPO-token, eq. 13 and
-    14; veRL's form): the sum over a sequence is the same, and a weight or an advantage of one token reaches that token.
+    14; verl's form): the sum over a sequence is the same, and a weight or an advantage of one token reaches that token.
     sequence_sum: exp of the sum over its tokens (TRL's RLOOTrainer). The log of the ratio is bounded to ±20 before exp,
     its mean over a sequence to 10 above; beyond, the clipped loss has no gradient.
     """
@@ -132,7 +132,7 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
     With d = log reference - log policy: k1 = -d, k2 = d²/2, k3 = e^d - d - 1 (constant above d = 20, where e^d would
     drown the batch). As a term of the loss the gradients by log policy are 1, -d and 1 - e^d: that of k2 estimates the
     gradient of KL(policy ‖ reference), that of k3 the gradient of KL(reference ‖ policy), and that of k1 is 0 in the
-    mean: k1 is for the reward. low_var_kl is k3 as veRL and NeMo RL bound it: d within ±20, the value at most 10, and
+    mean: k1 is for the reward. low_var_kl is k3 as verl and NeMo RL bound it: d within ±20, the value at most 10, and
     beyond either no gradient.
     """
     difference = reference_logprobs - policy_logprobs

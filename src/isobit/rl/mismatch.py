@@ -1,7 +1,7 @@
 """The distance between rollout and learner for the same weights and tokens, as the field measures it.
 
 lr = log π_learner - log π_rollout of the sampled token; means are over all trained tokens, or over sequences.
-Formulas: NeMo RL's and veRL's, see docs/metrics.md.
+Formulas: NeMo RL's and verl's, see docs/metrics.md.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LOG_RATIO_LIMIT = 20.0  # veRL's safety bound
+_LOG_RATIO_LIMIT = 20.0  # verl's safety bound
 
 
 def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, float]:
@@ -34,7 +34,7 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
 
 
 def sequence_metrics(policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequence[Tensor]) -> dict[str, float]:
-    """veRL's metrics per sequence, of float32 log-probabilities [tokens] of each; at least one, and none empty."""
+    """verl's metrics per sequence, of float32 log-probabilities [tokens] of each; at least one, and none empty."""
     counts = torch.tensor([len(row) for row in policy_logprobs])
     sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
     both = torch.stack([torch.cat(list(policy_logprobs)), torch.cat(list(rollout_logprobs))], 1).double()
