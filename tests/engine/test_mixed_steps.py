@@ -160,17 +160,25 @@ def test_as_many_tokens_are_computed_as_by_simple_steps(
     assert seen["ahead of a mixed step"] > 0
 
 
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
 def test_a_prompt_that_fails_beside_decoding_rows_can_be_taken_again(
+    family: str,
+    captured: bool,
+    make_engine: MakeEngine,
     make_captured: MakeEngine,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny("bf16", "native")
-    wanted = [alone(model, REQUESTS[index]) for index in (4, 1)]
-    engine, hidden = make_captured(model, kv_pages=200), model.transformer.hidden
-    first = engine.submit(*REQUESTS[4])
+    """Also where states, which are changed in place, were changed by the step that failed."""
+    model, sampling = tiny_model("bf16", family, backend="native"), Sampling(2, 12, seed=7, ignore_eos=True)
+    requests = ([3, 4, 5, 6, 7], sampling, 0), ([8] * 6, sampling, 1)
+    wanted = [alone(model, request) for request in requests]
+    engine = (make_captured if captured else make_engine)(model, kv_pages=200, page_size=4)
+    hidden = model.transformer.hidden
+    first = engine.submit(*requests[0])
     for _ in range(3):
         engine.step()
-    second = engine.submit(*REQUESTS[1])
+    second = engine.submit(*requests[1])
     with monkeypatch.context() as patch:
         patch.setattr(
             model.transformer,

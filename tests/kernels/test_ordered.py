@@ -32,7 +32,7 @@ SETS = {
 """Of instructions: "portable", and what this processor has for an order."""
 HERE = [(order, isa) for order, sets in SETS.items() for isa in sets]
 DTYPES = (torch.bfloat16, torch.float32)
-SHAPES = ((1, 1, 1), (1, 96, 512), (2, 42, 126), (3, 40, 100), (4, 72, 256), (5, 16, 31), (21, 33, 300))
+SHAPES = ((1, 1, 1), (1, 96, 512), (2, 42, 126), (3, 40, 100), (4, 72, 256), (5, 16, 31), (21, 33, 300), (16, 64, 416))
 
 
 def native(monkeypatch: pytest.MonkeyPatch, order: str, isa: str) -> Ops:
@@ -216,6 +216,19 @@ def test_cpp_is_the_definition_bit_for_bit(
                 for ops in sets:
                     assert same(ops.product(a, b, added, out), wanted), ops.why
                     assert same(ops.product(a, ops.prepare(b), added, out), wanted), ops.why
+
+
+@pytest.mark.parametrize("order", ordered.ORDERS)
+def test_zeros_have_their_sign(order: str) -> None:
+    """Where sums are subnormal: among the zeros are some of either sign, and at the end of K, too, none changes it."""
+    random, native_ops = torch.Generator().manual_seed(6), get_ops("native", f"bitwise-{order}")
+    for inner in (160, 288, 320, 416, 512):
+        a, b = (torch.ldexp(draw(random, rows, inner), torch.tensor(-64)).bfloat16() for rows in (64, 64))
+        wanted = REFERENCE[order].product(a, b, None, torch.float32)
+        assert same(native_ops.product(a, b, None, torch.float32), wanted)
+        zeros = wanted[wanted == 0].signbit()
+        assert zeros.any()
+        assert not zeros.all()
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -162,6 +162,18 @@ def test_exact_sums_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backen
         get_ops(backend, "exact")
 
 
+def test_an_order_of_a_cpus_sums_is_computed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run has it that began on a CPU of another kind and is evaluated beside a GPU."""
+    _gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(table, "triton_refusal", lambda: None)
+    monkeypatch.setattr(table, "_failing", lambda gpu: None)
+    ops = get_ops("auto", "bitwise-tdp32")
+    assert ops.backend in ("native", "reference")
+    assert "the GPU is not used: consistency: bitwise-tdp32 names an order of a CPU's sums" in ops.why
+    with pytest.raises(IsobitError, match="consistency: bitwise-tdp32 is a CPU's"):
+        get_ops("triton", "bitwise-tdp32")
+
+
 def test_without_a_gpu_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "find_gpu", lambda: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -192,6 +192,18 @@ def test_an_older_sft_config_had_the_sums_of_exact() -> None:
     assert resolved(sft_as_begun({}, {**older, "order": "x"}).get("consistency", "bitwise")) == "bitwise-tdp32"
 
 
+def test_a_base_has_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the run's is: on another processor its sums stay in the order that they had."""
+    monkeypatch.setattr("isobit.config.earlier.default_order", lambda: "vdp32")
+    on_a_gpu = {"backend": "triton", "order": "triton", "formats": {}, "bitwise": "tdp32"}
+    on_a_cpu = {"backend": "native", "order": "tdp32-v1+rows32-v1", "formats": {}, "bitwise": "tdp32"}
+    kept = {"consistency": "bitwise-tdp32"}
+    assert sft_as_begun({"backend": "native"}, on_a_gpu) == {"backend": "native", **kept}
+    assert sft_as_begun({"backend": "triton"}, on_a_cpu) == {"backend": "triton"}
+    assert sft_as_begun({}, on_a_gpu) == {}
+    assert sft_as_begun({}, on_a_cpu) == kept
+
+
 def test_other_data_and_other_weights_are_another_model(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "completion": "2"}\n')

@@ -39,8 +39,9 @@ def sft_as_begun(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 
 def _keep_order(values: dict[str, Any], facts: Mapping[str, Any]) -> None:
     """Of sums, in a config that names none, on a CPU; before there were two it was tdp32."""
-    on_a_cpu = facts.get("backend") in ("native", "reference")
-    if not on_a_cpu or values.get("consistency", "bitwise") != "bitwise":
+    named = values.get("backend", "auto")
+    on_a_cpu = (facts.get("backend") if named == "auto" else named) in ("native", "reference")
+    if not facts or not on_a_cpu or values.get("consistency", "bitwise") != "bitwise":
         return
     if "order" not in facts:
         values["consistency"] = "exact"

@@ -21,7 +21,7 @@ from isobit.engine.sampler import draw
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import StepPlan
 from isobit.errors import NonFiniteError
-from isobit.kernels import KVStore, Store
+from isobit.kernels import KVStore, StateStore, Store
 from isobit.model import Model
 from isobit.model.moe import RouteTape
 
@@ -49,8 +49,18 @@ class Runner:
     def run(self) -> tuple[StepPlan, NDArray[np.int64]]:
         """Compute the next step: the plan, and the tokens that its `sampled` have drawn; the record has them too.
 
-        Raises NonFiniteError where nothing can be drawn; the step is then as if it had not begun.
+        Raises NonFiniteError where nothing can be drawn; the step is then as if it had not begun. Keys and values are
+        written again with the same bits. States of linear attention were advanced in place, so all sequences give up
+        their pages, and are computed again from the last ones that are full.
         """
+        try:
+            return self._run()
+        except BaseException:
+            if any(isinstance(store, StateStore) for store in self.stores):
+                self.scheduler.preempt_all()
+            raise
+
+    def _run(self) -> tuple[StepPlan, NDArray[np.int64]]:
         scheduler = self.scheduler
         launch, self._ahead, ahead = self._ahead, None, None
         plan = None if launch is None else scheduler.launched(launch.sequences)

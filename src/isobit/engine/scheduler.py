@@ -185,6 +185,11 @@ class Scheduler:
             self.rows.add_page(row, page)
         self.may_need -= int(rows.size)
 
+    def preempt_all(self) -> None:
+        """All sequences wait, and are computed again from pages that are full."""
+        for number in sorted(self.running, reverse=True):
+            self._preempt(self.running[number])
+
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
         heappush(self.waiting, (sequence.number, sequence))

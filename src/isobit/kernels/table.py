@@ -24,8 +24,9 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
 
     `triton` runs on the GPUs of `gpu.ARCHITECTURES`, if its kernels pass a check there at the first start; `native` is
     C++, from the wheel or compiled on first use; `reference` is PyTorch. `auto` is triton where there is such a GPU,
-    else native where that works, else reference, for `bitwise` at the level `exact`. The result's `why` names the
-    choice and the reason. Raises IsobitError for an unknown name, and if the named backend cannot work here.
+    else native where that works, else reference, for `bitwise` at the level `exact`; a consistency that names an order
+    of a CPU's sums is computed there. The result's `why` names the choice and the reason. Raises IsobitError for an
+    unknown name, and if the named backend cannot work here.
     """
     if backend not in BACKENDS:
         raise IsobitError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
@@ -38,6 +39,8 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
     unused = ""
     if backend == "auto" and (gpu := find_gpu()) is not None:
         reason = refusal(gpu) or triton_refusal() or (_failing(gpu) if consistency in ("bitwise", "fast") else None)
+        if orders.order(consistency) is not None:
+            reason = f"consistency: {consistency} names an order of a CPU's sums"
         if reason is None:
             return triton_ops(consistency)
         unused = f"; the GPU is not used: {reason}"

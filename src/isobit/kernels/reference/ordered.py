@@ -82,6 +82,7 @@ def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
         size, chains, places = BLOCK, 1, [[i ^ 1] for i in range(BLOCK)]  # of each pair the second first
     groups = -(-left.shape[1] // size)
     missing = groups * size - left.shape[1]
+    last = size - missing // _DEPTH * _DEPTH  # places of the last group
     parts = [
         functional.pad(x, (0, missing)).view(x.shape[0], groups, size).permute(2, 1, 0).contiguous()
         for x in (left, right)
@@ -94,8 +95,10 @@ def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
         found = left.new_zeros(chains, groups, *rows.shape)
         for place in places:
             x, y = parts[0][place, :, start : start + step], parts[1][place]
-            found = add(found, x.unsqueeze(3), y.unsqueeze(2))
-        for one in flushed(found.sum(0).float()).double():  # the sum of two is one addition
+            have = groups - (max(place) >= last)  # a zero more would turn a chain of -0 into 0
+            found[:, :have] = add(found[:, :have], x.unsqueeze(3)[:, :have], y.unsqueeze(2)[:, :have])
+        sums = found[0] if chains == 1 else found[0] + found[1]
+        for one in flushed(sums.float()).double():
             rows.copy_(flushed((rows + one).float()))
     return total
 
