@@ -2,10 +2,12 @@
 
 `fp8 with its quantization` is what a layer pays: the activation's quantization and the product. Where that is slower
 than the best BF16 product, FP8 loses, and the shape is named: `precision` can keep such layers in BF16 on both sides.
-`bf16` and `fp8` are what a run computes, by a library where it returns Triton's bytes (`kernels/triton/library.py`).
+`in a learner`, nothing is captured, and a library multiplies where it returns Triton's bytes
+(`kernels/triton/library.py`).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +18,7 @@ from benchmarks.gpu.common import Bench, Case, shapes
 from benchmarks.gpu.timing import Rotation, num_sets, rotation
 from isobit.kernels import KVStore, Layout, get_ops
 from isobit.kernels.table import triton_ops
-from isobit.kernels.triton.product import product as triton_product
+from isobit.kernels.triton.library import STEP
 from isobit.plan.work import Rates, Work, linear_sizes
 from isobit.precision import BF16, E4M3, INT8, QuantSpec
 
@@ -57,8 +59,9 @@ def _products(case: Case, rows: int, outputs: int, inputs: int, bench: Bench) ->
     }
     if not bench.rehearsal:
         contestants["fp8 cuBLAS"] = rotation(lambda s: fast.product(s[2], s[3]), sets, nbytes)
-        contestants["bf16 Triton"] = rotation(lambda s: triton_product(s[0], s[1]), sets, 2 * nbytes)
-        contestants["fp8 Triton"] = rotation(lambda s: triton_product(s[2], s[3]), sets, nbytes)
+    if rows >= STEP:  # as a learner multiplies
+        for name in ("bf16", "fp8"):
+            contestants[f"{name} in a learner"] = replace(contestants[name], eager=True)
     operations, moved = 2 * rows * outputs * inputs, 2 * rows * outputs
     rates = bench.rates
     least = {

@@ -9,9 +9,11 @@ random ones whose largest terms cancel, so that another order of sums shows also
 the library must return every byte of Triton's product. Of those that do, and Triton, the fastest is taken from then on.
 That moves no bit, so it may depend on a clock, and ranks need not agree on it. A library that fails is not asked again.
 
-Not tried, and left to Triton: fewer than `LEAST_ROWS` rows, rows that are no multiple of 128 (a learner pads its
-packs), long K that is summed in chunks (`product_plan`), operands that are not aligned or not contiguous, and sizes
-that first come while a graph is captured. Left out: experts' products. Not run on a GPU yet.
+A learner's packs have any number of rows, and as a row's bits do not depend on the others, a library gets a multiple of
+`STEP` of them, and Triton the rest: a weight has a size for each multiple, and no more. A trial is a dozen products,
+and waits for the GPU. Not tried, and left to Triton: fewer than `STEP` rows, long K that is summed in chunks
+(`product_plan`), operands that are not aligned or not contiguous, and all that is captured in a graph. Left out:
+experts' products. Not run on a GPU yet.
 """
 
 import importlib
@@ -22,14 +24,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from isobit.kernels.composed import rows_of
 from isobit.kernels.matrices import Operand, Prepared, tensors_of, weight_of
 from isobit.kernels.triton import cublas
 from isobit.kernels.triton.product import product
 from isobit.kernels.triton.product_plan import splits_of
 from isobit.precision import BLOCK, Nibbles, QTensor
 
-LEAST_ROWS = 512
-"""An estimate: with fewer, weights are read for most of the time, and there Triton is the faster one."""
+STEP = 512
+"""Rows, of which a library gets a multiple. An estimate: with fewer, weights are read for most of the time, and there
+Triton is the faster one."""
 _ALIGNED = 256
 """Bytes, on a GPU: cuBLAS's choice of a kernel may depend on alignments up to this one (`cublasLtMatmulPreference`)."""
 _LARGE = 2.0**16
@@ -51,10 +55,10 @@ class LibraryProducts:
         self,
         libraries: Mapping[str, Call] | None = None,
         seconds: Callable[[Callable[[], object]], float] | None = None,
-        least_rows: int = LEAST_ROWS,
+        step: int = STEP,
     ) -> None:
         self._libraries = dict(_installed() if libraries is None else libraries)
-        self._seconds, self._least_rows = seconds or _seconds, least_rows
+        self._seconds, self._step = seconds or _seconds, step
         self.chosen: dict[Size, str] = {}
         self.refused: dict[str, str] = {}
 
@@ -63,16 +67,27 @@ class LibraryProducts:
         weight = weight_of(b)
         if isinstance(weight, Nibbles) or not self._may_be_tried(a, weight):
             return product(a, b, bias, out)
-        size = (*a.shape, weight.shape[0], _kind(a), _kind(weight), bias is not None, out)
-        if size not in self.chosen and not _capturing(a):
+        size = (self._most(a), a.shape[1], weight.shape[0], _kind(a), _kind(weight), _kind(bias), out)
+        if size not in self.chosen:
             self.chosen[size] = self._fastest(a, weight, bias, out)
-        found = self._libraries.get(self.chosen.get(size, "triton"), product)(a, weight, bias, out)
+        return self._by(self._libraries.get(self.chosen[size], product), a, weight, bias, out)
+
+    def _most(self, a: Operand) -> int:
+        """Of its rows those that a library may take."""
+        return a.shape[0] // self._step * self._step
+
+    def _by(self, call: Call, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
+        """By a library, the last rows by Triton; or all by Triton."""
+        rows, most = a.shape[0], self._most(a)
+        found = call(a if rows == most or call is product else rows_of(a, 0, most), b, bias, out)
         assert found is not None, "a product that was there when it was tried"
-        return found
+        if found.shape[0] == rows:
+            return found
+        return torch.cat([found, product(rows_of(a, most, rows), b, bias, out)])
 
     def _may_be_tried(self, a: Operand, b: Operand) -> bool:
         rows, inner = a.shape
-        if not self._libraries or rows < self._least_rows or rows % BLOCK:
+        if not self._libraries or rows < self._step or _capturing(a):
             return False
         matrices = (tensors_of(a)[0], tensors_of(b)[0])
         kind, other = (m.dtype for m in matrices)
@@ -87,10 +102,11 @@ class LibraryProducts:
         """The name of what returns Triton's bytes the soonest, Triton among them, for operands of these sizes."""
         calls: dict[str, Call] = {"triton": product}
         try:
-            trials = [(*given, bias, out, product(*given, bias, out)) for given in ((a, b), revealing(a, b))]
+            most = rows_of(a, 0, self._most(a))
+            trials = [(*given, bias, out, product(*given, bias, out)) for given in ((most, b), revealing(most, b))]
             calls |= {name: call for name, call in self._libraries.items() if self._agrees(name, trials)}
             given = (a, b, bias, out)
-            times = {name: self._seconds(partial(call, *given)) for name, call in calls.items() if len(calls) > 1}
+            times = {n: self._seconds(partial(self._by, call, *given)) for n, call in calls.items() if len(calls) > 1}
         except torch.OutOfMemoryError:  # a run goes on where there is no room for a trial
             return "triton"
         self._libraries = {name: call for name, call in self._libraries.items() if name not in self.refused}
@@ -130,8 +146,8 @@ def _by_deep_gemm(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype)
     return y
 
 
-def _kind(x: Operand) -> object:
-    return x.spec if isinstance(x, QTensor) else x.dtype
+def _kind(x: Operand | None) -> object:
+    return None if x is None else x.spec if isinstance(x, QTensor) else x.dtype
 
 
 def _capturing(a: Operand) -> bool:

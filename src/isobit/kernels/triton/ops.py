@@ -6,9 +6,9 @@ differ from the CPU's in the last places, and agree among themselves: a row's bi
 the position (`tests/kernels/triton`). Products of many rows may be a library's where it returns their bytes
 (`library.py`). Under `consistency: fast` all products are cuBLAS's.
 
-An operator here never waits for the GPU, except to quantize weights to NVFP4, which PyTorch does, at a sync. So NaN and
-infinity cannot be raised where they are met: a flag is set, results become NaN, and `raise_faults` raises where results
-are read.
+An operator here never waits for the GPU, except to quantize weights to NVFP4, which PyTorch does, at a sync, and to try
+a library at a size that is new. So NaN and infinity cannot be raised where they are met: a flag is set, results become
+NaN, and `raise_faults` raises where results are read.
 
 Left out: E5M2, MXFP8, NVFP4 but of weights against plain activations, and scales by tensor but those of a calibrated
 cache; `check_precision` refuses them.
