@@ -124,6 +124,13 @@ def test_a_damaged_checkpoint_is_found(run: Path) -> None:
     assert "step-000002 is damaged" in _differs(run)
 
 
+def test_rows_that_do_not_say_when_they_were_sampled_are_left_out(run: Path) -> None:
+    """As versions before wrote them: they are not of step 0 for that."""
+    _rewritten(run, lambda row: {key: value for key, value in row.items() if key != "rollout_step"})
+    with pytest.raises(IsobitError, match="none of its checkpoints sampled completions that are recorded"):
+        verify_command(run, None)
+
+
 def test_whole_groups_up_to_a_number(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(" completions")[0] for line in _said(run, capsys, 5)[:-1]] == ["step 0: 8", "step 2: 8"]
 

@@ -52,11 +52,11 @@ def verify_command(run: Path, limit: int | None) -> None:
     for path in found:
         if not (samples := _whole_groups(recorded.get(checkpoints.step_of(path), []), limit)):
             continue
-        compared = _draw_again(run, config, path, samples)
-        tokens, asked = tokens + compared.tokens, asked + 1
-        said = _line(checkpoints.step_of(path), compared)
+        drawn = _draw_again(run, config, path, samples)
+        tokens, asked = tokens + drawn.tokens, asked + 1
+        said = _line(checkpoints.step_of(path), drawn)
         print(said, flush=True)
-        if compared.first is not None:
+        if drawn.first is not None:
             failed.append(said)
     if not tokens:
         raise IsobitError(
@@ -69,8 +69,7 @@ def verify_command(run: Path, limit: int | None) -> None:
 
 
 def _refuse(run: Path, config: Config) -> None:
-    if (run / runs.ROLLOUTS_FROM).exists():
-        other = (run / runs.ROLLOUTS_FROM).read_text(encoding="utf-8", errors="replace").strip()
+    if (other := runs.rollouts_from(run)) is not None:
         raise IsobitError(f"{run} learned from the rollouts of another run and sampled none; verify {other}")
     precision = precision_from(config.precision)
     if precision.calibrated:
@@ -84,7 +83,7 @@ def _recorded(run: Path, steps: set[int]) -> dict[int, list[Sample]]:
     """By the number of steps that had been learned: what was sampled then and is recorded whole."""
     found: dict[int, dict[tuple[int, int], Sample]] = {}
     for row in completions.read(run / completions.COMPLETIONS):
-        if "completion_ids" in row and row.get("rollout_step", 0) in steps:
+        if "completion_ids" in row and row.get("rollout_step") in steps:
             sample = Sample.from_json(row)  # once, though it may have been learned from again
             found.setdefault(sample.rollout_step, {})[sample.prompt_index, sample.sample_index] = sample
     return {step: [samples[key] for key in sorted(samples)] for step, samples in found.items()}

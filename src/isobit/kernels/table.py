@@ -38,9 +38,10 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
         return triton_ops(consistency)
     unused = ""
     if backend == "auto" and (gpu := find_gpu()) is not None:
-        reason = refusal(gpu) or triton_refusal() or (_failing(gpu) if consistency in ("bitwise", "fast") else None)
         if orders.order(consistency) is not None:
-            reason = f"consistency: {consistency} names an order of a CPU's sums"
+            reason: str | None = f"consistency: {consistency} names an order of a CPU's sums"
+        else:
+            reason = refusal(gpu) or triton_refusal() or (_failing(gpu) if consistency in ("bitwise", "fast") else None)
         if reason is None:
             return triton_ops(consistency)
         unused = f"; the GPU is not used: {reason}"

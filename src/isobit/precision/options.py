@@ -87,7 +87,7 @@ def described() -> list[tuple[str, str, str]]:
     values |= {name: wanted for name, (_, wanted) in _NUMBERS.items()}
     values |= dict.fromkeys(_COUNTS, "a number of layers") | dict.fromkeys(_USES, "a mapping")
     values[_NAMES] = f"some of {', '.join(LINEAR_LAYERS)}"
-    return [(name, values[name], _TEXTS[name]) for name in sorted(OPTIONS, key=list(_TEXTS).index)]
+    return [(name, values[name], text) for name, text in _TEXTS.items()]
 
 
 def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:

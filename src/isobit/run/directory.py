@@ -238,6 +238,15 @@ def occupied(directory: Path) -> str | None:
     return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
 
 
+def rollouts_from(directory: Path) -> Path | None:
+    """The run whose rollouts a run learns from; None if it samples its own."""
+    try:
+        text = (directory / ROLLOUTS_FROM).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    return Path(text.rstrip("\n"))
+
+
 def began_by(directory: Path) -> dict[str, Any]:
     """What a run is computed by, as `RunDirectory.record_machine` kept it when it began; empty if that is not known."""
     return _object(directory / MACHINE) or {}

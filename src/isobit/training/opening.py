@@ -86,8 +86,8 @@ def _resumed(
     """The directory is this run's alone before anything in it is read or cleared away."""
     config = load_run_config(run_dir, [f"run.dir={run_dir}", *overrides])
     objects, config = given.again(config), _of_ranks(config, ranks)
-    samples = not (run_dir / runs.ROLLOUTS_FROM).exists()
-    began = runs.began_by(run_dir if samples else _rollouts_from(run_dir))
+    source = runs.rollouts_from(run_dir)
+    samples, began = source is None, runs.began_by(run_dir if source is None else source)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
         parts = _open_all(config, quiet, objects, ranks, began, samples=samples)
         recorded = None if samples else _recorded(run_dir, config, parts, 0)
@@ -188,7 +188,8 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
 def _recorded(run_dir: Path, config: Config, parts: Parts, step: int) -> Iterator[list[Group]]:
     """What a run that learns from the rollouts of another has still to learn after a step. Raises IsobitError where the
     other run is not there any more."""
-    found, other = run_dir / runs.ROLLOUTS_FROM, _rollouts_from(run_dir)
+    found, other = run_dir / runs.ROLLOUTS_FROM, runs.rollouts_from(run_dir)
+    assert other is not None, "it samples its own"
     if not (other / runs.CONFIG).is_file():
         raise IsobitError(
             f"{run_dir} learns from the rollouts of {other}, which is no run directory any more; if it "
@@ -197,10 +198,6 @@ def _recorded(run_dir: Path, config: Config, parts: Parts, step: int) -> Iterato
     _refuse_more_steps(config, other)
     _unlike(other, config, parts)
     return islice(recorded_groups(other, load_run_config(other)), step, None)
-
-
-def _rollouts_from(run_dir: Path) -> Path:
-    return Path((run_dir / runs.ROLLOUTS_FROM).read_text(encoding="utf-8", errors="replace").rstrip("\n"))
 
 
 def _recorded_steps(run_dir: Path) -> int:
