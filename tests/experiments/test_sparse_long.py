@@ -161,5 +161,22 @@ def test_the_runs_are_what_the_page_says_of_them() -> None:
     assert [round(sum(with_tis[flow]) / 3, 2) for flow in flows] == [0.90, 0.89, 0.88, 0.81]
     assert 0.86 < min(eight_bits) <= max(eight_bits) < 0.915
     assert 0.78 < min(with_tis["nvfp4-rollout"]) <= max(with_tis["nvfp4-rollout"]) < 0.87
+    aged = [
+        [sum(r["staleness_kl_k3"][50:]) / 50 for (*arm, _), r in sorted(found.items()) if arm == [flow, correction]]
+        for flow, correction in (("bf16", "none"), ("fp8", "none"), ("bf16", "token_tis"), ("fp8", "token_tis"))
+    ]
+    assert [sum(kl) / 3 for kl in aged] == pytest.approx([2.2e-3, 4.9e-3, 1.0e-3, 1.85e-3], rel=0.02)
+
+    def growth(name: str, flow: str, correction: str) -> float:
+        """The last quarter's mean over the first's, over the seeds."""
+        series = [r[name] for (*arm, _), r in found.items() if arm == [flow, correction]]
+        return sum(sum(values[75:]) for values in series) / sum(sum(values[:25]) for values in series)
+
+    assert 1.3 < growth("entropy", "fp8-rollout", "none") < 1.5
+    assert 1.8 < growth("entropy", "nvfp4-rollout", "none") < 2.2
+    assert 1.7 < growth("grad_norm", "nvfp4-rollout", "none") < 2.1
+    assert all(0.9 < growth("entropy", flow, "token_tis") < 1.1 for flow in flows[:3])
+    assert 1.25 < growth("entropy", "nvfp4-rollout", "token_tis") < 1.45
+    assert all(0.85 < growth("grad_norm", flow, "token_tis") < 1.15 for flow in flows)
     unified = [gap for run in runs if run["flow"] in ("bf16", "fp8") for gap in run["mismatch"]]
     assert all(gap["differing_tokens"] == 0 == gap["kl_k3"] for gap in unified)
