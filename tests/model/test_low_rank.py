@@ -370,15 +370,22 @@ def test_targets_choose_matrices_and_experts_are_refused(tmp_path: Path) -> None
     assert (tuple(a.shape), tuple(b.shape)) == ((2, 32), (16, 2))
     assert bool((a.abs() <= 32**-0.5).all())
     assert not bool(b.any())
-    for targets, line in (
-        (("all-linear",), r"adapter\.targets: all-linear would take the experts"),
+    for family, targets, line in (
+        ("qwen3_moe", ("all-linear",), r"adapter\.targets: all-linear would take the experts"),
         (
+            "qwen3_moe",
             ("q_proj", "up_proj"),
             r"adapter\.targets: up_proj is of experts.* targets may be q_proj, k_proj, v_proj, o_proj$",
         ),
+        (
+            "qwen3_moe",
+            ("q_proj", "in_proj_qkv"),  # of linear attention, not of experts
+            r"adapter\.targets: in_proj_qkv is no matrix of a qwen3_moe model; targets may be q_proj",
+        ),
+        ("qwen3", ("out_proj",), r"adapter\.targets: out_proj is no matrix of a qwen3 model; targets may be q_proj"),
     ):
         with pytest.raises(IsobitError, match=line):
-            _load(tmp_path, "bf16", family="qwen3_moe", adapter=NewAdapter(2, 4, targets))
+            _load(tmp_path, "bf16", family=family, adapter=NewAdapter(2, 4, targets))
 
 
 def test_a_model_with_an_adapter_has_no_masters_for_another_precision(tmp_path: Path) -> None:

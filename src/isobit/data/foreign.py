@@ -1,11 +1,13 @@
 """Files that others wrote, read within limits: what cannot be read is one line, and nothing waits or grows without end.
 
-A file must be a regular one (links are followed): a pipe or a device could block. JSON has at most `MOST_DEPTH` levels
-and `MOST_DIGITS` digits in a whole number, so that what walks or prints the values later cannot fail on them; NaN and
-infinity are read, and refused where a number is used. Left out: how long a file may be, which the caller says.
+A file must be a regular one (links are followed): a pipe or a device could block. A link whose target is gone, and the
+pointer that Git LFS or git-annex leave in the place of a file, are told as what they are. JSON has at most `MOST_DEPTH`
+levels and `MOST_DIGITS` digits in a whole number, so that what walks or prints the values later cannot fail on them;
+NaN and infinity are read, and refused where a number is used. Left out: how long a file may be, which the caller says.
 """
 
 import json
+import os
 import re
 import stat
 from pathlib import Path
@@ -15,6 +17,11 @@ from isobit.errors import IsobitError, brief
 
 MOST_DEPTH = 100
 MOST_DIGITS = 300  # the largest such number is still a float
+_POINTERS = {
+    b"version https://git-lfs": "a pointer of Git LFS, not the file itself; `git lfs pull` brings it",
+    b"/annex/objects/": "a pointer of git-annex, not the file itself; `git annex get` brings it",
+}
+_LONGEST_POINTER = 1024  # bytes; by its specification
 _LONG_NUMBER = re.compile(rf"\d{{{MOST_DIGITS + 1}}}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -29,10 +36,15 @@ class BadJson(Exception):
 
 def exists(path: Path) -> bool:
     """Whether something is at the path. Raises IsobitError where that cannot be known, as in a folder that may not be
-    searched."""
+    searched, and for a link whose target is gone: what was meant to be there is not."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
+        for each in (path, *path.parents):
+            if each.is_symlink() and not each.exists():
+                target = brief(os.readlink(each), 300)
+                blob = "; copy a snapshot of the Hub's cache with its links followed (cp -rL)" * ("blobs/" in target)
+                raise IsobitError(f"{brief(each, 300)}: a link to {target}, which is not there{blob}") from None
         return False
     except (OSError, ValueError) as error:
         raise IsobitError(f"{brief(path, 300)}: cannot be read: {reason_of(error)}") from None
@@ -49,7 +61,12 @@ def check_readable(path: Path) -> int:
         raise IsADirectoryError(21, "Is a directory")
     if not stat.S_ISREG(found.st_mode):
         raise OSError(0, "not a regular file; expected no pipe, socket or device")
-    with path.open("rb"):
+    with path.open("rb") as file:
+        if found.st_size <= _LONGEST_POINTER:
+            begins = file.read(max(map(len, _POINTERS)))
+            for mark, what in _POINTERS.items():
+                if begins.startswith(mark):
+                    raise OSError(0, what)
         return found.st_size
 
 

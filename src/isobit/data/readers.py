@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.data.arrow_rows import parquet_rows, saved_dataset_rows
-from isobit.data.foreign import BadJson, parse_json, read_bytes
+from isobit.data.foreign import BadJson, exists, parse_json, read_bytes
 from isobit.data.text_rows import Row, csv_rows, jsonl_rows, read_text_file, stem_of, suffix_of
 from isobit.errors import IsobitError, brief, download_hint, listed
 
@@ -67,16 +67,10 @@ def read_rows(source: Source) -> Iterator[Row]:
     if source.rows is not None:
         yield from ((f"{source.label}, row {number}", dict(row)) for number, row in enumerate(source.rows, 1))
         return
-    try:
-        is_folder = path.is_dir()
-        if not is_folder:
-            path.stat()
-    except ValueError:
-        raise IsobitError(f"cannot read data file {str(path)!r}: not a file name") from None
-    except OSError as error:
+    if not exists(path):
         hint = download_hint(path, data=True)
-        raise IsobitError(f"cannot read data file {path}: {error.strerror}{hint}") from None
-    if is_folder:
+        raise IsobitError(f"cannot read data file {path}: No such file or directory{hint}")
+    if path.is_dir():
         yield from _folder_rows(source)
         return
     if source.split is not None:

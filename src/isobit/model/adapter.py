@@ -14,13 +14,13 @@ from isobit.errors import IsobitError
 from isobit.model.config import ModelConfig
 from isobit.model.low_rank import Adapter, Projection, factor_shapes
 from isobit.model.names import parts
-from isobit.options.projections import ALL_LINEAR, PROJECTIONS
+from isobit.options.projections import ALL_LINEAR, MLP_PROJECTIONS
 from isobit.precision.flow import LINEAR_LAYERS
 
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """What a new adapter is made by; `targets`: PROJECTIONS, or all-linear."""
+    """What a new adapter is made by; `targets`: names of `PROJECTIONS`, or all-linear."""
 
     rank: int
     alpha: float
@@ -44,7 +44,8 @@ def projections(config: ModelConfig) -> list[Projection]:
 
 
 def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, ...]:
-    """The matrices that `targets` name. Raises IsobitError where they are experts'."""
+    """The matrices that `targets` name. Raises IsobitError where they are experts', or another
+    family's."""
     has_experts = any(config.is_mixture(layer) for layer in range(config.num_layers))
     known = projections(config)
     if ALL_LINEAR in targets:
@@ -57,7 +58,8 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, .
     found = tuple(one for one in known if one.name.rpartition(".")[2] in targets)
     missing = [name for name in targets if not any(one.name.endswith(f".{name}") for one in found)]
     if missing:
-        where = "of experts, which have no adapters yet" if missing[0] in PROJECTIONS else "not a matrix of this model"
+        of_experts = has_experts and missing[0] in MLP_PROJECTIONS
+        where = "of experts, which have no adapters yet" if of_experts else f"no matrix of a {config.family} model"
         raise IsobitError(f"adapter.targets: {missing[0]} is {where}; targets may be {', '.join(_names(known))}")
     return found
 

@@ -21,6 +21,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import FileTensor, Part, file_tensors, write_file
 from isobit.errors import IsobitError, brief, download_hint
 from isobit.model import mxfp4_blocks as mxfp4
+from isobit.model.folders import instead
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
 
@@ -66,7 +67,11 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path, _MOST_TEXT_BYTES).decode("utf-8")
     except FileNotFoundError:
-        raise IsobitError(f"{path.parent}: {path.name} is missing; expected a Hugging Face model directory") from None
+        exists(path)  # raises for a link whose target is gone
+        what = instead(path.parent) if path.name == "config.json" else ""
+        raise IsobitError(
+            f"{path.parent}: {path.name} is missing{what or '; expected a Hugging Face model directory'}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
 
