@@ -9,7 +9,7 @@ import yaml
 
 from isobit.commands import compare as comparing
 from isobit.commands.compare import compare, folder_name
-from isobit.config import CompareConfig, load_compare_config
+from isobit.config import CompareConfig, load_compare_config, load_config
 from isobit.errors import IsobitError
 from isobit.report.intervals import mean_interval
 from isobit.run.completions import COMPLETIONS, read
@@ -50,6 +50,15 @@ def test_every_preset_and_seed_is_a_run_and_the_table_has_them_all(
     ]
     assert first[0::2] == [first[0]] * 3
     assert first[1::2] == [first[1]] * 3
+
+
+def test_seeds_begin_where_the_config_says(tmp_path: Path, base_model: Path) -> None:
+    train = write_config(tmp_path, base_model, evaluation={"every": 2, "samples": 4})
+    path = tmp_path / "compare.yaml"
+    path.write_text(f"train: {train}\npresets: [fp8]\nseeds: 2\nfirst_seed: 7\nout: {tmp_path / 'out'}\n")
+    compare(load_compare_config(path, [], None, None))
+    assert sorted(folder.name for folder in (tmp_path / "out" / "fp8").iterdir()) == ["seed-7", "seed-8"]
+    assert load_config(tmp_path / "out/fp8/seed-8/config.yaml").seed == 8
 
 
 def test_what_is_finished_is_not_repeated_and_what_was_interrupted_goes_on(

@@ -64,6 +64,15 @@ def test_95_percent_of_students_t_is_within_the_quantile_at_every_number_of_degr
         assert student_within(student_quantile(degrees), degrees) == pytest.approx(0.95, abs=1e-10), degrees
 
 
+def test_other_shares_of_students_t() -> None:
+    for degrees, level in itertools.product((1, 4, 29, 200, 300), (0.5, 0.9, 0.99, 0.999)):
+        bound = student_quantile(degrees, level)
+        if degrees > 1:  # the tail of one degree is too long for the numerical integral
+            assert student_within(bound, degrees) == pytest.approx(level, abs=1e-8), (degrees, level)
+    assert round(student_quantile(29, 0.99), 3) == 2.756  # of any table
+    assert round(student_quantile(1, 0.9), 3) == 6.314
+
+
 def test_students_quantiles_fall_to_the_normal_one_without_reaching_it() -> None:
     quantiles = [student_quantile(degrees) for degrees in range(1, 1000)]
     assert all(before > after for before, after in itertools.pairwise(quantiles))

@@ -23,6 +23,7 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
     Raises IsobitError, before anything runs, if the training config is wrong for any of the presets.
     """
     out = Path(config.out)
+    seeds = range(config.first_seed, config.first_seed + config.seeds)
     planned = {
         (preset, seed): load_config(
             config.train,
@@ -39,7 +40,7 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
             ],
         )
         for preset in config.presets
-        for seed in range(config.seeds)
+        for seed in seeds
     }
     for run in planned.values():
         _check_same(run)
@@ -48,9 +49,7 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
         if code:
             print(f"interrupted; go on with the same command: what is finished in {out} is not repeated")
             return code
-    directories = {
-        preset: [Path(planned[preset, seed].run.dir) for seed in range(config.seeds)] for preset in config.presets
-    }
+    directories = {preset: [Path(planned[preset, seed].run.dir) for seed in seeds] for preset in config.presets}
     table = write_comparison(directories, out)
     print(table)
     print(f"\n{out / 'comparison.html'}")

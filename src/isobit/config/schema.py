@@ -151,7 +151,8 @@ class CompareConfig:
     train: Annotated[str, "the training config that all runs share"]
     changes: Annotated[tuple[str, ...], "key.sub=value, for all runs"] = ()
     presets: Annotated[tuple[str, ...], "precision flows, such as fp8 or fp8[wgrad=bf16]"]
-    seeds: Annotated[int, at_least(1), "runs per preset: seeds 0, 1, ..."] = 1
+    seeds: Annotated[int, at_least(1), "runs per preset"] = 1
+    first_seed: Annotated[int, at_least(0), "seeds are this one and the next"] = 0
     out: Annotated[str, "a directory for all runs, comparison.html and comparison.json"] = "runs/compare"
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ difference (`evaluation/paired.py`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -44,27 +45,28 @@ def proportion(correct: int, total: int) -> Estimate:
     return Estimate(fraction, low, high, total)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """(mean, low, high) with Student's 95 % interval of the mean (Student 1908); of one value it is the value alone."""
+def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """(mean, low, high) with Student's interval of the mean (Student 1908), by default of 95 %; of one value it is the
+    value alone."""
     count = len(values)
     assert count > 0
     mean = math.fsum(values) / count
     if count == 1:
         return mean, mean, mean
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (count - 1))
-    half = student_quantile(count - 1) * deviation / math.sqrt(count)
+    half = student_quantile(count - 1, level) * deviation / math.sqrt(count)
     return mean, mean - half, mean + half
 
 
-def student_quantile(degrees: int) -> float:
-    """Student's t at 0.975, for whole degrees of freedom, at least 1: 95 % of the distribution is within ± this.
+def student_quantile(degrees: int, level: float = 0.95) -> float:
+    """A share of `level` of Student's t with so many degrees of freedom, at least 1, is within ± this.
 
     Up to 200 degrees by bisection of the closed form; above, by the expansion around the normal quantile (Abramowitz &
     Stegun 1964, 26.7.5), which is off by less than 1e-10 there.
     """
     assert degrees >= 1
     if degrees > _CLOSED_FORM_DEGREES:
-        z = _Z95
+        z = _Z95 if level == 0.95 else NormalDist().inv_cdf((1 + level) / 2)
         terms = (
             (z**3 + z) / 4,
             (5 * z**5 + 16 * z**3 + 3 * z) / 96,
@@ -75,7 +77,7 @@ def student_quantile(degrees: int) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _student_within(middle, degrees) < 0.95 else (low, middle)
+        low, high = (middle, high) if _student_within(middle, degrees) < level else (low, middle)
     return math.sqrt(degrees) * math.tan(high)
 
 

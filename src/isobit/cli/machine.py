@@ -1,0 +1,20 @@
+"""The command `doctor`."""
+
+from typing import Annotated
+
+import typer
+
+from isobit.cli.app import app
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="print it as JSON")] = False) -> None:
+    """Say what this machine computes with and why, and what makes it slow; paste it into a bug report.
+
+    \b
+    isobit doctor
+    isobit doctor --json
+    """
+    from isobit.commands.doctor import doctor as print_diagnosis
+
+    print_diagnosis(as_json)

@@ -1,0 +1,51 @@
+"""`isobit doctor` says what runs say, and finds what makes a machine slow."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isobit.commands import doctor
+from isobit.commands.doctor import diagnose
+from isobit.kernels import get_ops
+from isobit.options.consistency import default_order
+
+
+def _doctor(*arguments: str, **environment: str) -> str:
+    command = [sys.executable, "-m", "isobit", "doctor", *arguments]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    assert not done.stderr
+    return done.stdout
+
+
+def test_it_says_what_a_run_says() -> None:
+    printed = json.loads(_doctor("--json"))
+    assert printed["facts"]["backend"] == get_ops().why
+    assert printed["facts"]["order of sums"] == default_order()
+    assert all(printed["facts"].values())
+    text = _doctor()
+    assert all(f"{name} " in text for name in printed["facts"])
+
+
+def test_without_a_compiler_it_says_why_everything_is_slow_and_what_helps(tmp_path: Path) -> None:
+    slow = "the operators run in PyTorch, much slower than in C++: install a compiler"
+    found = _doctor(CXX="no-such-compiler", ISOBIT_CACHE=str(tmp_path))
+    assert "reference backend, because native cannot be built: CXX=no-such-compiler is not a program" in found
+    assert slow in found
+    assert "CXX=no-such-compiler" in found.split("threads")[1].split("\n")[0]
+    assert slow not in _doctor()  # the control
+
+
+def test_processors_and_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(doctor, "processor_features", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (7.5, 0.0, 0.0))
+    advice = "\n".join(diagnose().advice)
+    assert "the processor has no BF16 instructions" in advice
+    assert "other work runs here: 7.5 processes were busy" in advice
+    monkeypatch.setattr(doctor, "processor_features", lambda: frozenset({"avx2", "fma", "avx512_bf16"}))
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.1, 0.0, 0.0))
+    assert not any("BF16" in line or "other work" in line for line in diagnose().advice)
