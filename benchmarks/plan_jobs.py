@@ -20,7 +20,9 @@ _LLAMA = ModelConfig(
     max_positions=131072,
 )
 MODELS = {
-    "Qwen3-8B": SHAPES["Qwen3-8B"],
+    **{name: SHAPES[name] for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B")},
+    "Qwen3-4B": replace(SHAPES["Qwen3-1.7B"], hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32),
+    "Qwen3-14B": replace(SHAPES["Qwen3-8B"], hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40),
     "Qwen3-32B": replace(SHAPES["Qwen3-8B"], hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64),
     "Qwen3-30B-A3B": SHAPES["Qwen3-30B-A3B"],
     "Llama-3.1-8B": _LLAMA,

@@ -22,9 +22,17 @@ def test_the_page_has_what_fits() -> None:
     assert "\n".join(lines) in page
 
 
+def test_the_page_by_hardware_has_what_one_gpu_trains() -> None:
+    page = (ROOT / "docs/how-to/hardware.md").read_text()
+    lines = fits.largest()
+    assert len(lines) == 2 + len(fits.RECIPES)
+    assert "\n".join(lines) in page
+
+
 def test_a_table_of_another_job_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "_LEFT", 0.3)
     assert "\n".join(fits.table()) not in (ROOT / "docs/how-to/plan.md").read_text()
+    assert "\n".join(fits.largest()) not in (ROOT / "docs/how-to/hardware.md").read_text()
 
 
 def test_the_page_has_the_counted_bytes_of_a_frozen_base() -> None:
