@@ -14,7 +14,6 @@ out: isolation from files and network, since users run their own functions.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,10 +21,9 @@ from typing import Any
 
 from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError, RunFailed, did_you_mean
-from isobit.options.reading import OptionError
+from isobit.rewards.built import built, check_rows
 from isobit.rewards.exchange import Exchange
-from isobit.rewards.functions import answer, check_reference, loaded_object
-from isobit.rewards.named import NamedReward
+from isobit.rewards.functions import answer, loaded_object
 from isobit.rewards.output import MAX_AT_ONCE, Output
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import Death, Reply, WorkerProcess
@@ -74,7 +72,7 @@ class RewardPool:
         process's own goes.
         """
         assert on_error in ("stop", "skip")
-        named = _built(specs, deadline_s)
+        self._named = built(specs, deadline_s)
         self.specs = tuple(specs)
         found = {i: (objects or {}).get(spec.function) for i, spec in enumerate(specs) if spec.is_object}
         if missing := [specs[i].label for i, function in found.items() if function is None]:
@@ -82,7 +80,7 @@ class RewardPool:
         self.here = {i: loaded_object(function, specs[i].label) for i, function in found.items() if function}
         self._places = [i for i in range(len(specs)) if i not in self.here]
         self.deadlines_s = [spec.deadline_s or deadline_s for spec in specs]
-        self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in named]
+        self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in self._named]
         self.stop = on_error == "stop"
         self._num_workers = num_workers
         self.output = Output()
@@ -127,6 +125,11 @@ class RewardPool:
                 if name not in known:
                     hint = did_you_mean(name, known) if known else "the data has none but the prompt"
                     raise IsobitError(f"reward function {spec.function}: the data has no column {name!r}; {hint}")
+
+    def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Raise IsobitError for the first row, of (place, columns), that a reward by name cannot score, whatever the
+        completion; where failures are skipped, say on stderr how many there are."""
+        check_rows(list(zip(self.specs, self._named)), rows, self.stop)
 
     def begin(self, count: int) -> "RewardBatch":
         """A batch of so many samples, which are scored as they come. One at a time can be open."""
@@ -367,22 +370,3 @@ def _failure(reply: Reply) -> _Failure | None:
 def _excerpt(prompt: Prompt) -> str:
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return repr(text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "...")
-
-
-def _built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedReward | None]:
-    """The rewards by name among the functions. Raises IsobitError for one that cannot be used or has another's name."""
-    rewards: list[NamedReward | None] = []
-    for spec in functions:
-        try:
-            rewards.append(spec.build(deadline_s))
-        except OptionError as error:
-            raise IsobitError(f"reward {spec.function}: {error}") from None
-        if not spec.by_name and not spec.is_object:
-            check_reference(spec.function)
-        if not math.isfinite(spec.weight):
-            raise IsobitError(f"reward function {spec.function}: its weight must be finite, got {spec.weight}")
-    labels = [spec.label for spec in functions]
-    twice = [label for label in labels if labels.count(label) > 1]
-    if twice:
-        raise IsobitError(f"two reward functions are called {twice[0]!r}; rename one by rewards.functions.name")
-    return rewards

@@ -53,6 +53,7 @@ MARKS = [
     (r"\boxed{7}, as asked in \boxed{}", "7"),
     (r"\boxed{7}, written with \boxed and braces", "7"),
     (r"\boxedx{7}", None),
+    (r"\boxed{ }", ""),
 ]
 
 

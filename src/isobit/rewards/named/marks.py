@@ -2,8 +2,8 @@
 
 Braces are matched as TeX does it: `\\{` and `\\}` are characters, of which there may be any number. A box without
 braces (`\\boxed 7`) goes to the next `$`, or is the next word. What a box inside a box holds is part of the outer one.
-An empty box marks nothing. Where the last box is never closed, as in a completion that was cut, there is a mark but no
-answer: an earlier box was not meant as the last. Left out: what an answer means.
+An empty box marks nothing that another box does not. Where the last box is never closed, as in a completion that was
+cut, there is a mark but no answer: an earlier box was not meant as the last. Left out: what an answer means.
 """
 
 import re
@@ -41,8 +41,9 @@ def _boxed(text: str) -> str | None:
             answer = (bare[1] if bare[1] is not None else bare[2].rstrip(".,;:")) if bare else answer
         elif start not in closing:
             answer = ""
-        elif text[start + 1 : closing[start]].strip():
-            answer, end = _content(text, start + 1, closing[start], closing), closing[start]
+        else:
+            end = closing[start]
+            answer = _content(text, start + 1, end, closing) or answer or ""
     return answer
 
 

@@ -34,6 +34,9 @@ class Match(NamedReward):
     def columns(self) -> tuple[str, ...]:
         return (self.answer,)
 
+    def check(self, row: Mapping[str, Any]) -> None:
+        right_answers(row, self.answer)
+
     def compared(self, text: str) -> str | None:
         """The part of a completion that is compared, normalized; None if `extract` finds nothing."""
         if self.extract is not None:
