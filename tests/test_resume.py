@@ -130,6 +130,19 @@ def test_a_reward_that_fails_loses_no_finished_step(
     assert fingerprint(tmp_path / "run") == whole
 
 
+def test_a_run_that_a_reward_stopped_goes_on_without_it(tmp_path: Path, base_model: Path) -> None:
+    """`rewards.on_error` may change: completions that cannot be scored are left out from there on."""
+    source = "def digits(completions, **columns):\n    if completions[0] > '5':\n        raise ValueError('never')\n"
+    (tmp_path / "choosy.py").write_text(source + "    return [float(len(text)) for text in completions]\n")
+    rewards = {"functions": [{"function": f"{tmp_path}/choosy.py:digits"}]}
+    with pytest.raises(RunFailed, match="ValueError: never"):
+        train(load_config(write_config(tmp_path, base_model, steps=2, rewards=rewards)))
+    with pytest.raises(RunFailed, match="ValueError: never"):
+        resume(tmp_path / "run")
+    assert len(resume(tmp_path / "run", ["rewards.on_error=skip"]).metrics) == 2
+    assert sum(row["groups/unscored"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")) > 0
+
+
 def test_weights_that_broke_are_not_saved(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: after a step that learned, and where the run diverged, the last checkpoint stays the last."""
     config = load_config(write_config(tmp_path, base_model, **HARD), ["run.checkpoint_every=0"])

@@ -109,7 +109,10 @@ def test_the_answer_of_verl_rows_is_found(file: Path) -> None:
     verl = {"prompt": "p", "data_source": "s", "reward_model": {"style": "rule", "ground_truth": "42"}}
     write(file, verl)
     assert read(file)[0].columns["answer"] == "42"
-    write(file, {**verl, "answer": "own"})
+    write(file, {**verl, "answer": "a long solution\n#### 42"})  # as `datasets` keeps it where a row is mapped
+    assert read(file)[0].columns["answer"] == "42"
+    assert read(file, columns={"answer": "answer"})[0].columns["answer"] == "a long solution\n#### 42"
+    write(file, {**verl, "answer": "own", "reward_model": {"style": "model", "ground_truth": None}})
     assert read(file)[0].columns["answer"] == "own"
 
 

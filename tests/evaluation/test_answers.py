@@ -25,7 +25,7 @@ def test_gsm8k_takes_the_final_number_by_value(text: str, answer: str | None) ->
     ("text", "answer"),
     [
         (r"\boxed{1} then \boxed{\frac{1}{2}} done", r"\frac{1}{2}"),
-        (r"\boxed{1} then \boxed{never closed", "1"),
+        (r"\boxed{1} then \boxed{never closed", None),
         ("first\n#### 12 \nand more", "12"),
         ("####\n7", "7"),
         ("  42 \n", "42"),

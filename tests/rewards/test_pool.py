@@ -1,5 +1,6 @@
 """The pool: rewards, their sum, and every way in which a function can fail, traced to its sample."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def lonely(completions):
 def together(completions):
     if len(completions) > 1:
         raise ValueError("one at a time")
+    return [1.0]
+
+def meeting(completions):
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    mine = os.path.join(os.path.dirname(__file__), f"here.{os.getpid()}")
+    open(mine, "w").close()
+    while sum(name.startswith("here.") for name in os.listdir(os.path.dirname(__file__))) < 2:
+        time.sleep(0.01)
     return [1.0]
 
 def slow(completions):
@@ -191,21 +201,96 @@ def test_the_search_for_guilty_samples_is_bounded(file: str) -> None:
         assert pool.score(["p"], ["fine"], [{}])[0].total == 1.0
 
 
-def test_failures_that_no_single_sample_reproduces(file: str) -> None:
-    with pytest.raises(
-        RunFailed, match=r"lonely, samples 0 to 9 together, though none of them alone: returned 1 values"
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lonely", "returned 1 values for 10 completions"),
+        ("together", r"ValueError: one at a time \(my\.py, line \d+\)"),
+        ("slow", r"no answer within 1 s, killed; raise rewards\.deadline_s if the function is slow"),
+    ],
+)
+def test_what_fails_together_and_not_alone_is_scored_one_by_one(
+    file: str, name: str, reason: str, on_error: str, capfd: Any
+) -> None:
+    """No reward is lost, and it is said."""
+    results = score(file, name, on_error=on_error, deadline_s=1)
+    assert {result.total for result in results} == {1.0}
+    assert not any(result.error for result in results)
+    said = (
+        rf"reward function \S+my\.py:{name}: samples 0 to 9 were scored one by one, after it failed on them together: "
+    )
+    assert re.search(said + reason + "\n", capfd.readouterr().err)
+
+
+def test_samples_are_examined_by_all_workers_at_a_time(file: str) -> None:
+    """A call alone waits until two workers are at work."""
+    assert {r.total for r in score(file, "meeting", num_workers=2, deadline_s=20)} == {1.0}
+
+
+MISSING = """
+import os
+def needs_key(completions, **columns):
+    return [float(len(os.environ["JUDGE_API_KEY"]))] * len(completions)
+def openai(completions, **columns):
+    raise RuntimeError("api_key must be set by setting the JUDGE_API_KEY environment variable")
+def refused(completions, **columns):
+    raise RuntimeError("401 Client Error: Unauthorized for url: https://judge")
+def path(completions, **columns):
+    raise RuntimeError("nothing is wrong with the environment")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("needs_key", "secret", "; JUDGE_API_KEY is set here, and passed on where it is named in rewards.environment"),
+        ("openai", "secret", "; JUDGE_API_KEY is set here, and passed on where it is named in rewards.environment"),
+        ("refused", "secret", "without JUDGE_API_KEY: name what it needs in rewards.environment"),
+        ("needs_key", None, "; JUDGE_API_KEY is not set: set it, and name it in rewards.environment"),
+        ("openai", None, "; JUDGE_API_KEY is not set: set it, and name it in rewards.environment"),
+    ],
+)
+def test_a_variable_that_a_function_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, hint: str
+) -> None:
+    for variable in [each for each in os.environ if re.search("_(KEY|TOKEN|SECRET|PASSWORD)$", each)]:
+        monkeypatch.delenv(variable)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_API_KEY", value)
+    (tmp_path / "judge.py").write_text(MISSING)
+    for text in (MISSING, MISSING + 'KEY = os.environ["JUDGE_API_KEY"]\n')[: 2 if name == "needs_key" else 1]:
+        (tmp_path / "judge.py").write_text(text)  # in the call, and at import
+        pool = RewardPool([RewardSpec(f"{tmp_path}/judge.py:{name}")])
+        with pool, pytest.raises(IsobitError) as caught:
+            pool.score(["p"], ["c"], [{}])
+        assert hint in str(caught.value)
+        assert "secret" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+    if name == "needs_key" and value is not None:
+        with RewardPool([RewardSpec(f"{tmp_path}/judge.py:{name}")], environment=["JUDGE_API_KEY"]) as pool:
+            assert pool.score(["p"], ["c"], [{}])[0].total == 6
+
+
+def test_negative_control_other_failures_have_no_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    (tmp_path / "judge.py").write_text(MISSING)
+    with (
+        RewardPool([RewardSpec(f"{tmp_path}/judge.py:path")]) as pool,
+        pytest.raises(RunFailed, match=r"nothing is wrong with the environment \(judge\.py, line 10\)$"),
     ):
-        score(file, "lonely")
-    results = score(file, "lonely", on_error="skip")
-    assert {result.total for result in results} == {None}
-    assert "returned 1 values for 10 completions" in (results[0].error or "")
-    with pytest.raises(RunFailed, match="together, though none of them alone: ValueError: one at a time"):
-        score(file, "together")
-    assert {result.total for result in score(file, "together", on_error="skip")} == {1.0}
-    with pytest.raises(
-        RunFailed, match=r"none of them alone: no answer within 0\.8 s, killed; raise rewards\.deadline_s"
-    ):
-        score(file, "slow", deadline_s=DEADLINE, chunk_size=5)
+        pool.score(["p"], ["c"], [{}])
+
+
+def test_proxies_and_certificates_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["HTTPS_PROXY", "https_proxy", "NO_PROXY", "SSL_CERT_FILE"]
+    for name in names:
+        monkeypatch.setenv(name, "x")
+    (tmp_path / "net.py").write_text(
+        f"import os\ndef found(completions, **k):\n    return [sum(n in os.environ for n in {names})]\n"
+    )
+    with RewardPool([RewardSpec(f"{tmp_path}/net.py:found")]) as pool:
+        assert pool.score(["p"], ["c"], [{}])[0].total == len(names)
 
 
 def test_printing_does_not_disturb_and_goes_to_stderr(file: str, capfd: Any) -> None:

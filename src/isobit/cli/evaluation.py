@@ -31,6 +31,12 @@ _Reward = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME|FILE.py:FUNCTION", help='or NAME:{"option": value}; may be given several times'),
 ]
+_Environment = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="environment variable that rewards get, such as a judge's key; may be given several times"
+    ),
+]
 _Template = Annotated[
     str | None, typer.Option(help="text with {prompt} in it; default: the task's own (gsm8k has one)")
 ]
@@ -78,6 +84,7 @@ def evaluate(
     data: _Data = None,
     option: _Option = None,
     reward: _Reward = None,
+    environment: _Environment = None,
     column: Column = None,
     split: _Split = None,
     prompt_template: _Template = None,
@@ -121,7 +128,7 @@ def evaluate(
     values: dict[str, Any] = {
         "model": {"chat_template": None if chat_template is None else str(chat_template)},
         "task": {**_task(task, data, split, option), "columns": columns(column) or None, **asking},
-        "rewards": {"functions": [_reward(text) for text in reward] if reward else None},
+        "rewards": {"functions": [_reward(text) for text in reward or ()] or None, "environment": environment or None},
         "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None, **kept},
         "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
     }

@@ -25,8 +25,8 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="resume an interrupted run, or extend a finished one; overrides may change "
-            "steps, ranks, on_mismatch, run.*, tracking.* and fleet.* (except run.dir)",
+            help="resume an interrupted run, or extend a finished one; overrides may change steps, ranks, on_mismatch, "
+            "rewards.on_error, rewards.environment, run.*, tracking.* and fleet.* (except run.dir)",
         ),
     ] = None,
     from_rollouts: Annotated[

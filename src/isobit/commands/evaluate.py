@@ -111,6 +111,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         check_same_prompts(str(path), result.prompts, "the data", [example.prompt for example in examples])
     with _pool(config, task) as pool:
         pool.check_columns(examples[0].columns)
+        pool.check_rows((example.place, example.columns) for example in examples)
         if request.completions is not None:
             texts = [_column(example, request.completions, i) for i, example in enumerate(examples)]
             return [_result(f"column {request.completions}", config, grade_given(examples, texts, pool, plan), pool)]

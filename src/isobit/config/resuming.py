@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from isobit.errors import IsobitError
 
-_KEYS = ("steps", "ranks", "on_mismatch")
+_KEYS = ("steps", "ranks", "on_mismatch", "rewards.on_error", "rewards.environment")
 _SECTIONS = ("run", "tracking", "fleet")
 _FIXED = ("run.dir",)
 

@@ -117,8 +117,8 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
     it, is the gold answer, and becomes the column `completion`.
 
     Every other column is passed through. A column that `columns` gives another name has both, unless its own is
-    reserved. `answer` is verl's `reward_model.ground_truth` where there is no `answer`. Raises IsobitError with the
-    place.
+    reserved. `answer` is verl's `reward_model.ground_truth` where there is one, unless `columns` names another: a file
+    that `datasets` mapped keeps its old `answer` beside it. Raises IsobitError with the place.
     """
     examples: list[Example] = []
     first: tuple[str, dict[str, Any], str] | None = None
@@ -247,6 +247,7 @@ def _columns(row: dict[str, Any], prompt: str | None, renamed: Mapping[str, str]
     columns = {name: value for name, value in row.items() if name not in hidden}
     columns |= {new: row[old] for new, old in renamed.items() if new != "prompt"}
     verl = row.get("reward_model")
-    if "answer" not in columns and isinstance(verl, dict) and "ground_truth" in verl:
-        columns["answer"] = verl["ground_truth"]
+    if "answer" not in renamed and isinstance(verl, dict) and "ground_truth" in verl:
+        gold = verl["ground_truth"]
+        columns["answer"] = columns.get("answer") if gold is None else gold
     return columns

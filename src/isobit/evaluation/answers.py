@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 from isobit.errors import IsobitError, brief
-from isobit.rewards.named.text import marked
+from isobit.rewards.named.marks import marked
 from isobit.tasks.gsm8k import final_number
 
 Extract = Callable[[str], str | None]

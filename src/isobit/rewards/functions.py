@@ -5,7 +5,8 @@ keywords and where its signature takes them, the prompts, the completions, every
 TRL's `completion_ids`, `trainer_state` (`global_step`, `max_steps`, `epoch`; 0 outside a run), `log_extra` and
 `log_metric` (which do nothing here). It may be `async`. A function with verl's parameters `solution_str` and
 `ground_truth` is called once a sample, with those of `data_source` and `extra_info` that it takes; it may be `async`
-too. A bare name is a built-in reward of `isobit.rewards.named`. Left out: classes that must be constructed first.
+too. All calls of a process are awaited on one event loop (`awaiting.py`). A bare name is a built-in reward of
+`isobit.rewards.named`. Left out: classes that must be constructed first.
 """
 
 import asyncio
@@ -17,8 +18,7 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +30,7 @@ from isobit.data.foreign import exists
 from isobit.errors import IsobitError, brief, listed
 from isobit.options.reading import OptionError
 from isobit.rewards import named
+from isobit.rewards.awaiting import LOOP
 
 
 class MalformedResult(ValueError):
@@ -46,7 +47,8 @@ ON_REQUEST: dict[str, Any] = {
 }
 # Frames that say nothing to the author of a function: the import system, and the caller in this folder.
 _HERE = os.path.dirname(__file__)
-_MACHINERY = ("<frozen", os.path.dirname(importlib.__file__), __file__, os.path.join(_HERE, "worker.py"))
+_OURS = tuple(os.path.join(_HERE, name) for name in ("worker.py", "awaiting.py"))
+_MACHINERY = ("<frozen", os.path.dirname(importlib.__file__), os.path.dirname(asyncio.__file__), __file__, *_OURS)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class LoadedFunction:
         if "trainer_state" in given:
             given["trainer_state"] = SimpleNamespace(**given["trainer_state"][0])
         result = self.call(**given)
-        return _awaited(result) if inspect.iscoroutine(result) else result
+        return LOOP.wait_for(result) if inspect.isawaitable(result) else result
 
 
 def loaded_object(function: Callable[..., Any], name: str) -> LoadedFunction:
@@ -278,20 +280,10 @@ def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Ca
             sample |= {"solution_str": completion_text(completion), "ground_truth": gold}
             scores.append(function(**{key: sample[key] for key in sample if names is None or key in names}))
         if any(inspect.isawaitable(score) for score in scores):
-            scores = _awaited(_all_of(scores))
+            scores = LOOP.wait_for(_all_of(scores))
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
     return reward
-
-
-def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine; in a thread of its own where a loop runs here already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
 
 
 async def _all_of(scores: list[Any]) -> list[Any]:

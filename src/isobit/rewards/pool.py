@@ -6,7 +6,8 @@ does not apply. The total of a sample is the sum of weight times reward over the
 None, unscored and never 0, where none of them does, or one of non-zero weight failed.
 
 A call that raises, hangs, kills its process or returns a wrong length is repeated sample by sample, so that a guilty
-one costs one deadline or one process; a batch spends at most MAX_DEATHS of these. Then, by `on_error`, `stop` raises
+one costs one deadline or one process; a batch spends at most MAX_DEATHS of these. Where none is guilty, as when a judge
+dropped a connection, each has its reward, and a note says so. Else, by `on_error`, `stop` raises
 RunFailed with function and sample, and `skip` leaves the sample unscored. A reward by name (`named/`) that hangs or
 dies does so because of a completion, not by a mistake of the user: that sample is unscored under both. A function that
 is an object of this process is called in it, when a batch is collected: it has no deadline and cannot be killed. Left
@@ -14,7 +15,6 @@ out: isolation from files and network, since users run their own functions.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,16 +22,15 @@ from typing import Any
 
 from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError, RunFailed, did_you_mean
-from isobit.options.reading import OptionError
+from isobit.rewards.built import built, check_rows
 from isobit.rewards.exchange import Exchange
-from isobit.rewards.functions import answer, check_reference, loaded_object
-from isobit.rewards.named import NamedReward
+from isobit.rewards.failures import Failure, excerpt_of, failure_of
+from isobit.rewards.functions import answer, loaded_object
 from isobit.rewards.output import MAX_AT_ONCE, Output
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import Death, Reply, WorkerProcess
 
 MAX_DEATHS = 16
-EXCERPT_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,6 @@ class Reward:
     total: float | None
     by_function: dict[str, float | None]
     error: str | None = None
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a call gave no rewards; `deadly` if it cost its process, `malformed` if it returned the wrong thing."""
-
-    text: str
-    deadly: bool = False
-    malformed: bool = False
 
 
 class RewardPool:
@@ -74,7 +64,7 @@ class RewardPool:
         process's own goes.
         """
         assert on_error in ("stop", "skip")
-        named = _built(specs, deadline_s)
+        self._named = built(specs, deadline_s)
         self.specs = tuple(specs)
         found = {i: (objects or {}).get(spec.function) for i, spec in enumerate(specs) if spec.is_object}
         if missing := [specs[i].label for i, function in found.items() if function is None]:
@@ -82,11 +72,11 @@ class RewardPool:
         self.here = {i: loaded_object(function, specs[i].label) for i, function in found.items() if function}
         self._places = [i for i in range(len(specs)) if i not in self.here]
         self.deadlines_s = [spec.deadline_s or deadline_s for spec in specs]
-        self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in named]
+        self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in self._named]
         self.stop = on_error == "stop"
         self._num_workers = num_workers
         self.output = Output()
-        self._environment = tuple(environment)
+        self.environment = tuple(environment)
         self.workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
         self.wants_tokens = False
@@ -106,7 +96,7 @@ class RewardPool:
         references = [self.specs[i].reference for i in self._places]
         try:
             for _ in range(self._num_workers if references else 0):
-                self.workers.append(WorkerProcess(references, self._environment))
+                self.workers.append(WorkerProcess(references, self.environment))
             loaded = [worker.loaded() for worker in self.workers][:1]
         except BaseException:
             self.close()
@@ -127,6 +117,11 @@ class RewardPool:
                 if name not in known:
                     hint = did_you_mean(name, known) if known else "the data has none but the prompt"
                     raise IsobitError(f"reward function {spec.function}: the data has no column {name!r}; {hint}")
+
+    def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Raise IsobitError for the first row, of (place, columns), that a reward by name cannot score, whatever the
+        completion; where failures are skipped, say on stderr how many there are."""
+        check_rows(list(zip(self.specs, self._named)), rows, self.stop)
 
     def begin(self, count: int) -> "RewardBatch":
         """A batch of so many samples, which are scored as they come. One at a time can be open."""
@@ -151,7 +146,9 @@ class RewardPool:
         with self.begin(len(prompts)) as batch:
             if prompts:
                 batch.add(0, prompts, completions, columns, completion_ids)
-            return batch.collect()
+            rewards = batch.collect()
+        self.output.add(0, "\n".join(batch.notes).encode(), self._heading)
+        return rewards
 
     def close(self) -> None:
         """Kill the workers and everything that they started, and drop an open batch. May be called again."""
@@ -168,10 +165,13 @@ class RewardPool:
 
     def pass_output_on(self) -> None:
         """What the workers have printed goes to `output`; at the end of each batch, so that nobody waits for it."""
-        state = self.trainer_state
-        heading = "before the first step" if state is None else f"after step {state['global_step']:.0f}"
         for worker in self.workers:
-            self.output.add(*worker.new_output(MAX_AT_ONCE), heading)
+            self.output.add(*worker.new_output(MAX_AT_ONCE), self._heading)
+
+    @property
+    def _heading(self) -> str:
+        state = self.trainer_state
+        return "before the first step" if state is None else f"after step {state['global_step']:.0f}"
 
     def closed(self, batch: "RewardBatch") -> None:
         """A batch is through."""
@@ -184,7 +184,7 @@ class RewardBatch:
     """Samples on their way to their rewards: calls begin when samples are added, while others are still to come.
 
     What is added together is cut into calls of at most `chunk_size` samples, so that no call depends on when it is
-    made. Values and problems (messages) are kept for each function by sample.
+    made. Values and problems (messages) are kept for each function by sample; `notes` say which chunks failed as one.
     """
 
     def __init__(self, pool: RewardPool, count: int) -> None:
@@ -195,6 +195,7 @@ class RewardBatch:
         self.values: list[dict[int, float | None]] = [{} for _ in self.functions]
         self.problems: list[dict[int, str]] = [{} for _ in self.functions]
         self.deaths = 0
+        self.notes: list[str] = []
         self._pool = pool
         self._added: set[int] = set()
         self._calls: list[tuple[int, range]] = []
@@ -252,7 +253,7 @@ class RewardBatch:
         if self._running is None:
             return [Reward(0.0, {}) for _ in self._added]
         try:
-            here = [self.call(function, chunk) for function, chunk in self._calls_here]  # while the workers work
+            here = [self.call_here(function, chunk) for function, chunk in self._calls_here]  # while the workers work
             replies, self.overlapped_s = self._running.finish()
             self._running.cancel()
             called = zip(self._calls + self._calls_here, replies + here)
@@ -283,8 +284,8 @@ class RewardBatch:
         return Reward(total, by_function, problems[0] if problems else None)
 
     def settle(self, function: int, part: range, reply: Reply) -> None:
-        """Record the values of a call, or find the samples of the part that made it fail."""
-        failure = _failure(reply)
+        """Record the values of a call, or score its samples one by one where it failed."""
+        failure = self._failure(function, reply)
         if failure is None:
             assert isinstance(reply, dict)
             self.values[function].update(zip(part, reply["values"]))
@@ -296,21 +297,20 @@ class RewardBatch:
             self.record(function, part[0], failure.text, self.stops(function, failure.deadly))
         else:
             before = len(self.problems[function])
-            for i in part:
-                self.repeat(function, i)
+            self.examine(function, part)
             if len(self.problems[function]) == before:
-                self.unreproduced(function, part, failure)
+                self.note(function, part, failure)
 
-    def repeat(self, function: int, sample: int) -> None:
-        """Call the function on one sample of a chunk that failed, if there are still processes to spend on it."""
-        if self.deaths >= MAX_DEATHS:
+    def examine(self, function: int, part: range) -> None:
+        """Call the function on each sample of a chunk that failed, while there are processes to spend on it."""
+        while part and self.deaths < MAX_DEATHS:
+            now, part = part[: MAX_DEATHS - self.deaths], part[MAX_DEATHS - self.deaths :]
+            for sample, reply in zip(now, self.calls(function, now)):
+                self.deaths += isinstance(reply, Death)
+                self.settle(function, range(sample, sample + 1), reply)
+        for sample in part:
             text = f"not examined: {MAX_DEATHS} processes died or hung in this batch already"
             self.record(function, sample, text, self.stops(function, deadly=True))
-            return
-        part = range(sample, sample + 1)
-        reply = self.call(function, part)
-        self.deaths += isinstance(reply, Death)
-        self.settle(function, part, reply)
 
     def stops(self, function: int, deadly: bool) -> bool:
         """Whether such a failure ends the run: not if a reward by name hung or died over a completion."""
@@ -318,25 +318,20 @@ class RewardBatch:
 
     def record(self, function: int, sample: int, text: str, stop: bool) -> None:
         """Sample and function have a problem. Raises RunFailed with it if that is to stop."""
-        excerpt = _excerpt(self.arguments["prompts"][sample])
+        excerpt = excerpt_of(self.arguments["prompts"][sample])
         message = f"reward function {self.functions[function].function}, sample {sample} (prompt {excerpt}): {text}"
         if stop:
             raise RunFailed(message)
         self.values[function][sample] = None
         self.problems[function][sample] = message
 
-    def unreproduced(self, function: int, part: range, failure: _Failure) -> None:
-        """A call failed on a part, but on none of its samples alone: their values count, unless it cannot count."""
+    def note(self, function: int, part: range, failure: Failure) -> None:
+        """A call failed on a part, but on none of its samples alone: their values count, and it is said."""
         hint = "; raise rewards.deadline_s if the function is slow" if failure.deadly else ""
-        message = (
-            f"reward function {self.functions[function].function}, samples {part[0]} to {part[-1]} together, though "
-            f"none of them alone: {failure.text}{hint}"
+        self.notes.append(
+            f"reward function {self.functions[function].function}: samples {part[0]} to {part[-1]} were scored one by "
+            f"one, after it failed on them together: {failure.text}{hint}"
         )
-        if self.stops(function, failure.deadly):
-            raise RunFailed(message)
-        if failure.malformed:
-            self.values[function].update(dict.fromkeys(part, None))
-            self.problems[function].update(dict.fromkeys(part, message))
 
     def body(self, part: range) -> str:
         """The part's arguments, as the end of a request."""
@@ -345,44 +340,22 @@ class RewardBatch:
     def _given(self, part: range) -> dict[str, list[Any]]:
         return {name: values[part.start : part.stop] for name, values in self.arguments.items()}
 
-    def call(self, function: int, part: range) -> Reply:
-        """The reply to one more call. Raises RunFailed if a worker that died cannot be replaced."""
-        if (loaded := self._pool.here.get(function)) is not None:  # what it changes in its arguments is its own
-            return answer(loaded, deepcopy(self._given(part)), len(part), Exception)
-        request = self._pool.request(function, self.body(part))
+    def calls(self, function: int, samples: range) -> list[Reply]:
+        """The replies to one more call for each sample. Raises RunFailed if a worker that died cannot be replaced."""
+        parts = [range(sample, sample + 1) for sample in samples]
+        if function in self._pool.here:
+            return [self.call_here(function, part) for part in parts]
+        exchange = Exchange(self.workers)
         try:
-            return self.workers[0].answer(request, self._pool.deadlines_s[function])
-        except IsobitError as error:
-            raise RunFailed(str(error)) from None
+            for part in parts:
+                exchange.submit(self._pool.request(function, self.body(part)), self._pool.deadlines_s[function])
+            return exchange.finish()[0]
+        finally:
+            exchange.cancel()
 
+    def call_here(self, function: int, part: range) -> Reply:
+        """What an object of this process answers; what it changes in its arguments is its own."""
+        return answer(self._pool.here[function], deepcopy(self._given(part)), len(part), Exception)
 
-def _failure(reply: Reply) -> _Failure | None:
-    if isinstance(reply, Death):
-        return _Failure(reply.text, deadly=True)
-    if "malformed" in reply:
-        return _Failure(reply["malformed"], malformed=True)
-    return _Failure(reply["raised"]) if "raised" in reply else None
-
-
-def _excerpt(prompt: Prompt) -> str:
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    return repr(text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "...")
-
-
-def _built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedReward | None]:
-    """The rewards by name among the functions. Raises IsobitError for one that cannot be used or has another's name."""
-    rewards: list[NamedReward | None] = []
-    for spec in functions:
-        try:
-            rewards.append(spec.build(deadline_s))
-        except OptionError as error:
-            raise IsobitError(f"reward {spec.function}: {error}") from None
-        if not spec.by_name and not spec.is_object:
-            check_reference(spec.function)
-        if not math.isfinite(spec.weight):
-            raise IsobitError(f"reward function {spec.function}: its weight must be finite, got {spec.weight}")
-    labels = [spec.label for spec in functions]
-    twice = [label for label in labels if labels.count(label) > 1]
-    if twice:
-        raise IsobitError(f"two reward functions are called {twice[0]!r}; rename one by rewards.functions.name")
-    return rewards
+    def _failure(self, function: int, reply: Reply) -> Failure | None:
+        return failure_of(reply, None if function in self._pool.here else self._pool.environment)

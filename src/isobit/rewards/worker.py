@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from isobit.errors import IsobitError
+from isobit.rewards.awaiting import LOOP
 from isobit.rewards.functions import LoadedFunction, answer, load_function
 
 
@@ -32,6 +33,7 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     sys.argv[1:] = []
     _die_with(lifeline)
+    LOOP.make_current()
     os.register_at_fork(after_in_child=_closer(requests, replies))
     process = os.getpid()
     functions: list[LoadedFunction] = []

@@ -17,19 +17,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
-import isobit
 from isobit.errors import IsobitError
+from isobit.rewards.environment import environment, hint
 from isobit.rewards.interpreter import module_command
 
 START_DEADLINE_S = 300.0  # importing a reward function may import a large library
 MAX_LOG_BYTES = 4 << 20  # of output between two `new_output`; then it is dropped
-PASSED_ON = (
-    *("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
-    *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_FILE", "HF_HOME", "OMP_NUM_THREADS"),
-)
 
 
 @dataclass(frozen=True)
@@ -46,10 +41,10 @@ Reply = dict[str, Any] | Death
 class WorkerProcess:
     """One worker that has the given functions loaded; dead between a `kill` and the next `revive`."""
 
-    def __init__(self, references: Sequence[str], environment: Sequence[str] = ()) -> None:
+    def __init__(self, references: Sequence[str], variables: Sequence[str] = ()) -> None:
         self._load = json.dumps({"load": list(references)}).encode() + b"\n"
         self._references = references
-        self._environment = environment
+        self._variables = variables
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         flags = fcntl.fcntl(self._log, fcntl.F_GETFL)
         fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)  # or a truncation would leave a hole
@@ -74,7 +69,7 @@ class WorkerProcess:
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=theirs,
-                env=_environment(self._environment),
+                env=environment(self._variables),
                 start_new_session=True,
             )
         except OSError as error:
@@ -96,7 +91,7 @@ class WorkerProcess:
             raise IsobitError(f"reward function {names}: {reply.text} while it was imported")
         if "error" in reply:
             self.kill()
-            raise IsobitError(reply["error"])
+            raise IsobitError(reply["error"] + hint(reply["error"], self._variables))
         return reply["loaded"]
 
     def revive(self) -> None:
@@ -244,12 +239,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _environment(names: Sequence[str]) -> dict[str, str]:
-    """A small environment: what finds programs and libraries, what the caller names, and no hash randomization."""
-    kept = {name: os.environ[name] for name in (*PASSED_ON, *names) if name in os.environ}
-    kept.update({name: value for name, value in os.environ.items() if name.startswith("LC_")})
-    source = str(Path(isobit.__file__).resolve().parent.parent)
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH")]))
-    return kept | {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -83,9 +83,10 @@ class Sampled:
             ]
             for index, group in zip(self._indices, groups)
         }
-        for errors in ranks.gather([reward.error for reward in rewards if reward.error is not None]):
-            for error in errors:
-                self._context.display.note(f"unscored: {error}")
+        unscored = [f"unscored: {reward.error}" for reward in rewards if reward.error is not None]
+        for notes in ranks.gather([*self._scoring.notes, *unscored]):
+            for note in notes:
+                self._context.display.note(note)
         scored = gather_groups(ranks, mine)
         samples = [sample for group in scored for sample in group]
         meter.count("rollout/tokens", sum(len(s.completion_ids) for s in samples))

@@ -111,6 +111,11 @@ class RolloutScoring:
         return self._scorer.judged(rewards, prompts, [text for _, texts in added for text in texts])
 
     @property
+    def notes(self) -> list[str]:
+        """What is worth saying though every completion has what it should."""
+        return self._batch.notes
+
+    @property
     def overlapped_s(self) -> float:
         """Seconds in which functions were at work before `collect` was called."""
         return self._batch.overlapped_s

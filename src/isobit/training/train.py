@@ -75,8 +75,8 @@ def resume(
     """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
     for bit (tests/test_resume.py).
 
-    The objects that the run began with must be given again. `overrides` may change steps, ranks, on_mismatch, run.*,
-    tracking.* and fleet.* (except run.dir).
+    The objects that the run began with must be given again. `overrides` may change steps, ranks, on_mismatch,
+    rewards.on_error, rewards.environment, run.*, tracking.* and fleet.* (except run.dir).
     """
     given = Given(rewards, data, held_out, callbacks, measures)
     with (

@@ -43,6 +43,9 @@ class NamedReward:
     def prepare(self) -> None:
         """Import and try what scoring needs, once in each worker. Raises IsobitError where it cannot be had."""
 
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row for which no completion could be scored, quickly."""
+
     def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
         """The reward of one completion; `row` holds the columns. Raises ValueError for a row that cannot be used."""
         raise NotImplementedError

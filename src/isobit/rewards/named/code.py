@@ -73,6 +73,12 @@ class Code(NamedReward):
     def prepare(self) -> None:
         check_cage(self.isolation, self.packages)
 
+    def check(self, row: Mapping[str, Any]) -> None:
+        if self.tests == "asserts":
+            steps_of(row[self.columns[0]], self.columns[0])
+        else:
+            _input_output(row, self.columns)
+
     def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
         source = program(text)
         passed, count = self._asserts(source, row) if self.tests == "asserts" else self._pairs(source, row)

@@ -1,7 +1,7 @@
 """`math`: whether the last answer of a completion is equivalent to the right one, by math-verify.
 
-The answer is what stands in the last `\\boxed{...}`, else after the last `####`, else what math-verify finds in the
-text. math-verify reads LaTeX and plain expressions and compares them with SymPy: 1/2 = 0.5 = \\frac{1}{2}.
+The answer is what is marked as such (`marks.py`), else what math-verify finds in the text. math-verify reads LaTeX and
+plain expressions and compares them with SymPy: 1/2 = 0.5 = \\frac{1}{2} (`math_compare.py`).
 
 SymPy can take arbitrarily long, as on 9^(9^9). One clock (SIGALRM, so in the main thread of a process,
 as the workers' is) is set over the whole comparison; where the time is out the completion is unscored and the reason
@@ -18,7 +18,8 @@ from typing import Annotated, Any, ClassVar
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
 from isobit.rewards.named.base import NamedReward, Unscored
-from isobit.rewards.named.text import marked, right_answers
+from isobit.rewards.named.math_compare import cleaned, last_answer, read_answer, read_completion, same
+from isobit.rewards.named.text import right_answers
 
 
 class _TimeOut(BaseException):
@@ -32,7 +33,7 @@ class MathAnswer(NamedReward):
     answer: Annotated[str, "column of the right answer, or of a list of right answers; LaTeX or plain"] = "answer"
     timeout_s: Annotated[float, at_least(0.1), "seconds for one completion; then it is unscored"] = 5.0
     precision: Annotated[int, at_least(0), at_most(15), "decimals to which floating-point numbers are compared"] = 6
-    strict: Annotated[bool, "math-verify's: do not equate sets with tuples, or variables of different names"] = True
+    strict: Annotated[bool, "do not equate sets with tuples or intervals, or variables of different names"] = True
 
     chunk_size: ClassVar[int | None] = 1
 
@@ -54,31 +55,25 @@ class MathAnswer(NamedReward):
         # it warns that its own clock is off: ours is on
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
-        from math_verify import parse, verify
+    def check(self, row: Mapping[str, Any]) -> None:
+        self._right(row)
 
-        answers = right_answers(row, self.answer)
+    def score(self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None) -> float | Unscored:
+        answers = self._right(row)
         try:
             with _clock(self.timeout_s):
-                right = [expression for answer in answers for expression in _parsed(parse, last_answer(answer), True)]
-                if not right:
-                    raise ValueError(f"column {self.answer!r}: no mathematical answer in {answers[0]!r:.60}")
-                given = last_answer(text)
-                found = _parsed(parse, given, given is not text)
-                equal = verify(right, found, float_rounding=self.precision, strict=self.strict, timeout_seconds=None)
+                given = read_completion(text)
+                equal = any(same(read_answer(each), given, self.precision, self.strict) for each in answers)
         except _TimeOut:
             return Unscored(f"math-verify took more than {self.timeout_s:g} s")
         return float(equal)
 
-
-def last_answer(text: str) -> str:
-    """What is marked as the answer (`text.marked`), else the text itself."""
-    return marked(text) or text
-
-
-def _parsed(parse: Any, text: str, is_answer: bool) -> list[Any]:
-    """Expressions in a text; an answer that stands alone is put where math-verify reads it as LaTeX."""
-    return parse(f"\\boxed{{{text}}}" if is_answer and "$" not in text else text, parsing_timeout=None)
+    def _right(self, row: Mapping[str, Any]) -> list[str]:
+        answers = right_answers(row, self.answer)
+        for answer in answers:
+            if not cleaned(last_answer(answer)):
+                raise ValueError(f"column {self.answer!r}: no mathematical answer in {answer!r:.60}")
+        return [last_answer(answer) for answer in answers]
 
 
 @contextmanager

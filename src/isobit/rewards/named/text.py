@@ -34,6 +34,9 @@ class Match(NamedReward):
     def columns(self) -> tuple[str, ...]:
         return (self.answer,)
 
+    def check(self, row: Mapping[str, Any]) -> None:
+        right_answers(row, self.answer)
+
     def compared(self, text: str) -> str | None:
         """The part of a completion that is compared, normalized; None if `extract` finds nothing."""
         if self.extract is not None:
@@ -129,18 +132,3 @@ def _flags(letters: str) -> int:
     for letter in letters:
         flags |= re.RegexFlag[letter.upper()]
     return flags
-
-
-def marked(text: str) -> str | None:
-    """The content of the last \\boxed{...} whose braces are balanced, else what follows the last `####` in its line
-    (perhaps nothing); None where neither is there."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for i in range(start + len("\\boxed"), len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : i]
-        start = text.rfind("\\boxed{", 0, start)
-    _, mark, tail = text.rpartition("####")
-    return tail.strip().partition("\n")[0].strip() if mark else None
