@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from isobit.commands.dry_run import dry_run
+from isobit.config import Config
 from isobit.run import metrics
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.completions import COMPLETIONS
@@ -59,3 +61,10 @@ def fingerprint(run: Path) -> dict[str, Any]:
     kept = [(run / "best" / name) for name in ("best.json", "model.safetensors")]
     best = [hashlib.sha256(path.read_bytes()).hexdigest() for path in kept if path.is_file()]
     return {"step": newest.name, **hashes, "metrics": json.dumps(rows), "best": best}
+
+
+def dry_run_text(config: Config) -> str:
+    """What `isobit train --dry-run` prints."""
+    blocks: list[str] = []
+    dry_run(config, blocks.append)
+    return "\n".join(blocks)

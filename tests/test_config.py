@@ -70,6 +70,7 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("algorithm.correction={weight: token, cap: 1, floor: 2}", "floor 2.0 exceeds cap 1.0"),
         ("algorithm.kl_in_reward=true", "needs a kl_coefficient above 0"),
         ("algorithm={kl_coefficient: 0.1, kl_estimator: k1}", "take k2 or k3"),
+        ("algorithm={kl_coefficient: 0.1, kl_in_reward: true, kl_estimator: k3-unbiased}", "which a reward has not"),
         ("algorithm={preset: cispo, dual_clip: 3}", "leave one of them out"),
         ("algorithm={loss: reinforce, dual_clip: 3}", "reinforce has no such clip"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip: expected above 1"),

@@ -38,7 +38,7 @@ def test_errors_and_notes_are_shown_so(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_dry_run_shows_prompts_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(dry_run, "dry_run_report", lambda config: f"first prompt: {HOSTILE}")
+    monkeypatch.setattr(dry_run, "dry_run", lambda config, say: say(f"first prompt: {HOSTILE}"))
     monkeypatch.setattr(sys, "argv", ["isobit", "train", "configs/quickstart.yaml", "--dry-run"])
     with pytest.raises(SystemExit) as done:
         cli.main()

@@ -97,7 +97,9 @@ def test_eval_gives_each_adapter_a_row_and_a_file(isobit: Isobit, base_model: Pa
 
 
 def test_unscored_completions_are_told_of_each(isobit: Isobit, base_model: Path, folder: Path) -> None:
-    (folder / "threes.py").write_text("def threes(prompts, completions, **k):\n    raise ValueError('no')\n")
+    (folder / "threes.py").write_text(
+        "def threes(prompts, completions, **k):\n    return [None if p.startswith('0') else 0.0 for p in prompts]\n"
+    )
     printed = isobit("eval", base_model, "--adapter", "math", *ASKED).splitlines()
     for name in (ALONE, "math"):
         assert sum(line.startswith(f"{name}: unscored completions, wrong") for line in printed) == 1

@@ -254,7 +254,7 @@ def test_a_reference_that_is_the_policy_has_no_kl_and_no_gradient() -> None:
     assert penalized.learn(samples, alternating(samples), 1).metrics["loss/kl"] > 0
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3-unbiased"])
 def test_the_kl_penalty_pulls_towards_the_reference(estimator: str) -> None:
     """With no advantage it is all that is learned; the reference computes under a precision of its own."""
     model, reference = tiny_model("fp8", scale=8), tiny_model("bf16", seed=1, scale=8)

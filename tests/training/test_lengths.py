@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit.commands.dry_run import dry_run_report
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
@@ -20,7 +19,7 @@ from isobit.training.assembly import open_parts
 from isobit.training.lengths import fit_prompts
 from isobit.training.train import resume, train
 from tests.models import tiny_model
-from tests.runs import fingerprint, write_config
+from tests.runs import dry_run_text, fingerprint, write_config
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 REWARD = "def score(prompts, completions, **columns):\n    return [len(str(c)) / 50 for c in completions]\n"
@@ -94,7 +93,7 @@ def test_a_prompt_outside_the_limits_stops_the_run_before_it_starts(
 
 def test_what_is_too_long_is_dropped_and_counted(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(run(PROMPTS, too_long="drop", min_prompt_tokens=11))
-    assert "2 training and 0 held-out prompts" in dry_run_report(config)
+    assert "2 training and 0 held-out prompts" in dry_run_text(config)
     said = capsys.readouterr().err
     assert said.startswith(
         "2 of 4 training examples dropped for their length; the first: rows.jsonl:1: the prompt has 10"
@@ -213,7 +212,7 @@ def test_a_model_that_cannot_end_a_completion_is_said(
 
     def said(model: Path, *overrides: str) -> str:
         config = load_config(write_config(tmp_path, model), ["steps=1", f"run.dir={tmp_path / 'run'}", *overrides])
-        printed = dry_run_report(config)
+        printed = dry_run_text(config)
         train(config, quiet=False)
         shutil.rmtree(tmp_path / "run")
         found = [line for line in capsys.readouterr().err.splitlines() if "no end-of-sequence token" in line]

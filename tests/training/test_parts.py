@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from isobit.commands.dry_run import dry_run_report
 from isobit.config import load_config
 from isobit.errors import IsobitError
+from isobit.precision import precision_from
 from isobit.rl.correction_rule import CorrectionRule, Rejection
 from isobit.tasks.gsm8k import INSTRUCTION
 from isobit.training.assembly import objective_of, open_parts
 from tests.models import tiny_model
-from tests.runs import write_config
+from tests.runs import dry_run_text, write_config
 
 
 def test_a_dry_run_says_what_would_be_and_writes_nothing(tmp_path: Path, base_model: Path) -> None:
     config = load_config(write_config(tmp_path, base_model))
     before = sorted(tmp_path.rglob("*"))
-    text = dry_run_report(config)
+    text = dry_run_text(config)
     assert [p for p in sorted(tmp_path.rglob("*")) if "__pycache__" not in p.parts] == before
     parameters = sum(p.numel() for p in tiny_model().named_parameters().values())
     assert f"{parameters:,} parameters" in text
@@ -39,7 +39,7 @@ def test_a_dry_run_says_the_formats_of_what_is_trained(
     tmp_path: Path, base_model: Path, masters: str, state: str
 ) -> None:
     given = [f"optimizer.masters={masters}", f"optimizer.state={state}"]
-    text = dry_run_report(load_config(write_config(tmp_path, base_model), given))
+    text = dry_run_text(load_config(write_config(tmp_path, base_model), given))
     assert re.search(rf"^masters, AdamW moments +{masters}, {state}$", text, re.M)
     assert re.search(rf"^ *{masters.upper()} masters", text, re.M), "as the memory plan says"
 
@@ -73,7 +73,7 @@ def test_a_dry_run_shows_the_first_prompt_as_the_model_reads_it(
     data.write_text('{"question": "How many?", "answer": "#### 2"}\n')
     given = {"name": "gsm8k", "path": str(data), "held_out_size": 0, "options": {}, **task}
     path = write_config(tmp_path, chat_model(tmp_path / "model"), task=given, rewards={"functions": []})
-    text = dry_run_report(load_config(path))
+    text = dry_run_text(load_config(path))
     first = re.search(r"first prompt \((.*), (\d+) tokens\):\n(.*)", text, re.S)
     assert first is not None
     assert first[1] == f"{data}:1"
@@ -106,7 +106,7 @@ def test_auto_follows_the_precision(
     tmp_path: Path, base_model: Path, overrides: list[str], correction: str, recompute: bool
 ) -> None:
     config = load_config(write_config(tmp_path, base_model), overrides)
-    objective = objective_of(config, tiny_model(str(config.precision)))
+    objective = objective_of(config, precision_from(config.precision))
     assert (str(objective.rule), objective.recompute_old) == (correction, recompute)
 
 
@@ -116,13 +116,13 @@ def test_a_correction_put_together_by_hand(tmp_path: Path, base_model: Path) -> 
         "algorithm.correction={weight: sequence, cap: 3, rejection: {measure: k3, level: sequence_mean, high: 0.02}}"
     )
     config = load_config(write_config(tmp_path, base_model), ["precision=fp8-rollout", given])
-    rule = objective_of(config, tiny_model("fp8-rollout")).rule
+    rule = objective_of(config, precision_from("fp8-rollout")).rule
     assert rule == CorrectionRule("sequence", 3.0, rejection=Rejection("k3", "sequence_mean", high=0.02))
 
 
 def test_what_is_given_replaces_the_presets_part(tmp_path: Path, base_model: Path) -> None:
     config = load_config(write_config(tmp_path, base_model), ["algorithm={preset: dapo, clip_high: 0.4}"])
-    objective = objective_of(config, tiny_model())
+    objective = objective_of(config, precision_from(config.precision))
     assert (objective.clip_low, objective.clip_high, objective.dynamic_sampling) == (0.2, 0.4, True)
     assert objective.loss_aggregation == "token_mean"
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 import yaml
 
-from isobit.commands.dry_run import dry_run_report
+from isobit.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.engine import engine
 from isobit.errors import IsobitError
 from isobit.model import Experts, Model
 from isobit.model.recompute import Recompute
-from isobit.training import host, plan
+from isobit.training import forecast, host, plan
 from isobit.training.assembly import open_parts
 from isobit.training.live_bytes import LiveBytes
 from isobit.training.parts import Parts
 from isobit.training.train import resume, train
 from tests.models import tiny_model
-from tests.runs import write_config
+from tests.runs import dry_run_text, write_config
 
 _AUTO = "optimizer.micro_batch_tokens=auto"
 
@@ -32,7 +32,8 @@ def _parts(folder: Path, model: Path, *overrides: str) -> Parts:
 
 
 def _memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(plan, "memory_limit", lambda device: (size, "memory of this machine"))
+    for module in (plan, forecast):
+        monkeypatch.setattr(module, "memory_limit", lambda device: (size, "memory of this machine"))
 
 
 def test_live_bytes_are_those_of_storages() -> None:
@@ -133,20 +134,39 @@ def test_a_plan_that_does_not_fit_names_the_keys_that_lower_it(
 def test_a_dry_run_compares_with_what_is_there(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By shapes first, and again when the weights are there; where they are too large they are not read."""
     config = load_config(write_config(tmp_path, base_model))
-    assert re.search(r"^fits: [\d.]+ GiB of [\d.]+ GiB \(memory of", dry_run_report(config), re.M)
+    fits = r"^fits: [\d.]+ GiB of [\d.]+ GiB \(memory of"
+    assert len(re.findall(fits, dry_run_text(config), re.M)) == 2
+    said: list[str] = []
     _memory(monkeypatch, 1 << 20)
-    assert "does not fit" in dry_run_report(config)
+    with pytest.raises(IsobitError, match="the rest of the check, which needs them, is left out"):
+        dry_run(config, said.append)
+    assert "does not fit" in said[-2]
+    assert "first prompt" in said[-1]
+    assert not re.search(fits, "\n".join(said), re.M)
+    assert "counted from the weights" not in "\n".join(said)
 
 
-def test_a_run_that_cannot_fit_says_so(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = _parts(tmp_path, base_model)
-    assert plan.too_large(parts) is None
+def test_a_run_that_cannot_fit_says_so_before_it_reads_weights(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(write_config(tmp_path, base_model))
+
+    def said() -> str:
+        def read(*_: object) -> Model:
+            raise IsobitError("no weights are read here")
+
+        monkeypatch.setattr("isobit.training.assembly.load_trained", read)
+        with pytest.raises(IsobitError, match="no weights are read here"):
+            open_parts(config, quiet=False)
+        return capsys.readouterr().err
+
+    assert said() == ""
     _memory(monkeypatch, 1 << 10)
-    line = plan.too_large(parts)
-    assert line is not None
-    assert "will not fit" in line
-    assert "\n" not in line
+    line = said()
+    assert "this run will not fit" in line
+    assert line.count("\n") == 1
 
 
 def test_auto_takes_what_fits_and_a_resumed_run_repeats_it(

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.commands.dry_run import dry_run_report
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import RewardModel
@@ -15,7 +14,7 @@ from isobit.rewards.spec import RewardSpec
 from isobit.training.scoring import Scorer, WeightedModel
 from isobit.training.train import replay, train
 from tests.models import tiny_model
-from tests.runs import digit_reward_file, fingerprint, write_config
+from tests.runs import digit_reward_file, dry_run_text, fingerprint, write_config
 
 
 def reward_model(path: Path, max_positions: int = 64) -> Path:
@@ -108,7 +107,7 @@ def test_what_a_reward_prints_is_in_the_run(
     )
     functions = [{"function": f"{tmp_path}/talking.py:talking"}]
     config = load_config(write_config(tmp_path, base_model, rewards={"functions": functions}))
-    dry_run_report(config)
+    dry_run_text(config)
     assert "hello\n" in capfd.readouterr().err
     log = tmp_path / "run" / "rewards.log"
     with pytest.raises(RunFailed, match=rf"ZeroDivisionError.*; what it printed: {log}; step 3 is saved; go on with: "):

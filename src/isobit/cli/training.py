@@ -97,9 +97,9 @@ def _train(
 
         clear_finished(loaded)
     if dry_run:
-        from isobit.commands.dry_run import dry_run_report
+        from isobit.commands.dry_run import dry_run as check
 
-        print(printable(dry_run_report(loaded)))
+        check(loaded, lambda block: print(printable(block), flush=True))
         return 0
     from isobit.distributed.launch import launched, start
 

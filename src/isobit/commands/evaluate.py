@@ -18,7 +18,7 @@ from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.comparison import check_same_prompts
 from isobit.evaluation.measure import grade_given, measure_each, tags_of
 from isobit.evaluation.progress import ProgressLine
-from isobit.evaluation.result import Question, Result, read_result
+from isobit.evaluation.result import Question, Result, read_result, write_result
 from isobit.evaluation.shown import is_saved, show, show_adapters
 from isobit.model import Model
 from isobit.model.checkpoint import model_folder
@@ -61,6 +61,7 @@ def evaluate_command(first: Path | None, second: Path | None, request: Request, 
             "compared with that model alone"
         )
     results = _evaluate([path for path in (first, second) if path is not None], request)
+    _require_rewards(results, out)
     if request.adapters:
         show_adapters(results[0], dict(zip(request.adapters, results[1:])), out)
     else:
@@ -191,6 +192,20 @@ def _column(example: Example, column: str, index: int) -> str:
             f"--completions {brief(column)}: example {index} has no such column; it has {listed(example.columns)}"
         )
     return str(example.columns[column])
+
+
+def _require_rewards(results: Sequence[Result], out: Path | None) -> None:
+    """Raise IsobitError where no completion has a reward, since an accuracy of 0 would say another thing; what was
+    answered first is in `out` then."""
+    graded = [one for result in results for q in result.questions for one in (q.greedy, *q.samples)]
+    if any(one.reward is not None for one in graded):
+        return
+    if out is not None:
+        write_result(out, results[0].to_json())
+    raise IsobitError(
+        f"{results[0].model}: none of {len(graded):,} completions was scored, so there is no accuracy: "
+        f"{graded[0].error or 'every reward function returned None'}"
+    )
 
 
 def _is_run(path: Path) -> bool:

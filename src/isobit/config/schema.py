@@ -104,13 +104,7 @@ class Config:
             )
         if sampling.group_size < 2:
             raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
-        if algorithm.kl_in_reward and not algorithm.kl_coefficient:
-            raise IsobitError("algorithm.kl_in_reward needs a kl_coefficient above 0")
-        if algorithm.estimator == "k1" and algorithm.kl_coefficient and not algorithm.kl_in_reward:
-            raise IsobitError(
-                "algorithm.kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
-                "take k2 or k3, or charge it to the reward with kl_in_reward: true"
-            )
+        _check_kl(algorithm)
         if algorithm.dual_clip is not None and algorithm.loss in ("cispo", "reinforce"):
             raise IsobitError(
                 f"algorithm.dual_clip bounds the clipped loss; {algorithm.loss} has no such clip: leave one of them out"
@@ -142,6 +136,22 @@ class Config:
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
             )
+
+
+def _check_kl(algorithm: Objective) -> None:
+    """Raise IsobitError where a KL penalty has no effect, or its estimator no meaning."""
+    if algorithm.kl_in_reward and not algorithm.kl_coefficient:
+        raise IsobitError("algorithm.kl_in_reward needs a kl_coefficient above 0")
+    if algorithm.estimator == "k1" and algorithm.kl_coefficient and not algorithm.kl_in_reward:
+        raise IsobitError(
+            "algorithm.kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
+            "take k2 or k3, or charge it to the reward with kl_in_reward: true"
+        )
+    if algorithm.estimator == "k3-unbiased" and algorithm.kl_in_reward:
+        raise IsobitError(
+            "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a reward has not: "
+            "take k1, k2 or k3, or leave kl_in_reward out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

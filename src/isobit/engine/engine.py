@@ -32,7 +32,7 @@ from isobit.kernels import Store
 from isobit.model import Model
 from isobit.model.storage import new_store
 
-_CACHE_BYTES = 2 << 30
+CACHE_BYTES = 2 << 30
 _GPU_FRACTION = 3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation
 Progress = Callable[[int, int], None]
 _DEFAULT, _DEFAULT_SIZE = Sampling(), EngineSize()
@@ -386,7 +386,7 @@ class Engine:
 def _most_cache_bytes(device: torch.device, reserved: int) -> int:
     """Bytes of keys and values that an engine takes without being told to."""
     if device.type != "cuda":
-        return _CACHE_BYTES
+        return CACHE_BYTES
     return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // _GPU_FRACTION
 
 

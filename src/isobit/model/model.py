@@ -30,6 +30,7 @@ from isobit.model.checkpoint import (
     write_weights,
 )
 from isobit.model.config import ModelConfig
+from isobit.model.described import check_vocabulary
 from isobit.model.linear_attention import initial
 from isobit.model.low_rank import Adapter
 from isobit.model.masters import MASTERS, own_rows
@@ -52,15 +53,7 @@ class Model:
                 "with Model.load(path)"
             )
         config = transformer.config
-        if tokenizer.vocab_size > config.vocab_size:
-            raise IsobitError(
-                f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
-                f"{config.vocab_size - 1}"
-            )
-        if outside := [token for token in tokenizer.eos_ids if not 0 <= token < config.vocab_size]:
-            raise IsobitError(
-                f"end-of-sequence id {outside[0]} is not in the model's vocabulary of {config.vocab_size}"
-            )
+        check_vocabulary(config, tokenizer)
         self.transformer = transformer
         self.tokenizer = tokenizer
         self.generation: dict[str, object] = {}  # generation_config.json, kept for `save`

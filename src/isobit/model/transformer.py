@@ -298,8 +298,7 @@ class Transformer:
     @property
     def head_rows(self) -> int:
         """Rows of logits that `head_logprobs` holds at a time."""
-        elements = _HEAD_ELEMENTS if self.ops["learner"].device.type == "cpu" else _HEAD_ELEMENTS_DEVICE
-        return max(_HEAD_ROWS, elements // self.config.vocab_size)
+        return head_rows(self.config.vocab_size, host=self.ops["learner"].device.type == "cpu")
 
     def rollout_weights(self) -> list[Weight]:
         """The linear layers as the rollout multiplies them."""
@@ -368,3 +367,8 @@ class Transformer:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))
             self._tables = make_tables(self._ropes, size, self.config.head_dim, layout.positions.device)
         return self._tables
+
+
+def head_rows(vocab_size: int, host: bool) -> int:
+    """Rows of logits at a time, on a CPU (`host`) or on a GPU."""
+    return max(_HEAD_ROWS, (_HEAD_ELEMENTS if host else _HEAD_ELEMENTS_DEVICE) // vocab_size)

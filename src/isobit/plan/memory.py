@@ -31,6 +31,8 @@ from isobit.rl.optim_8bit import quantizable
 
 HEAD_ELEMENTS = 1 << 28
 """Logits that the learner holds at a time on a GPU (`Transformer.head_rows`)."""
+HEAD_ROWS = 16
+"""But of so many rows."""
 _LOGITS = 12  # bytes of each: float32, its probability and its gradient
 _CACHE_FRACTION = 3  # of the memory that weights, moments and gradients leave, for an engine's keys and values
 Item = tuple[str, float]
@@ -185,6 +187,24 @@ def weights(
     return Weights(**found)
 
 
+@lru_cache
+def packed_bytes(
+    config: ModelConfig, precision: Precision, adapter: AdapterConfig | None = None, frozen: bool = False
+) -> float:
+    """What a CPU's backend packs of the weights of products: their codes or numbers once more, for each use that has
+    its own; of a `frozen` model for the learner's."""
+    total = 0.0
+    for (layer, role, shape), count in masters(config).items():
+        flows = [precision.flow(use, layer, config.num_layers) for use in ("learner", "rollout")]
+        dgrad = None if adapter is None else precision.backward(layer or 0, config.num_layers)[0]
+        for flow in flows[: 1 if frozen or (precision.shared and flows[0] == flows[1]) else 2]:
+            spec = precision.linear_flow(flow, role).weight if role in LINEAR_LAYERS else None
+            packed = role in (*LINEAR_LAYERS, "head", *(("embed",) if config.tie_embeddings else ()))
+            if packed and not (spec is not None and dgrad is not None and in_nibbles(spec, shape, dgrad)):
+                total += count * math.prod(shape) * (flow.compute.itemsize if spec is None else 1)
+    return total
+
+
 def adapter_bytes(config: ModelConfig, precision: Precision, adapter: AdapterConfig) -> float:
     """Working factors of one use."""
     return float(precision.rollout.compute.itemsize * num_parameters(config, adapter))
@@ -265,21 +285,27 @@ def _copied_keys(job: Job) -> float:
 
 
 def _learning(job: Job) -> Item:
-    """What the forward keeps, and the larger of what the head and one layer take in the backward."""
-    tokens, config, adapter = micro_batch_tokens(job), job.model, job.config.adapter
+    tokens = micro_batch_tokens(job)
+    label = f"learning: activations of {tokens:,.0f} tokens, logits, gradients of a layer"
+    return label, learning_bytes(job, tokens, max(HEAD_ROWS, HEAD_ELEMENTS // job.model.vocab_size), _copied_keys(job))
+
+
+def learning_bytes(job: Job, tokens: float, head_rows: int, copied: float = 0.0) -> float:
+    """What the forward keeps, and the larger of what the head and one layer take in the backward. `head_rows`: rows of
+    logits at a time; `copied`: keys and values of rows that several sequences see."""
+    config, adapter = job.model, job.config.adapter
     hidden = job.precision.learner.compute.itemsize * config.hidden_size
     level = job.config.optimizer.activation_checkpointing
     kept = kept_bytes(config, job.precision, level, adapter) + 2 * hidden
     again = backward_bytes(config, job.precision, level, adapter)
-    rows = min(tokens, max(16, HEAD_ELEMENTS // config.vocab_size))
+    rows = min(tokens, head_rows)
     outside = 4 * config.vocab_size * config.hidden_size
     kept_outside = outside if adapter is None else 0
     # the head's gradient is added up over chunks of logits, so it is there twice
     head = outside + kept_outside + _LOGITS * rows * config.vocab_size + 3 * hidden * tokens
     times = 3 if job.ranks > 1 else 1  # the gradients, the message to their owners, and what comes in
-    layer = times * gradient_bucket(config, adapter) + tokens * again + _copied_keys(job)
-    label = f"learning: activations of {tokens:,.0f} tokens, logits, gradients of a layer"
-    return label, max(tokens * kept + max(head, layer), times * kept_outside)
+    layer = times * gradient_bucket(config, adapter) + tokens * again + copied
+    return max(tokens * kept + max(head, layer), times * kept_outside)
 
 
 def gradient_bucket(config: ModelConfig, adapter: AdapterConfig | None = None) -> float:

@@ -24,7 +24,7 @@ from isobit.model.checksums import checksums, first_difference
 from isobit.rl.batch import TrainingBatch
 from isobit.rl.functions import weighted_sum
 from isobit.rl.idle import split, without_teaching
-from isobit.rl.loss import LossFunction, kl_penalty
+from isobit.rl.loss import LossFunction, kl_in_loss
 from isobit.rl.optim import Optimizer
 from isobit.rl.packing import pack
 from isobit.rl.routing import BatchLoad, PolicyForward, RoutingTotals, batch_load, load_of, served_experts, summed
@@ -232,7 +232,7 @@ class Differentiation:
             total = total + objective.router_aux_coefficient * load.loss(probabilities)
         kl = None
         if inputs.reference_logprobs is not None:
-            kl = kl_penalty(logprobs, inputs.reference_logprobs, objective.estimator)
+            kl = kl_in_loss(inputs)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
         with adding_in_place(() if self._sum.hooked else self._leaves.values()):
             total.backward()

@@ -111,7 +111,8 @@ def _bounded(ratio: Tensor, inputs: LossInputs) -> Tensor:
     return ratio.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
 
 
-def _log_ratio(inputs: LossInputs) -> Tensor:
+def _log_ratio(inputs: LossInputs, *, own_gradient: bool = True) -> Tensor:
+    """`own_gradient`: under `ratio: sequence` each token carries its own part of the gradient; else the mean's."""
     policy, sequence = inputs.policy_logprobs, inputs.sequence
     difference = policy - inputs.old_logprobs
     if inputs.settings.ratio == "token":
@@ -122,6 +123,8 @@ def _log_ratio(inputs: LossInputs) -> Tensor:
         return none.index_add(0, sequence, difference)[sequence]
     assert inputs.settings.ratio == "sequence"
     tokens = torch.bincount(sequence, minlength=count).clamp(min=1)
+    if not own_gradient:
+        return (none.index_add(0, sequence, difference) / tokens)[sequence]
     mean = (none.index_add(0, sequence, difference.detach()) / tokens)[sequence]
     return (policy - policy.detach() + mean).clamp(max=_SEQUENCE_LIMIT)
 
@@ -133,7 +136,7 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
     drown the batch). As a term of the loss the gradients by log policy are 1, -d and 1 - e^d: that of k2 estimates the
     gradient of KL(policy ‖ reference), that of k3 the gradient of KL(reference ‖ policy), and that of k1 is 0 in the
     mean: k1 is for the reward. low_var_kl is k3 as verl and NeMo RL bound it: d within ±20, the value at most 10, and
-    beyond either no gradient.
+    beyond either no gradient. k3-unbiased is k3, which `kl_in_loss` multiplies by the ratio.
     """
     difference = reference_logprobs - policy_logprobs
     if estimator == "k1":
@@ -143,9 +146,26 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
     if estimator == "low_var_kl":
         difference = difference.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
         return (torch.exp(difference) - difference - 1.0).clamp(max=_LOW_VARIANCE_LIMIT)
-    assert estimator == "k3"
+    assert estimator in ("k3", "k3-unbiased")
     difference = difference.clamp(max=_LOG_RATIO_LIMIT)
     return torch.exp(difference) - difference - 1.0
+
+
+def kl_in_loss(inputs: LossInputs) -> Tensor:
+    """The KL penalty of each token as a term of the loss [T], by `settings.estimator`.
+
+    k3-unbiased is k3 times π_policy / π_old, with the ratio's gradient (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv
+    2512.02556, eq. 7; TRL's `use_bias_correction_kl`): where both policies are one its gradient is k2's, that of
+    KL(policy ‖ reference), and where they differ its mean over tokens of the old policy still is. As in TRL the ratio
+    is the loss's: one of the whole sequence under `ratio: sequence`, the mean's gradient with it.
+    """
+    assert inputs.reference_logprobs is not None
+    estimator = inputs.settings.estimator
+    penalty = kl_penalty(inputs.policy_logprobs, inputs.reference_logprobs, estimator)
+    if estimator != "k3-unbiased":
+        return penalty
+    log_ratio = _log_ratio(inputs, own_gradient=False)
+    return penalty * torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
 
 
 def token_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> list[float]:

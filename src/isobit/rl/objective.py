@@ -16,7 +16,7 @@ ADVANTAGE_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_base
 LOSS_KINDS = ("clip", "cispo", "reinforce")
 RATIOS = ("token", "sequence", "sequence_sum")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "low_var_kl")
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": "dr_grpo", "loss_aggregation": "constant"},
@@ -80,7 +80,7 @@ class Objective:
     kl_coefficient: Annotated[float, at_least(0)] = 0.0
     kl_estimator: Annotated[
         Annotated[str, OneOf(KL_ESTIMATORS)] | None,
-        "default: k3 in the loss, k1 in the reward; low_var_kl: k3, at most 10",
+        "default: k3 in the loss, k1 in the reward; k3-unbiased: times the ratio, TRL's; low_var_kl: k3, at most 10",
     ] = None
     kl_in_reward: Annotated[bool, "take the KL from the reward, token by token; not in the loss"] = False
     correction: Annotated[

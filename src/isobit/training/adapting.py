@@ -7,6 +7,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.adapter import NewAdapter, beyond_use, targeted
+from isobit.model.described import Described
 
 
 def load_trained(config: Config | SftConfig, base: Path, checkpoint: Path | None = None, ranks: Ranks = ALONE) -> Model:
@@ -28,7 +29,7 @@ def load_trained(config: Config | SftConfig, base: Path, checkpoint: Path | None
     return model
 
 
-def rank_warning(config: Config | SftConfig, model: Model) -> str | None:
+def rank_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
     """A warning where an adapter's rank is above what its matrices can use, or None."""
     given = config.adapter
     line = None if given is None else beyond_use(model.config, given.rank, given.targets)

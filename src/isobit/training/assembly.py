@@ -4,7 +4,8 @@ Everything here runs before a run directory is written, so that a user's mistake
 (`opening.py`).
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,9 +22,12 @@ from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
 from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
-from isobit.kernels import computed_by
+from isobit.kernels import computed_by, get_ops
 from isobit.model import Model, RewardModel
+from isobit.model.peft import is_adapter
 from isobit.options.declare import plain
+from isobit.plan.job import architecture
+from isobit.precision import Precision
 from isobit.rewards.pool import RewardPool
 from isobit.rl import Objective, for_precision
 from isobit.rl.functions import check_functions
@@ -33,6 +37,7 @@ from isobit.rl.replay import ReplayBuffer
 from isobit.tasks import Task, load_task
 from isobit.trackers.process import check_trackers
 from isobit.training.adapting import load_trained
+from isobit.training.forecast import forecast
 from isobit.training.lengths import fit_prompts
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
@@ -49,10 +54,12 @@ def open_parts(
     objects: Objects = NO_OBJECTS,
     ranks: Ranks = ALONE,
     began: Mapping[str, Any] = MappingProxyType({}),
+    before_weights: Callable[[Task, Path], None] | None = None,
 ) -> Parts:
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run that goes on, or
-    is replayed. Raises IsobitError for whatever does not fit. Several `ranks` share the policy's masters; a reference
-    and reward models are whole on each, once they are read."""
+    is replayed; `before_weights` is called with the task and the model's directory before a weight is read, instead of
+    a warning where the run cannot fit. Raises IsobitError for whatever does not fit. Several `ranks` share the policy's
+    masters; a reference and reward models are whole on each, once they are read."""
     objects.require(config)
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
@@ -71,10 +78,21 @@ def open_parts(
         rewards.check_rows((each.place, each.columns) for each in (*task.train.examples, *task.held_out.examples))
         if not rewards.specs and not config.rewards.models:
             raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
-        return _open_models(config, task, rewards, base_of(config, began, quiet), quiet, checkpoint, ranks)
+        base = base_of(config, began, quiet)
+        if before_weights is not None:
+            before_weights(task, base)
+        elif not quiet and ranks.first and not is_adapter(base):  # which is refused
+            _say_what_cannot_fit(config, base)
+        return _open_models(config, task, rewards, base, quiet, checkpoint, ranks)
     except BaseException:
         rewards.close()
         raise
+
+
+def _say_what_cannot_fit(config: Config, base: Path) -> None:
+    ops = get_ops(config.backend, config.consistency)
+    if (line := forecast(config, architecture(str(base)), 1, ops, 0).cannot_fit()) is not None:
+        print(line, file=sys.stderr)
 
 
 def _open_models(
@@ -88,7 +106,7 @@ def _open_models(
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
     task = fitted.task
     scorer = Scorer(rewards, reward_models(config, ranks), config.rewards.on_error == "stop")
-    objective = replace(objective_of(config, model), reward_weights=scorer.weights)
+    objective = replace(objective_of(config, model.precision), reward_weights=scorer.weights)
     if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
         raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
@@ -212,7 +230,7 @@ def reward_models(config: Config, ranks: Ranks = ALONE) -> list[WeightedModel]:
     ]
 
 
-def objective_of(config: Config, model: Model) -> Objective:
+def objective_of(config: Config, precision: Precision) -> Objective:
     """The config's algorithm, with `auto` resolved and what the sampling decides."""
     sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
     given = replace(
@@ -221,7 +239,7 @@ def objective_of(config: Config, model: Model) -> Objective:
         temperature=sampling.temperature,
         truncation=sampling.truncation,
     )
-    return for_precision(given, model.precision, stale=stale)
+    return for_precision(given, precision, stale=stale)
 
 
 def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int, reserved: int = 0) -> Engine:

@@ -13,6 +13,7 @@ from isobit.data.dataset import Dataset, Example
 from isobit.engine.prompts import encode
 from isobit.errors import IsobitError, printable
 from isobit.model import Model
+from isobit.model.described import Described
 from isobit.tasks import Task, TaskSettings
 
 
@@ -24,7 +25,9 @@ class Fitted:
     longest: Example
 
 
-def fit_prompts(task: Task, model: Model, limits: TaskSettings, max_new_tokens: int, *, quiet: bool) -> Fitted:
+def fit_prompts(
+    task: Task, model: Model | Described, limits: TaskSettings, max_new_tokens: int, *, quiet: bool
+) -> Fitted:
     """Encode every prompt of the task, and keep those within the limits and the model's context less
     `max_new_tokens`. Raises IsobitError for the first that is outside, unless such are dropped; for what cannot be
     encoded; and where nothing is left to train on."""
@@ -53,7 +56,7 @@ def fit_prompts(task: Task, model: Model, limits: TaskSettings, max_new_tokens: 
     return Fitted(replace(task, train=train, held_out=held_out), longest)
 
 
-def say_special_tokens(examples: Sequence[Example], model: Model) -> None:
+def say_special_tokens(examples: Sequence[Example], model: Model | Described) -> None:
     """Say on stderr how many special tokens the prompts' own text spells, and what becomes of them; nothing where there
     are none."""
     found = [word for example in examples for word in model.tokenizer.special_tokens_in(example.prompt)]
@@ -67,7 +70,7 @@ def say_special_tokens(examples: Sequence[Example], model: Model) -> None:
         )
 
 
-def endless(model: Model, sampling: SamplingConfig) -> str | None:
+def endless(model: Model | Described, sampling: SamplingConfig) -> str | None:
     """A warning where no completion can end before its limit, or None."""
     if model.tokenizer.eos_ids or sampling.stop or sampling.ignore_eos:
         return None
@@ -78,7 +81,7 @@ def endless(model: Model, sampling: SamplingConfig) -> str | None:
     )
 
 
-def encode_prompt(example: Example, model: Model) -> list[int]:
+def encode_prompt(example: Example, model: Model | Described) -> list[int]:
     """Token ids of an example's prompt. Raises IsobitError with its place."""
     try:
         return encode([example.prompt], model.tokenizer, model.config.vocab_size)[0]
@@ -86,7 +89,7 @@ def encode_prompt(example: Example, model: Model) -> list[int]:
         raise IsobitError(f"{example.place}: {error}") from None
 
 
-def first_prompt(data: Dataset, model: Model) -> str:
+def first_prompt(data: Dataset, model: Model | Described) -> str:
     """The prompt that a run starts with, as the model reads it: rendered, with its special tokens."""
     example = data.at(0)
     ids = encode_prompt(example, model)

@@ -8,11 +8,14 @@ and the largest of them. `benchmarks/memory_plan.py` compares it with the measur
 keeps of freed memory, and processes of reward functions.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from isobit.config import Config
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
@@ -22,6 +25,7 @@ from isobit.model.recompute import Recompute
 from isobit.rl.optim_8bit import quantizable
 from isobit.rl.optim_masters import AT_ONCE
 from isobit.rl.packing import MOST_KEYS
+from isobit.rl.schedule import OptimizerSettings
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveTrace
 from isobit.training.parts import Parts
@@ -32,6 +36,7 @@ _LONGER = 3  # times as many in the second
 _FEW, _MORE = 4, 12  # rows of logits at a time in these: never all, as in a long pass
 _STEP = 128  # tokens; `auto` gives a multiple
 _USABLE = 0.9  # of the memory: allocators, libraries and other processes have the rest
+PYTHON = "Python and its libraries"
 _PROCESS = 512 * _MIB  # that `auto` leaves for Python and PyTorch: a figure that no two starts differ in
 
 
@@ -172,55 +177,98 @@ def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def plan(parts: Parts, learning: LearningMemory, process: int, tokens: int) -> MemoryPlan:
-    """For micro-batches of `tokens` tokens; `process`: bytes of Python and its libraries before any model."""
-    model, config = parts.model, parts.config
+@dataclass(frozen=True)
+class Holding:
+    """What a run holds, in bytes: counted from tensors (`holding`), or from shapes before there are any
+    (`forecast.py`); and what decides how much the parts of a step take besides. `others`: reference, reward models,
+    Python; `itemsize`: of the learner's numbers; `host`: on a CPU; `shares`: completions share their prompt's rows."""
+
+    config: Config
+    model: ModelConfig
+    masters: int
+    moments: int
+    gradients: int
+    rollout: int
+    learner: int
+    packs: int
+    cache: int
+    others: tuple[tuple[str, int], ...]
+    update: int
+    longest: int
+    itemsize: int
+    host: bool
+    shares: bool
+
+
+class Learning(Protocol):
+    """Bytes that a micro-batch of so many tokens takes besides its gradients."""
+
+    def at(self, tokens: int) -> int: ...
+
+
+def holding(parts: Parts, process: int) -> Holding:
+    """Counted from tensors; `process`: bytes of Python and its libraries before any model."""
+    model = parts.model
     sizes, host = model.memory(), model.ops.device.type == "cpu"
-    masters, moments, gradients = sizes["masters"], parts.optimizer.nbytes, parts.optimizer.gradient_bytes
+    others = [("reference, working weights only", parts.reference_bytes)] if parts.reference_bytes else []
+    others += [(f"{m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
+    return Holding(
+        parts.config,
+        model.config,
+        sizes["masters"],
+        parts.optimizer.nbytes,
+        parts.optimizer.gradient_bytes,
+        sizes["rollout"],
+        sizes["learner"],
+        model.transformer.packed_bytes(),
+        parts.kv_bytes,
+        (*others, *((PYTHON, process) for _ in range(host))),
+        update_bytes([tuple(p.shape) for p in model.parameters()], parts.config.optimizer),
+        longest_sequence(parts),
+        model.precision.learner.compute.itemsize,
+        host,
+        parts.learner.share_prompts,
+    )
+
+
+def plan(parts: Parts, learning: Learning, process: int, tokens: int) -> MemoryPlan:
+    """For micro-batches of `tokens` tokens; `process`: bytes of Python and its libraries before any model."""
+    return laid_out(holding(parts, process), learning, tokens)
+
+
+def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
+    """For micro-batches of `tokens` tokens."""
+    config, longest, gradients = run.config, run.longest, run.gradients
     trained = f"{config.optimizer.masters.upper()} masters"
-    packs = model.transformer.packed_bytes()
-    working = sizes["rollout"] + sizes["learner"] + packs
     held = [
-        (trained if model.transformer.adapter is None else f"{trained}, of the adapter", masters),
-        ("AdamW moments", moments),
-        ("working weights, rollout", sizes["rollout"]),
-        ("working weights, learner", sizes["learner"]),
-        ("working weights, packed by the backend", packs),
-        ("keys and values", parts.kv_bytes),
+        (trained if config.adapter is None else f"{trained}, of the adapter", run.masters),
+        ("AdamW moments", run.moments),
+        ("working weights, rollout", run.rollout),
+        ("working weights, learner", run.learner),
+        ("working weights, packed by the backend", run.packs),
+        ("keys and values", run.cache),
+        *run.others,
     ]
-    if parts.reference_bytes:
-        held.append(("reference, working weights only", parts.reference_bytes))
-    held += [(f"{m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
-    if host:
-        held.append(("Python and its libraries", process))
-    longest = longest_sequence(parts)
-    batch = config.prompts_per_step * parts.sampling.n * longest
+    batch = config.prompts_per_step * config.sampling.group_size * longest
     rows = min(max(tokens, longest), max(batch, longest))
     taken = learning.at(rows)
-    if parts.objective.truncation is not None:
-        taken += WORKING_BYTES * min(rows * model.config.vocab_size, LOGITS_AT_ONCE)
-    several = tokens < batch or parts.objective.updates_per_batch > 1
-    if (
-        parts.learner.share_prompts and parts.sampling.n > 1
-    ):  # keys, values and their gradients, for each that sees them
+    if config.sampling.truncated:
+        taken += WORKING_BYTES * min(rows * run.model.vocab_size, LOGITS_AT_ONCE)
+    several = tokens < batch or config.algorithm.updates_per_batch > 1
+    if run.shares and config.sampling.group_size > 1:  # keys, values and their gradients, for each that sees them
         copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
-        width = model.config.num_kv_heads * model.config.head_dim
-        taken += 4 * copies * width * model.precision.learner.compute.itemsize
+        taken += 4 * copies * run.model.num_kv_heads * run.model.head_dim * run.itemsize
     label = f"learning: gradients, and saved activations of {max(tokens, longest)} tokens"
     during = [
         (label, gradients + taken if several else max(taken, gradients + learning.at(0))),
-        ("updating: gradients, their norm, the moments' values", gradients + _update_bytes(parts)),
+        ("updating: gradients, their norm, the moments' values", gradients + run.update),
     ]
-    if host:  # on a GPU checkpoints are copied to the host
-        during.append(("saving: a copy of masters or moments", max(masters, moments)))
-    if parts.objective.shadow_every:
+    if run.host:  # on a GPU checkpoints are copied to the host
+        during.append(("saving: a copy of masters or moments", max(run.masters, run.moments)))
+    if config.algorithm.shadow_every:
+        working = run.rollout + run.learner + run.packs
         during.append(("shadow pass: masters in BF16, and working weights again", gradients // 2 + working))
     return MemoryPlan(tuple(held), tuple(during))
-
-
-def _held(model: Model) -> int:
-    """Bytes of masters, working weights and what the backend packed of them."""
-    return sum(model.memory().values()) + model.transformer.packed_bytes()
 
 
 def longest_sequence(parts: Parts) -> int:
@@ -228,28 +276,32 @@ def longest_sequence(parts: Parts) -> int:
     return parts.engine.longest_prompt + parts.config.sampling.max_new_tokens
 
 
-def _update_bytes(parts: Parts) -> int:
-    """Sums of the gradients' rows in float64, or moments of a part of a parameter out of their 8 bits, four in float32;
-    BF16 masters of a part, in float32 and as they are rounded."""
-    parameters, settings = parts.model.parameters(), parts.config.optimizer
+def update_bytes(shapes: Sequence[tuple[int, ...]], settings: OptimizerSettings) -> int:
+    """Of parameters of these shapes: sums of the gradients' rows in float64, or moments of a part of a parameter out of
+    their 8 bits, four in float32; BF16 masters of a part, in float32 and as they are rounded."""
     each = 0 if settings.masters == "fp32" else 6
-    low = [p for p in parameters if settings.state == "8bit" and quantizable(p.shape)]
+    low = [shape for shape in shapes if settings.state == "8bit" and quantizable(shape)]
     if low:
-        return max((16 + each) * min(p.numel(), AT_ONCE) for p in low)
-    masters = each * min(sum(p.numel() for p in parameters), AT_ONCE)
-    return max(masters, sum(8 * p.shape[0] for p in parameters))
+        return max((16 + each) * min(math.prod(shape), AT_ONCE) for shape in low)
+    masters = each * min(sum(map(math.prod, shapes)), AT_ONCE)
+    return max(masters, sum(8 * shape[0] for shape in shapes))
 
 
 def advice(parts: Parts, learning: LearningMemory, process: int) -> str:
     """Whether the plan fits, and if not, the keys that lower it, with the total that each would give."""
     limit, where = memory_limit(parts.model.ops.device)
     now = plan(parts, learning, process, parts.micro_batch_tokens).total
+    return advised(now, limit, where, lambda: _alternatives(parts, learning, process))
+
+
+def advised(now: int, limit: int, where: str, alternatives: Callable[[], Sequence[tuple[str, int]]]) -> str:
+    """Whether a total fits, and if not, what lowers it: keys with the total that each gives by itself."""
     if now <= limit:
-        return f"fits: {_gib(now)} of {_gib(limit)} ({where})"
-    lines = [f"does not fit: {_gib(now)} of {_gib(limit)} ({where}). Keys that lower it, each by itself:"]
-    for key, total in _alternatives(parts, learning, process):
+        return f"fits: {gib(now)} of {gib(limit)} ({where})"
+    lines = [f"does not fit: {gib(now)} of {gib(limit)} ({where}). Keys that lower it, each by itself:"]
+    for key, total in alternatives():
         if total < now:
-            lines.append(f"  {key:<42} {_gib(total)}{'' if total > limit else ', fits'}")
+            lines.append(f"  {key:<42} {gib(total)}{'' if total > limit else ', fits'}")
     return "\n".join(lines)
 
 
@@ -291,8 +343,8 @@ def fitting_tokens(parts: Parts) -> int:
     if not fits(longest):
         least = plan(parts, learning, _PROCESS, longest).total
         raise IsobitError(
-            f"optimizer.micro_batch_tokens: auto: one sequence of {longest} tokens needs {_gib(least)}, more than 90 % "
-            f"of {_gib(limit)} ({where}); isobit train --dry-run with a number names the keys that lower it"
+            f"optimizer.micro_batch_tokens: auto: one sequence of {longest} tokens needs {gib(least)}, more than 90 % "
+            f"of {gib(limit)} ({where}); isobit train --dry-run with a number names the keys that lower it"
         )
     return _largest(fits, -(-longest // _STEP), -(-whole // _STEP), longest)
 
@@ -307,18 +359,6 @@ def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> in
     return low * _STEP
 
 
-def too_large(parts: Parts) -> str | None:
-    """A line if a run cannot fit: what it holds whatever its micro-batches, with one set of gradients, is too much."""
-    moving = parts.optimizer.gradient_bytes + parts.optimizer.nbytes
-    least = moving + _held(parts.model) + parts.kv_bytes + parts.reference_bytes
-    limit, where = memory_limit(parts.model.ops.device)
-    if least <= limit:
-        return None
-    return (
-        f"weights, gradients, moments and keys and values alone are {_gib(least)}, of {_gib(limit)} ({where}): "
-        "this run will not fit; isobit train --dry-run names the keys that lower it"
-    )
-
-
-def _gib(size: int) -> str:
+def gib(size: float) -> str:
+    """Bytes as text."""
     return f"{size / 2**30:.1f} GiB"

@@ -15,6 +15,7 @@ from isobit.run.heartbeat import Heartbeat, log_path
 from isobit.trackers.process import Trackers
 from isobit.training.adapting import rank_warning
 from isobit.training.beside import Beside
+from isobit.training.cautions import cautions
 from isobit.training.context import Context
 from isobit.training.learning import Learning
 from isobit.training.lengths import endless
@@ -22,7 +23,6 @@ from isobit.training.loop import Rollouts
 from isobit.training.meter import Meter
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
-from isobit.training.plan import too_large
 from isobit.training.policy import Policy
 from isobit.training.recorder import Recorder, evaluated_only_as_the_last
 from isobit.training.rollouts import Ahead, Recorded, Replayed, Sampled
@@ -93,8 +93,8 @@ class Session:
         """Say what computes, know what was done before, and record what is due before the first step."""
         self.parts.rewards.output.path = self.run.directory / runs.REWARDS_LOG
         self.display.note(f"{self.model.ops.why}; consistency: {self.config.consistency}")
-        told = endless(self.model, self.config.sampling), rank_warning(self.config, self.model), too_large(self.parts)
-        for warning in (*self._changed, *told):
+        told = endless(self.model, self.config.sampling), rank_warning(self.config, self.model)
+        for warning in (*self._changed, *told, *cautions(self.config, self.parts.task, self.model)):
             if warning is not None:
                 self.display.note(warning)
         if self.config.run.check_memory:

@@ -1,0 +1,42 @@
+"""A model without its weights: what its config.json and its tokenizer's files say."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobit.errors import IsobitError
+from isobit.model.checkpoint import model_folder, read_json
+from isobit.model.config import ModelConfig
+from isobit.model.peft import base_of, brings_tokenizer, is_adapter
+from isobit.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """What a prompt needs to be read, and memory to be planned."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def described(path: str | Path, adapter: str | None = None) -> Described:
+    """Of a Hugging Face directory, or of the model that a PEFT folder names; the tokenizer is that of the `adapter`
+    folder, where it brings one. Raises IsobitError for whatever is wrong with the files."""
+    own = model_folder(path)
+    folder = base_of(own) if is_adapter(own) else own
+    config = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    if adapter is not None:
+        own = model_folder(adapter, "adapter")
+    tokenizer = Tokenizer.load(own if own != folder and brings_tokenizer(own) else folder)
+    check_vocabulary(config, tokenizer)
+    return Described(config, tokenizer)
+
+
+def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise IsobitError where the tokenizer has ids that the model has not."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise IsobitError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary ends at "
+            f"{config.vocab_size - 1}"
+        )
+    if outside := [token for token in tokenizer.eos_ids if not 0 <= token < config.vocab_size]:
+        raise IsobitError(f"end-of-sequence id {outside[0]} is not in the model's vocabulary of {config.vocab_size}")

@@ -1,0 +1,76 @@
+"""What a run does that its config probably does not mean: a line each, in a dry run and at the start.
+
+What cannot work is refused where it is read; this works, and otherwise nobody would be told.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+
+from isobit.config import Config
+from isobit.config.sections import EvaluationConfig
+from isobit.data.dataset import Example
+from isobit.model import Model
+from isobit.model.described import Described
+from isobit.precision import precision_from
+from isobit.tasks import Task
+
+
+def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
+    """Warnings, one line each."""
+    found = [*_of_data(config, task), *_of_steps(config), *_of_precision(config, model.config.num_layers)]
+    return [f"warning: {line}" for line in (*found, *_of_ranks(config))]
+
+
+def _of_data(config: Config, task: Task) -> Iterator[str]:
+    prompts, wanted = len(task.train), config.prompts_per_step
+    if prompts == 1:
+        yield "there is one training prompt: every group of every step is of it"
+    elif prompts < wanted:
+        yield (
+            f"{prompts} training prompts for prompts_per_step {wanted}: a step asks the same prompt up to "
+            f"{-(-wanted // prompts)} times; with prompts_per_step={prompts} it would ask each once"
+        )
+    asked = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
+    known = {_said(example) for example in task.train.examples}
+    if both := [example for example in asked if _said(example) in known]:
+        yield (
+            f"{len(both):,} of {len(asked):,} held-out prompts are training prompts too, the first {both[0].place}: "
+            "accuracy on these does not say what the model makes of prompts that it was not trained on"
+        )
+    samples = config.evaluation.samples
+    if config.evaluation.every and len(asked) < samples != EvaluationConfig.samples:
+        yield f"evaluation.samples {samples}: there are {len(asked):,} held-out prompts, and all are asked"
+
+
+def _said(example: Example) -> str:
+    return json.dumps(example.prompt, sort_keys=True, default=str)
+
+
+def _of_steps(config: Config) -> Iterator[str]:
+    if config.optimizer.warmup_steps >= config.steps:
+        yield (
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} of {config.steps} steps: the learning rate is "
+            "below its peak until the last step"
+        )
+    reward_weights = [each.weight for each in config.rewards.functions] + [m.weight for m in config.rewards.models]
+    if reward_weights and not any(reward_weights):
+        yield "the weight of every reward is 0: all rewards are equal, and nothing is learned"
+
+
+def _of_precision(config: Config, layers: int) -> Iterator[str]:
+    precision = precision_from(config.precision)
+    first, last = precision.bf16_first_layers, precision.bf16_last_layers
+    if (first or last) and first + last >= layers:
+        yield (
+            f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} layers: every layer is in "
+            "BF16, and nothing is quantized"
+        )
+
+
+def _of_ranks(config: Config) -> Iterator[str]:
+    """Of those of this machine, which compute on its cores, or move what its GPUs compute."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or config.ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if here > cores:
+        yield f"ranks {here} on {cores} CPU cores: ranks wait for each other; the bits are those of any number of them"
