@@ -118,10 +118,11 @@ class RewardPool:
                     hint = did_you_mean(name, known) if known else "the data has none but the prompt"
                     raise IsobitError(f"reward function {spec.function}: the data has no column {name!r}; {hint}")
 
-    def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]], *, quiet: bool = False) -> None:
         """Raise IsobitError for the first row, of (place, columns), that a reward by name cannot score, whatever the
-        completion; where failures are skipped, say on stderr how many there are."""
-        check_rows(list(zip(self.specs, self._named)), rows, self.stop)
+        completion; where failures are skipped, say on stderr how many there are, unless `quiet`."""
+        if self.stop or not quiet:
+            check_rows(list(zip(self.specs, self._named)), rows, self.stop)
 
     def begin(self, count: int) -> "RewardBatch":
         """A batch of so many samples, which are scored as they come. One at a time can be open."""

@@ -75,7 +75,8 @@ def open_parts(
     )
     try:
         rewards.check_columns(task.train.examples[0].columns)
-        rewards.check_rows((each.place, each.columns) for each in (*task.train.examples, *task.held_out.examples))
+        examples = (*task.train.examples, *task.held_out.examples)
+        rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
         if not rewards.specs and not config.rewards.models:
             raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
         base = base_of(config, began, quiet)

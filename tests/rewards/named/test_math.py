@@ -46,7 +46,8 @@ MARKS = [
     (r"$\boxed 7$.", "7"),
     (r"it is $\boxed 12x$ indeed", "12x"),
     (r"it is \boxed 12, indeed", "12"),
-    (r"\boxed\frac12$", r"\frac12"),
+    (r"it is \boxed 12 and $x$ is not", "12"),
+    (r"$\boxed\frac12$", r"\frac12"),
     (r"\boxed{\boxed{7}}", "7"),
     (r"\boxed{x = \fbox{3} + \boxed{4}}", "x = {3} + {4}"),
     # no boxes
@@ -92,6 +93,8 @@ EQUAL = [
     *[(r"\boxed{\mbox{No}}", r"\text{No}"), (r"\boxed{5x^2}", "5x^2"), (r"\boxed{\text{June 20}}", r"\text{June 20}")],
     *[(rf"\boxed{{{PIECEWISE}}}", PIECEWISE), (rf"\boxed{{ {PIECEWISE} }}", PIECEWISE.replace("=", " = "))],
     *[(r"\boxed 7", "7"), (r"\fbox{7}", "7"), (r"\boxed{\boxed{12}^2}", "144"), (r"\boxed{2**3}", "8")],
+    *[(r"\boxed{0.00001}", "1e-05"), ("#### 1.5e3", "1500"), (r"\boxed{$1$ and $2$}", "1,2")],
+    *[(r"\boxed{\(1\) and \(2\)}", "1,2"), (r"\boxed{$$7$$}", "7")],
     *[(r"\boxed{\langle 1,2\rangle}", "(1,2)"), (r"\[ \boxed{42} \]", "42"), (r"\boxed{\(42\)}", "$42$")],
 ]
 OTHER = [

@@ -1,16 +1,16 @@
 """Where an answer is marked in a text: in the last `\\boxed{...}` or `\\fbox{...}`, else after the last `####`.
 
 Braces are matched as TeX does it: `\\{` and `\\}` are characters, of which there may be any number. A box without
-braces (`\\boxed 7`) goes to the next `$`, or is the next word. What a box inside a box holds is part of the outer one.
-An empty box marks nothing that another box does not. Where the last box is never closed, as in a completion that was
-cut, there is a mark but no answer: an earlier box was not meant as the last. Left out: what an answer means.
+braces (`\\boxed 7`) holds the rest of its formula, or the next word. What a box inside a box holds is part of the
+outer one. An empty box marks nothing that another box does not. Where the last box is never closed, as in a completion
+that was cut, there is a mark but no answer: an earlier box was not meant as the last. Left out: what an answer means.
 """
 
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_UNBRACED = re.compile(r"(?=[-+\d\\(\[]|\.\d)(?:([^\n$]*?)\$|(\S+))")
+_BARE = re.compile(r"(?=[-+\d\\(\[]|\.\d)[^\n$]+")
 _COUNTED = re.compile(r"([-+]?[$€£]?[\d.,]*\d)[ \t]+[A-Za-z][A-Za-z .]*")
 
 
@@ -37,14 +37,22 @@ def _boxed(text: str) -> str | None:
         if start <= end:  # inside of a box
             continue
         if text[start : start + 1] != "{":
-            bare = _UNBRACED.match(text, start)
-            answer = (bare[1] if bare[1] is not None else bare[2].rstrip(".,;:")) if bare else answer
+            answer = _bare(text, box.start(), start) or answer
         elif start not in closing:
             answer = ""
         else:
             end = closing[start]
             answer = _content(text, start + 1, end, closing) or answer or ""
     return answer
+
+
+def _bare(text: str, box: int, start: int) -> str | None:
+    """What follows a box without braces, where that looks like an answer: in a formula to its end, else a word."""
+    found = _BARE.match(text, start)
+    if found is None:
+        return None
+    in_formula = text.count("$", text.rfind("\n", 0, box) + 1, box) % 2 == 1
+    return found[0].strip() if in_formula else found[0].split()[0].rstrip(".,;:")
 
 
 def _content(text: str, start: int, end: int, closing: dict[int, int]) -> str:

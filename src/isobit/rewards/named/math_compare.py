@@ -16,7 +16,8 @@ from typing import Any
 
 from isobit.rewards.named.marks import marked
 
-_FORMULA = re.compile(r"\$\$(.*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+_FORMULA = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
+_POWER = re.compile(r"([-+]?\d+(?:\.\d*)?)[eE]([-+]?\d+)")
 _CURRENCY = re.compile(r"\\text\s*\{\s*\\\$\s*\}|\\\$|\\(?:text|math)dollar(?![A-Za-z])|\\pounds(?![A-Za-z])|[€£¥₹]")
 _MONEY = re.compile(r"(?:US\$|USD|EUR|GBP)\s*(?=[-\d])|(?<=\d)\s*(?:dollars?|euros?|USD|EUR|GBP)$")
 _SEPARATOR = r"(?:,?\\[,;:! ]|~|\{,\}|\\text\{,\}|,|\s)"
@@ -72,6 +73,8 @@ def cleaned(answer: str) -> str:
     answer = answer.strip()
     while (whole := _FORMULA.fullmatch(answer)) is not None:
         answer = next(part for part in whole.groups() if part is not None).strip()
+    if (power := _POWER.fullmatch(answer)) is not None:  # as Python writes a small number
+        answer = rf"{power[1]}\times 10^{{{int(power[2])}}}"
     for written, meant in _WRITTEN.items():
         answer = answer.replace(written, meant)
     answer = _MONEY.sub("", _CURRENCY.sub("", answer))
@@ -86,7 +89,7 @@ def read_answer(answer: str) -> Answer:
     from math_verify import LatexExtractionConfig, parse
 
     text = cleaned(answer)
-    if "$" in text:  # formulas among words
+    if any(mark in text for mark in ("$", r"\(", r"\[")):  # formulas among words
         return _read(parse(text, parsing_timeout=None))
     number = _PERCENT.sub("", text)
     return _read(parse(f"$${number}$$", [LatexExtractionConfig()], parsing_timeout=None), number != text)
