@@ -407,6 +407,9 @@ def test_files_that_are_no_results(tmp_path: Path, refused: Callable[..., str]) 
     assert "b.json: malformed JSON: nested too deeply" in refused("eval", "b.json")
     (tmp_path / "b.json").write_text("[]")
     assert "b.json: not a result of isobit eval --out" in refused("eval", "b.json")
+    for key, value in (("model", None), ("rewards", [["f"]])):
+        (tmp_path / "b.json").write_text(json.dumps({**RESULT, key: value}))
+        assert "b.json: not a result of isobit eval --out: a name is " in refused("eval", "b.json")
     assert "saved results are not evaluated again" in refused("eval", "a.json", "-n", 4)
     assert "give a model to evaluate" in refused("eval", "--against", "a.json", "--completions", "answer")
 

@@ -284,7 +284,8 @@ def test_conversations_are_learned_under_a_given_template(config: WriteConfig, t
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     pq.write_table(pa.Table.from_pylist([{"messages": messages}] * 4), tmp_path / "rows.parquet")
     template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}=")
+    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template.write_text(turns)
     init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
     task = {"path": str(tmp_path / "rows.parquet"), "held_out_size": 0}
     path = config(task=task, model={"init": init, "chat_template": str(template)}, steps=30, batch_size=4)
@@ -293,7 +294,7 @@ def test_conversations_are_learned_under_a_given_template(config: WriteConfig, t
     assert model.tokenizer.chat_template == template.read_text()
     (group,) = Engine(model).generate([messages[:1]], Sampling(1, 4, 0.0))
     assert (group[0].text, group[0].finish_reason) == ("2", "stop")
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}==")
+    template.write_text(f"={turns}")
     assert cached_model(str(path), quiet=True) != first
     template.unlink()
     with pytest.raises(IsobitError, match=r"cannot read chat template .*template\.jinja: No such file"):
@@ -343,3 +344,23 @@ def test_bf16_masters_learn_and_are_saved_as_they_are(config: WriteConfig, monke
     assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.06)
     assert all(one != other for one, other in zip(losses["bf16"], losses["fp32"]))
     assert losses["bf16"][-1] < losses["bf16"][0] - 0.5
+
+
+ROWS = "".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(40))
+
+
+def test_rows_without_an_answer_are_refused(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:
+    """A list was learned as Python writes it, null as None."""
+    rows = tmp_path / "rows.jsonl"
+    given = load_sft_config(config(task={"path": str(rows), "held_out_size": 0}, model={"path": str(base_model)}))
+    for value in (None, ["2"], 2, [{"role": "user", "content": "2"}]):
+        rows.write_text(ROWS + json.dumps({"prompt": "9+1=", "completion": value}) + "\n")
+        with pytest.raises(IsobitError, match=r"rows\.jsonl:41: column 'completion': expected text or the messages of"):
+            supervised_run(given, quiet=True)
+    assert not (tmp_path / "model").exists()
+    taught = set()
+    for value in ("2", [{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "3"}]):
+        rows.write_text(json.dumps({"prompt": "1+1=", "completion": value}) + "\n")
+        taught.add(supervised_run(replace(given, out=str(tmp_path / f"{value}")), quiet=True))
+    weights = [(folder / "model.safetensors").read_bytes() for folder in sorted(taught)]
+    assert len(set(weights)) == 2

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -40,16 +40,8 @@ from isobit.run.directory import occupied
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained, rank_warning
 from isobit.training.lengths import encode_prompt, keep, outside, say_special_tokens
+from isobit.training.taught import SupervisedSample, Teacher
 from isobit.view import Display
-
-
-@dataclass(frozen=True)
-class SupervisedSample:
-    """A prompt and the tokens to learn after it, the end of the sequence included."""
-
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    completion_mask: tuple[bool, ...] | None = None
 
 
 def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
@@ -129,8 +121,12 @@ def _identity(config: SftConfig, task: Task) -> str:
     settings = settings.replace(f"consistency: {config.consistency}\n", f"consistency: {named}\n")
     formats = precision_from(config.precision).formats()
     digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
+    if config.model.path is not None or config.model.chat_template is not None:  # of characters they are as before
+        digest.update(b"tokens of prompt and answer as of one text")
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
+        if example.answer is not None:
+            digest.update(json.dumps(example.answer, sort_keys=True).encode())
     files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))
     if config.model.chat_template is not None:
         files.append(Path(config.model.chat_template))
@@ -213,19 +209,21 @@ def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bo
 
 
 def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[SupervisedSample]]:
-    cursor = 0
+    cursor, teacher = 0, Teacher(task, model)
     while True:
         examples = [task.train.at(cursor + i) for i in range(config.batch_size)]
-        yield [_sample(example, task, model) for example in examples]
+        yield [teacher.sample(example) for example in examples]
         cursor += config.batch_size
 
 
 def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
     """The task without examples that are too long, which stop the run unless they are dropped."""
-    context = model.config.max_positions
+    context, teacher = model.config.max_positions, Teacher(task, model)
+    taught: list[tuple[Example, SupervisedSample]] = []
 
     def problem(example: Example) -> str | None:
-        sample = _sample(example, task, model)
+        sample = teacher.sample(example)
+        taught.append((example, sample))
         prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
         if prompt + completion > context:
             both = f"a prompt of {prompt} tokens with a completion of {completion}"
@@ -240,23 +238,10 @@ def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
     train = keep(task.train, problem, config.task, "training", quiet)
     if not quiet:
         say_special_tokens(train.examples, model)
+        teacher.say(taught)
     if not task.rewards:  # there is no evaluation at the end
         return replace(task, train=train)
     return replace(task, train=train, held_out=keep(task.held_out, unanswerable, config.task, "held-out", quiet))
-
-
-def _sample(example: Example, task: Task, model: Model) -> SupervisedSample:
-    if task.gold is not None:
-        completion = task.gold(example.columns)
-    elif "completion" in example.columns:
-        completion = str(example.columns["completion"])
-    else:
-        raise IsobitError(
-            f"{example.place}: no column 'completion' to learn from; name yours with task.columns: {{completion: ...}}"
-        )
-    tokenizer = model.tokenizer
-    completion_ids = [*tokenizer.encode_text(completion, add_special=False), *tokenizer.eos_ids[:1]]
-    return SupervisedSample(tuple(encode_prompt(example, model)), tuple(completion_ids))
 
 
 class _Exam:
