@@ -36,7 +36,7 @@ from isobit.rl import learning_rate
 from isobit.rl.optim import Optimizer
 from isobit.rl.supervised import supervised_update
 from isobit.run import durable
-from isobit.run.directory import occupied
+from isobit.run.directory import Interruption, occupied
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained, rank_warning
 from isobit.training.lengths import encode_prompt, keep, outside, say_special_tokens
@@ -44,8 +44,10 @@ from isobit.training.taught import SupervisedSample, Teacher
 from isobit.view import Display
 
 
-def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
-    """Train and write a model directory to `config.out`; returns it. Raises IsobitError for bad data or models."""
+def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Interruption | None = None) -> Path:
+    """Train and write a model directory to `config.out`; returns it. Interrupted, it finishes its step, writes the
+    model as it is then, and says so; before the first step it writes none. Raises IsobitError for bad data or models.
+    """
     out = Path(config.out)
     if what := occupied(out):
         raise IsobitError(
@@ -59,12 +61,24 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     task = _fit(task, model, config, quiet)
     if not quiet and (warning := rank_warning(config, model)) is not None:
         print(warning, file=sys.stderr)
+    interruption = interruption or Interruption()  # which nothing sets
     with _Exam(model, task, config) as exam:
-        _train(model, config, task, exam, quiet)
-        _save(model, out)
-        if not quiet:
+        done = _train(model, config, task, exam, quiet, interruption)
+        if done:
+            _save(model, out)
+        if interruption.signal is not None and done < config.steps:
+            _say_unfinished(config, out, done)
+        elif not quiet:
             _say(config, out, exam)
     return out
+
+
+def _say_unfinished(config: SftConfig, out: Path, done: int) -> None:
+    if done:
+        text = f"interrupted after step {done} of {config.steps}: what is in {out} is unfinished, and sft cannot go on"
+    else:
+        text = f"interrupted before the first step was done: nothing is written to {out}"
+    print(text, file=sys.stderr)
 
 
 def _say(config: SftConfig, out: Path, exam: "_Exam") -> None:
@@ -180,7 +194,8 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
     )
 
 
-def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bool) -> None:
+def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bool, interruption: Interruption) -> int:
+    """How many steps were done."""
     every, stop_at = config.evaluation.every, config.evaluation.stop_at
     if every and not exam.possible:
         raise IsobitError(f"evaluation.every: task {task.name!r} has nothing held out, or no reward, to evaluate with")
@@ -191,21 +206,23 @@ def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bo
     holders = model.transformer.masters.holders
     optimizer = Optimizer(model.named_parameters(), settings, ops=model.ops, holders=holders)
     recompute = config.optimizer.activation_checkpointing
-    batches, bad_steps = _batches(model, config, task), 0
+    batches, bad_steps, done = _batches(model, config, task), 0, 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
-        for step in range(config.steps):
-            rate = learning_rate(step, settings)
+        while done < config.steps and interruption.signal is None:
+            rate = learning_rate(done, settings)
             metrics = supervised_update(model, optimizer, next(batches), rate, tokens, recompute)
             bad_steps = bad_steps + 1 if metrics["steps/skipped"] else 0
             if bad_steps >= config.optimizer.max_bad_steps:
                 raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")
             model.sync()
             display.step(metrics)
-            if every and (step + 1) % every == 0:
+            done += 1
+            if every and done % every == 0 and interruption.signal is None:
                 found = exam.accuracy()
-                display.note(f"step {step + 1}: held-out greedy accuracy {found}")
+                display.note(f"step {done}: held-out greedy accuracy {found}")
                 if stop_at is not None and found.value >= stop_at:
                     break
+    return done
 
 
 def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[SupervisedSample]]:
