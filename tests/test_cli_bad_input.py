@@ -407,6 +407,9 @@ def test_files_that_are_no_results(tmp_path: Path, refused: Callable[..., str]) 
     assert "b.json: malformed JSON: nested too deeply" in refused("eval", "b.json")
     (tmp_path / "b.json").write_text("[]")
     assert "b.json: not a result of isobit eval --out" in refused("eval", "b.json")
+    for key, value in (("model", None), ("rewards", [["f"]])):
+        (tmp_path / "b.json").write_text(json.dumps({**RESULT, key: value}))
+        assert "b.json: not a result of isobit eval --out: a name is " in refused("eval", "b.json")
     assert "saved results are not evaluated again" in refused("eval", "a.json", "-n", 4)
     assert "give a model to evaluate" in refused("eval", "--against", "a.json", "--completions", "answer")
 
@@ -424,6 +427,41 @@ def test_sft(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert "model.init.vocabulary" in refused("sft", config)
     assert "no column 'completion'" in refused("sft", config, "model.init.vocabulary='0123456789+='", "--quiet")
     assert "did you mean 'model.init.hidden_size'" in refused("sft", config, "model.init.hidden_sise=4")
+
+
+OF_SFT = "model: {init: {hidden_size: 16}}\ntask: {name: arithmetic}\nsteps: 2\nbatch_size: 2\nout: base\n"
+OF_TRAIN = "model: m\ntask: {name: arithmetic}\nsampling: {group_size: 2}\nsteps: 2\n"
+OF_COMPARE = "train: train.yaml\npresets: [bf16, fp8]\nout: both\n"
+
+
+def test_a_config_of_another_command_is_told_whose_it_is(tmp_path: Path, refused: Callable[..., str]) -> None:
+    files = {"sft": OF_SFT, "train": OF_TRAIN, "compare": OF_COMPARE}
+    for command, text in files.items():
+        (tmp_path / f"{command}.yaml").write_text(text)
+    for command in files:
+        for other in files.keys() - {command, "train" if command == "compare" else ""}:  # which takes both
+            said = refused(command, f"{other}.yaml")
+            assert f"{other}.yaml: a config of `isobit {other}`, and not of `isobit " in said
+            assert f"; run isobit {other} {other}.yaml" in said
+    assert "it has batch_size, model.init, out; run" in refused("train", "sft.yaml")
+    assert "it has sampling; run isobit train train.yaml, or else: unknown key 'sampling'" in refused(
+        "sft", "train.yaml"
+    )
+    assert "run isobit sft sft.yaml" in refused("plan", "sft.yaml")
+    (tmp_path / "base.yaml").write_text("model: {sft: train.yaml}\ntask: {name: arithmetic}\n")
+    assert "train.yaml: a config of `isobit train`, and not of `isobit sft`" in refused("train", "base.yaml")
+
+
+def test_a_config_of_the_command_is_not_told_so(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """The control: a wrong key, from the file or the command line, is what it was."""
+    (tmp_path / "train.yaml").write_text(OF_TRAIN)
+    said = "isobit: train.yaml: unknown key 'batch_size' (did you mean 'prompts_per_step'?)\n"
+    assert refused("train", "train.yaml", "batch_size=2") == said
+    (tmp_path / "train.yaml").write_text(OF_TRAIN + "batch_size: 2\n")
+    assert refused("train", "train.yaml") == said
+    (tmp_path / "sft.yaml").write_text(OF_SFT + "optimiser: {}\n")
+    assert "did you mean 'optimizer'?" in refused("sft", "sft.yaml")
+    assert "a config of `isobit sft`" in refused("train", "sft.yaml")  # also with a mistake in it
 
 
 def test_as_a_process_and_wrong_options(config: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.data.dataset import Dataset, Example, Shaping, completion_text, permutation, read_examples, split
+from isobit.data.dataset import Dataset, Example, Shaping, permutation, read_examples, split
 from isobit.data.readers import Source
 from isobit.errors import IsobitError
 
@@ -226,8 +226,3 @@ def test_what_is_held_out_is_never_trained_on(prompts: list[int], size: int, see
     assert held.isdisjoint(str(example.prompt) for example in train)
     assert held | {str(example.prompt) for example in train} == {str(example.prompt) for example in rows}
     assert [example.index for example in train] == sorted(example.index for example in train)
-
-
-def test_completion_text_takes_both_forms() -> None:
-    assert completion_text("a") == "a"
-    assert completion_text([{"role": "assistant", "content": "a"}]) == "a"

@@ -194,6 +194,7 @@ def test_what_json_has_no_word_for_becomes_plain(tmp_path: Path) -> None:
             "raw": [b"text"],
             "nothing": pa.nulls(1),
             "map": pa.array([[("k", [1, 2])]], pa.map_(pa.string(), pa.list_(pa.int32()))),
+            "numbered": pa.array([[(3, "c")]], pa.map_(pa.int32(), pa.string())),
             "vector": pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0], pa.float32()), 2),
             "category": pa.array(["x"]).dictionary_encode(),
         }
@@ -212,6 +213,7 @@ def test_what_json_has_no_word_for_becomes_plain(tmp_path: Path) -> None:
         "raw": "text",
         "nothing": None,
         "map": {"k": [1, 2]},
+        "numbered": {"3": "c"},
         "vector": [1.0, 2.0],
         "category": "x",
     }
@@ -366,6 +368,12 @@ def broken_splits(folder: Path) -> Path:
     return path
 
 
+def splits_without_names(folder: Path) -> Path:
+    path = saved_splits(folder, ROWS)
+    (path / "dataset_dict.json").write_text('{"splits": ["train", null]}')
+    return path
+
+
 BAD: list[tuple[Callable[[Path], Path], str]] = [
     (truncated, "rows.parquet: truncated or corrupt Parquet: "),
     (damaged, "rows.parquet: truncated or corrupt Parquet: "),
@@ -391,6 +399,7 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
     (no_train, "has several splits; say which with task.split; known: easy, hard"),
     (half_saved, "saved: not a whole dataset of save_to_disk: "),
     (broken_splits, "dataset_dict.json: does not list the splits"),
+    (splits_without_names, "dataset_dict.json: does not list the splits"),
     (text_file(b""), "rows.csv: no examples in it"),
     (text_file(b"prompt,answer\n"), "rows.csv: no examples in it"),
     (

@@ -5,7 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from isobit.data.dataset import Example
 from isobit.evaluation.comparison import compare, comparison_table
+from isobit.evaluation.measure import tags_of
 from isobit.evaluation.result import Graded, Question, Result
 from isobit.evaluation.summary import ALL, summarize, summary_table, values_per_prompt
 from isobit.report.intervals import proportion
@@ -39,6 +41,12 @@ def test_every_measure_of_a_prompt() -> None:
     assert values["tokens"] == pytest.approx((4 + 4 + 2 + 3 + 3) / 5)
     assert values["truncated"] == pytest.approx(2 / 5)
     assert "maj@1" not in values
+
+
+def test_tags_are_written_as_json_writes_them() -> None:
+    values = ["easy", 1, 0.5, True, None]
+    examples = [Example(i, "q", {"tag": value}) for i, value in enumerate(values)]
+    assert tags_of(examples, "tag") == ["easy", "1", "0.5", "true", "null"]
 
 
 def test_a_row_for_each_value_of_the_tag_and_one_for_all() -> None:

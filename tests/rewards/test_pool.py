@@ -430,7 +430,7 @@ def test_built_in_rewards_run_through_the_same_pool(name: str) -> None:
     task = load_task(TaskSettings(name, None, None, 70, options={"train_size": 10}))
     examples = list(task.held_out.examples)
     assert task.gold is not None
-    gold = [task.gold(example.columns) for example in examples]
+    gold = [example.columns[task.gold] for example in examples]
     columns, prompts = [example.columns for example in examples], [example.prompt for example in examples]
     with RewardPool(task.rewards) as pool:
         assert [r.total for r in pool.score(prompts, gold, columns)] == [1.0] * 70

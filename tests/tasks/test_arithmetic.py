@@ -29,8 +29,8 @@ def test_prompts_answers_and_alphabet() -> None:
         assert int(answer) == {"+": left + right, "-": left - right, "*": left * right}[operator]
         assert set(prompt + answer) <= set(task.alphabet or "")
         assert task.gold is not None
-        assert task.gold(example.columns) == answer
-        assert reward([prompt], [task.gold(example.columns)], [answer]) == [1.0]
+        assert example.columns[task.gold] == answer
+        assert reward([prompt], [example.columns[task.gold]], [answer]) == [1.0]
     assert len(seen) == 1100
     assert [example.index for example in task.held_out.examples] == list(range(100))
 

@@ -138,7 +138,7 @@ def test_every_problem_is_solved_by_its_gold_completion(seed: int) -> None:
     keys = set()
     for problem in [*task.held_out.examples, *task.train.examples]:
         numbers, target = problem.columns["numbers"], problem.columns["target"]
-        gold = task.gold(problem.columns)
+        gold = problem.columns[task.gold]
         assert reward([problem.prompt], [gold], [numbers], [target], use_all=[True]) == [1.0]
         assert reward([problem.prompt], [gold], [numbers], [target + 1], use_all=[True]) == [0.0]
         assert 3 <= len(numbers) <= 5

@@ -222,6 +222,8 @@ def mistakes() -> list[tuple[dict[str, Any], str]]:
         ({"data": 3}, "data: expected rows"),
         ({"data": [3]}, "data, row 1: expected rows"),
         ({"data": [{"prompt": object()}]}, "data, row 1: column 'prompt' holds object"),
+        ({"data": [{"prompt": "1", None: "2"}]}, "data, row 1: the name of a column must be text, got None"),
+        ({"data": [{"prompt": "1", "info": {None: 2}}]}, "column 'info' has an object with null as a key"),
         ({"data": [{"question": "1"}]}, "data, row 1: no column 'prompt'"),
         ({"data": [{"prompt": "1"}, {"prompt": "2", "x": 1}]}, "data, row 2: its columns are not those of data, row 1"),
         ({"data": []}, "data: no examples in it"),

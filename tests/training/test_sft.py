@@ -1,7 +1,10 @@
 """Supervised warm start: it learns, it is cached by all that it is made from, and leaves nothing half done."""
 
 import json
+import os
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from isobit import cli
 from isobit.config import ArchitectureConfig, SftConfig, load_config, load_sft_config
 from isobit.config.earlier import sft_as_begun
 from isobit.engine.engine import Engine
@@ -28,6 +32,7 @@ from isobit.options.consistency import default_order, resolved
 from isobit.precision import Precision, precision_from
 from isobit.report.intervals import proportion
 from isobit.rewards.pool import RewardPool
+from isobit.run.directory import Interruption
 from isobit.tasks import TaskSettings, load_task
 from isobit.training import sft
 from isobit.training.sft import cached_model, supervised_run
@@ -284,7 +289,8 @@ def test_conversations_are_learned_under_a_given_template(config: WriteConfig, t
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     pq.write_table(pa.Table.from_pylist([{"messages": messages}] * 4), tmp_path / "rows.parquet")
     template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}=")
+    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template.write_text(turns)
     init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 32, "vocabulary": "0123456789+="}
     task = {"path": str(tmp_path / "rows.parquet"), "held_out_size": 0}
     path = config(task=task, model={"init": init, "chat_template": str(template)}, steps=30, batch_size=4)
@@ -293,7 +299,7 @@ def test_conversations_are_learned_under_a_given_template(config: WriteConfig, t
     assert model.tokenizer.chat_template == template.read_text()
     (group,) = Engine(model).generate([messages[:1]], Sampling(1, 4, 0.0))
     assert (group[0].text, group[0].finish_reason) == ("2", "stop")
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}==")
+    template.write_text(f"={turns}")
     assert cached_model(str(path), quiet=True) != first
     template.unlink()
     with pytest.raises(IsobitError, match=r"cannot read chat template .*template\.jinja: No such file"):
@@ -343,3 +349,67 @@ def test_bf16_masters_learn_and_are_saved_as_they_are(config: WriteConfig, monke
     assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.06)
     assert all(one != other for one, other in zip(losses["bf16"], losses["fp32"]))
     assert losses["bf16"][-1] < losses["bf16"][0] - 0.5
+
+
+ROWS = "".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(40))
+
+
+@pytest.mark.parametrize(("number", "quiet"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_interrupted_it_saves_what_it_has(
+    config: WriteConfig,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    quiet: bool,
+) -> None:
+    """With the weights of as many steps, which is said also where it is to be quiet, and the exit code of a run."""
+    update, steps = sft.supervised_update, iter(range(100))
+
+    def interrupted(*given: Any) -> dict[str, float]:
+        if next(steps) == 3:
+            os.kill(os.getpid(), number)
+        return update(*given)
+
+    given = ["out=stopped", "evaluation.every=2", "evaluation.samples=4"]
+    monkeypatch.chdir(config(steps=9).parent)
+    monkeypatch.setattr(sft, "supervised_update", interrupted)
+    monkeypatch.setattr(sys, "argv", ["isobit", "sft", "sft.yaml", *given, *(["--quiet"] if quiet else [])])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 128 + number
+    said = capsys.readouterr().err
+    assert "interrupted after step 4 of 9: what is in stopped is unfinished, and sft cannot go on\n" in said
+    assert "base model in" not in said
+    assert "step 4:" not in said  # it does not evaluate
+    monkeypatch.setattr(sft, "supervised_update", update)
+    four = supervised_run(load_sft_config("sft.yaml", ["out=four", "steps=4"]), quiet=True)
+    stopped = Path("stopped")
+    assert {path.name for path in stopped.iterdir()} == {path.name for path in four.iterdir()}
+    assert (stopped / "model.safetensors").read_bytes() == (four / "model.safetensors").read_bytes()
+
+
+def test_interrupted_before_a_step_it_writes_nothing(
+    config: WriteConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    interruption = Interruption()
+    interruption.signal = signal.SIGINT
+    supervised_run(load_sft_config(config()), quiet=True, interruption=interruption)
+    assert "interrupted before the first step was done: nothing is written to" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
+def test_rows_without_an_answer_are_refused(config: WriteConfig, base_model: Path, tmp_path: Path) -> None:
+    """A list was learned as Python writes it, null as None."""
+    rows = tmp_path / "rows.jsonl"
+    given = load_sft_config(config(task={"path": str(rows), "held_out_size": 0}, model={"path": str(base_model)}))
+    for value in (None, ["2"], 2, [{"role": "user", "content": "2"}]):
+        rows.write_text(ROWS + json.dumps({"prompt": "9+1=", "completion": value}) + "\n")
+        with pytest.raises(IsobitError, match=r"rows\.jsonl:41: column 'completion': expected text or the messages of"):
+            supervised_run(given, quiet=True)
+    assert not (tmp_path / "model").exists()
+    taught = set()
+    for value in ("2", [{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "3"}]):
+        rows.write_text(json.dumps({"prompt": "1+1=", "completion": value}) + "\n")
+        taught.add(supervised_run(replace(given, out=str(tmp_path / f"{value}")), quiet=True))
+    weights = [(folder / "model.safetensors").read_bytes() for folder in sorted(taught)]
+    assert len(set(weights)) == 2

@@ -129,14 +129,21 @@ def sft(
     \b
     isobit sft configs/quickstart-sft.yaml
     isobit sft configs/quickstart-sft.yaml steps=100 --out runs/base
+
+    Interrupted (Ctrl-C), it finishes its step and writes the model as it is then.
     """
     from isobit.config import load_sft_config
-    from isobit.training.sft import supervised_run
+    from isobit.run.directory import Interruption
 
     changes = list(overrides or [])
     if out is not None:
         changes.append(f"out={out}")
-    supervised_run(load_sft_config(config, changes), quiet=quiet)
+    loaded = load_sft_config(config, changes)
+    from isobit.training.sft import supervised_run  # only here: a mistake in a config needs none of it
+
+    with Interruption() as interruption:
+        supervised_run(loaded, quiet=quiet, interruption=interruption)
+    raise typer.Exit(interruption.exit_code)
 
 
 @app.command()

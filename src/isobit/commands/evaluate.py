@@ -13,6 +13,7 @@ from typing import Any
 
 from isobit.commands.serving import open_serving
 from isobit.config import Config, load_run_config, parse_config
+from isobit.data.answers import answer_in
 from isobit.data.dataset import Example
 from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.comparison import check_same_prompts
@@ -191,7 +192,7 @@ def _column(example: Example, column: str, index: int) -> str:
         raise IsobitError(
             f"--completions {brief(column)}: example {index} has no such column; it has {listed(example.columns)}"
         )
-    return str(example.columns[column])
+    return answer_in(example.columns, column, example.place)
 
 
 def _require_rewards(results: Sequence[Result], out: Path | None) -> None:

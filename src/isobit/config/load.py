@@ -13,16 +13,20 @@ from typing import Any, TypeVar
 import yaml
 
 from isobit.config.earlier import as_begun, sft_as_begun
-from isobit.config.messages import describe
+from isobit.config.messages import describe, unknown_keys
 from isobit.config.reading import Source, read_source
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.config.sections import RewardsConfig
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, listed
 from isobit.options.declare import plain
 from isobit.options.reading import OptionError, read
 from isobit.run.directory import CONFIG, began_by
 
 _Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
+
+
+_COMMANDS: dict[type, str] = {Config: "train", SftConfig: "sft", CompareConfig: "compare"}
+"""What runs a config."""
 
 
 def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
@@ -47,9 +51,9 @@ def load_sft_config(
     source: Source, overrides: Sequence[str] = (), began: Mapping[str, Any] = MappingProxyType({})
 ) -> SftConfig:
     """The config of `isobit sft`; as `load_config`. `began`: the facts of a run whose base model it made."""
-    values, where = read_source(source, ())
-    values, _ = read_source(sft_as_begun(values, began), overrides)
-    return parse_config(SftConfig, values, where)
+    given, where = read_source(source, ())
+    values, _ = read_source(sft_as_begun(given, began), overrides)
+    return _parse_own(SftConfig, values, where, given, source)
 
 
 def load_compare_config(
@@ -58,6 +62,7 @@ def load_compare_config(
     """Read a config of `isobit compare`, or take a training config with what the command line gives beside it."""
     values, _ = read_source(path, ())
     if "presets" not in values and "train" not in values:
+        _refuse_other(Config, values, str(path))
         if not presets:
             raise IsobitError(f"{path} is a training config: say what to compare with --presets bf16,fp8")
         values = {"train": str(path)}
@@ -65,7 +70,7 @@ def load_compare_config(
     values |= {key: value for key, value in given.items() if value is not None}
     if changes:
         values["changes"] = [*values.get("changes", ()), *changes]
-    return parse_config(CompareConfig, values, str(path))
+    return _parse_own(CompareConfig, values, str(path), values, path)
 
 
 def dump_config(config: Config | SftConfig | CompareConfig) -> str:
@@ -87,7 +92,32 @@ def parse_config(schema: type[_Schema], values: Mapping[str, Any], where: str) -
 
 def _load(schema: type[_Schema], source: Source, overrides: Sequence[str]) -> _Schema:
     values, where = read_source(source, overrides)
-    return parse_config(schema, values, where)
+    return _parse_own(schema, values, where, read_source(source, ())[0], source)
+
+
+def _parse_own(
+    schema: type[_Schema], values: Mapping[str, Any], where: str, given: Mapping[str, Any], source: Source
+) -> _Schema:
+    """`parse_config`, whose message says where a file is meant for another command. `given`: what stands in it."""
+    try:
+        return parse_config(schema, values, where)
+    except IsobitError as error:
+        if isinstance(source, (str, Path)):
+            _refuse_other(schema, given, where, str(error))
+        raise
+
+
+def _refuse_other(schema: type, given: Mapping[str, Any], where: str, reason: str = "") -> None:
+    """Raise IsobitError where a file is a config of another command: all that it has another has, and this one has
+    not. `reason`: what is wrong with it as one of this command, which is said too where a single key decides."""
+    unknown = unknown_keys(given, schema)
+    left = {other: unknown_keys(given, other) for other in _COMMANDS}
+    other = min(left, key=lambda each: len(left[each]))
+    if left[other] < unknown:
+        own, command = sorted(unknown - left[other]), _COMMANDS[other]
+        text = f"{where}: a config of `isobit {command}`, and not of `isobit {_COMMANDS[schema]}`: it has {listed(own)}"
+        meant = f", or else: {reason.removeprefix(f'{where}: ')}" if reason and len(own) == 1 else ""
+        raise IsobitError(f"{text}; run isobit {command} {where}{meant}") from None
 
 
 def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 from isobit.config.elsewhere import counterpart
 from isobit.errors import brief, listed
@@ -20,6 +21,17 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         for section in sections(option.kind):
             yield from keys_of(section, f"{prefix}{name}.")
+
+
+def unknown_keys(values: Mapping[str, Any], schema: type, prefix: str = "") -> set[str]:
+    """The full paths of all keys that the schema does not have."""
+    found, options = set(), options_of(schema)
+    for name, value in values.items():
+        if name not in options:
+            found.add(f"{prefix}{name}")
+        elif isinstance(value, Mapping) and (known := list(sections(options[name].kind))):
+            found |= set.intersection(*(unknown_keys(value, section, f"{prefix}{name}.") for section in known))
+    return found
 
 
 def _unknown(error: UnknownOption, schema: type) -> str:

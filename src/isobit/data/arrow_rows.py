@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.data.foreign import check_readable
-from isobit.data.text_rows import Row, check_distinct
+from isobit.data.text_rows import Row, check_distinct, kind
 from isobit.errors import IsobitError, brief
 
 _BATCH_ROWS = 1024
@@ -89,7 +89,7 @@ def plain(value: Any, where: str, name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item, where, name) for key, item in value.items()}
+        return {_key(key, where, name): plain(item, where, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, where, name) for item in value]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
@@ -108,6 +108,15 @@ def plain(value: Any, where: str, name: str) -> Any:
     raise IsobitError(
         f"{where}: column {brief(name)!r} holds {type(value).__name__}, which is not text, numbers or lists"
     )
+
+
+def _key(key: Any, where: str, name: str) -> str:
+    """The key of an object, which JSON has as text; a map of Arrow may have whole numbers."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int) and not isinstance(key, bool):
+        return f"{key:d}"
+    raise IsobitError(f"{where}: column {brief(name)!r} has an object with {kind(key)} as a key; expected text")
 
 
 def _first_line(error: Exception) -> str:

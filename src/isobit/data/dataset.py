@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from isobit.data.answers import NoAnswer, answer_messages, content_text
 from isobit.data.readers import Source, read_rows
 from isobit.data.text_rows import kind
 from isobit.errors import IsobitError, brief, did_you_mean, listed
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""`role`, `content`, which is text, and what else a template may use, such as `tool_calls`."""
 Prompt = str | list[Message]
 
 # Names that a reward function receives from isobit itself; a data column may not have such a name.
@@ -27,12 +29,14 @@ SPLIT_STREAM = 2**64 - 1  # the Philox key's second word for splits; epochs coun
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its columns; `index` counts the rows of its source from 0, `where` names the row in messages."""
+    """One prompt with its columns; `index` counts the rows of its source from 0, `where` names the row in messages.
+    `answer`: the assistant's message that ended `messages`, where it says more than its text, such as thoughts."""
 
     index: int
     prompt: Prompt
     columns: dict[str, Any]
     where: str = field(default="", compare=False)
+    answer: Message | None = None
 
     @property
     def place(self) -> str:
@@ -113,8 +117,9 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
     """Examples of a file or directory: the same columns in each row, and prompts that are text in all or chat in all.
 
     The prompt is text or a chat list of {"role", "content"}; null keys of a message, with which Parquet fills up, are
-    dropped. Without a column `prompt`, `messages` is the prompt: a chat whose last message, where the assistant wrote
-    it, is the gold answer, and becomes the column `completion`.
+    dropped, and a content in parts, [{"type": "text", "text": ...}], becomes their text. Without a column `prompt`,
+    `messages` is the prompt: a chat whose last message, where the assistant wrote it, is the gold answer, and its text
+    becomes the column `completion`.
 
     Every other column is passed through. A column that `columns` gives another name has both, unless its own is
     reserved. `answer` is verl's `reward_model.ground_truth` where there is one, unless `columns` names another: a file
@@ -130,16 +135,19 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
             raise IsobitError(f"{where}: its columns are not those of {first[0]}: {_difference(first[1], row)}")
         role = first[2]
         name = shaping.columns.get(role, role)
-        prompt, completion = _prompt(where, name, row[name]), None
+        prompt, answer = row[name], None
         if role == "messages":
-            prompt, completion = _without_answer(where, name, prompt)
-        kinds.add((isinstance(prompt, str), completion is None))
+            prompt, answer = _without_answer(where, name, prompt)
+        prompt = _prompt(where, name, prompt)
+        kinds.add((isinstance(prompt, str), answer is None))
         if len(kinds) > 1:
             raise IsobitError(f"{where}: {brief(name)!r} {_mixed(kinds)}")
         columns = _columns(row, name if role == "prompt" else None, shaping.columns)
-        if completion is not None:
-            columns.setdefault("completion", completion)
-        examples.append(Example(len(examples), dress_prompt(where, prompt, shaping), columns, where))
+        more = None
+        if answer is not None and "completion" not in columns:
+            columns["completion"] = answer["content"]
+            more = answer if answer.keys() - {"role", "content"} else None
+        examples.append(Example(len(examples), dress_prompt(where, prompt, shaping), columns, where, more))
     if not examples:
         raise IsobitError(f"{source.label}: no examples in it: expected a row for each prompt")
     return examples
@@ -170,13 +178,6 @@ def check_template(template: str | None, fields: Sequence[str] = ("prompt",)) ->
     wanted = [f"{{{field}}}" for field in fields]
     if template is not None and not any(field in template for field in wanted):
         raise IsobitError(f"task.prompt_template {brief(template)!r} must have {' or '.join(wanted)} in it")
-
-
-def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
-    """The text of a completion as reward functions get it: text, or the messages of an assistant."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(message["content"] for message in completion)
 
 
 def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> str:
@@ -216,23 +217,30 @@ def _prompt(where: str, column: str, value: Any) -> Prompt:
         raise IsobitError(f"{where}: {brief(column)!r} must be text or a list of chat messages, got {kind(value)}")
     if not value:
         raise IsobitError(f"{where}: {brief(column)!r} is an empty list of messages")
+    messages = []
     for i, message in enumerate(value):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        text = content_text(message.get("content")) if isinstance(message, dict) else None
+        if text is None or not isinstance(message.get("role"), str):
             raise IsobitError(f'{where}: message {i} of {brief(column)!r} must be {{"role": text, "content": text}}')
-    return [{key: part for key, part in message.items() if part is not None} for message in value]
+        messages.append({key: part for key, part in message.items() if part is not None} | {"content": text})
+    return messages
 
 
-def _without_answer(where: str, column: str, messages: Prompt) -> tuple[Prompt, str | None]:
+def _without_answer(where: str, column: str, messages: Any) -> tuple[Any, Message | None]:
     """(the chat up to the answer, the answer): the last message where the assistant wrote it, else None."""
     if isinstance(messages, str):
         raise IsobitError(
             f"{where}: {brief(column)!r} must be a list of chat messages, got text; is it the prompt column?"
         )
-    if messages[-1]["role"] != "assistant":
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
         return messages, None
     if len(messages) == 1:
         raise IsobitError(f"{where}: {brief(column)!r} has the assistant's message only, and nothing that it answers")
-    return messages[:-1], messages[-1]["content"]
+    try:
+        return messages[:-1], answer_messages([last])[0]
+    except NoAnswer as error:
+        raise IsobitError(f"{where}: the last of {brief(column)!r}: {error}") from None
 
 
 def _mixed(kinds: set[tuple[bool, bool]]) -> str:

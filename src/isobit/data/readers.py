@@ -118,9 +118,12 @@ def _known_formats() -> str:
 def _splits_of_dict(folder: Path) -> list[str]:
     try:
         text = read_bytes(folder / "dataset_dict.json", _MOST_DESCRIPTION).decode("utf-8")
-        return [str(name) for name in parse_json(text)["splits"]]
+        names = parse_json(text)["splits"]
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
     except (OSError, UnicodeDecodeError, BadJson, LookupError, TypeError):
-        raise IsobitError(f"{folder / 'dataset_dict.json'}: does not list the splits; save the dataset again") from None
+        pass
+    raise IsobitError(f"{folder / 'dataset_dict.json'}: does not list the splits; save the dataset again")
 
 
 def _data_files(source: Source) -> dict[str, list[Path]]:

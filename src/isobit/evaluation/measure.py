@@ -4,6 +4,7 @@ Samples depend only on (seed, position of the prompt, index of the sample): the 
 for every model and every step of a run. Left out: conclusions from the answers (`summary.py`).
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -152,7 +153,7 @@ def tags_of(examples: Sequence[Example], column: str | None) -> list[str | None]
         if isinstance(value, (list, dict)):
             kind = "a list" if isinstance(value, list) else "an object"
             raise IsobitError(f"tag {brief(column)!r}: expected text or a number, got {kind} in example {i}")
-        values.append("null" if value is None else str(value))
+        values.append(value if isinstance(value, str) else json.dumps(value))
     if len(set(values)) > LARGEST_TAG:
         raise IsobitError(
             f"tag {brief(column)!r} has {len(set(values))} different values; a tag has at most {LARGEST_TAG}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.data.dataset import Prompt
+from isobit.data.text_rows import kind
 from isobit.errors import IsobitError, brief
 from isobit.run import durable
 
@@ -107,8 +108,8 @@ def read_result(path: Path) -> Result:
         raise IsobitError(f"{path}: malformed JSON: nested too deeply or a number too long") from None
     try:
         questions = tuple(_question(values) for values in content["prompts"])
-        ks, rewards = tuple(int(k) for k in content["ks"]), tuple(str(name) for name in content["rewards"])
-        result = Result(str(content["model"]), questions, ks, rewards, dict(content["settings"]))
+        ks, rewards = tuple(int(k) for k in content["ks"]), tuple(_text(name) for name in content["rewards"])
+        result = Result(_text(content["model"]), questions, ks, rewards, dict(content["settings"]))
     except (KeyError, TypeError, ValueError) as error:
         what = f"no key {error}" if isinstance(error, KeyError) else brief(error, 200)
         raise IsobitError(f"{path}: not a result of isobit eval --out: {what}") from None
@@ -116,6 +117,12 @@ def read_result(path: Path) -> Result:
     if not questions or len(counts) > 1 or any(not 1 <= k <= min(counts) for k in ks):
         raise IsobitError(f"{path}: not a result of isobit eval --out: prompts or samples are missing")
     return result
+
+
+def _text(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a name is {kind(name)}, expected text")
+    return name
 
 
 def _question(values: Mapping[str, Any]) -> Question:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, overload
 
-from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, completion_text, random_words
+from isobit.data.answers import answer_text
+from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, random_words
 from isobit.errors import IsobitError
 from isobit.options.declare import Form, at_least, at_most
 from isobit.options.reading import OptionError
@@ -97,7 +98,7 @@ def load(settings: TaskSettings) -> Task:
         Dataset(Problems(train, options, template), settings.seed, settings.shuffle),
         Dataset(Problems(held_out, options, template), settings.seed),
         (REWARD,),
-        gold=lambda columns: str(columns["answer"]),
+        gold="answer",
         alphabet=alphabet_of("0123456789=-" + options.operators + text),
     )
 
@@ -141,7 +142,7 @@ def gold_answer(operator: str, left: int, right: int, reverse: bool = False) -> 
 
 def reward(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
     """1.0 where the completion, outer white space aside, is the answer and nothing else, else 0.0."""
-    return [float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)]
+    return [float(answer_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)]
 
 
 def _distinct(size: int, seed: int) -> Iterator[int]:

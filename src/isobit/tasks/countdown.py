@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any
 
-from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, completion_text, random_words
+from isobit.data.answers import answer_text
+from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, random_words
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
@@ -78,7 +79,7 @@ def load(settings: TaskSettings) -> Task:
         Dataset(examples[held:], settings.seed, settings.shuffle),
         Dataset(examples[:held], settings.seed),
         (REWARD,),
-        gold=lambda columns: str(columns["solution"]),
+        gold="solution",
         alphabet=alphabet_of("0123456789+-*/() >:" + re.sub(r"\{(prompt|numbers|target)\}", "", template)),
     )
 
@@ -118,7 +119,7 @@ def reward(
     """
     use_all = columns.get("use_all", [True] * len(completions))
     return [
-        float(solves(completion_text(completion), *problem))
+        float(solves(answer_text(completion), *problem))
         for completion, *problem in zip(completions, numbers, target, use_all, strict=True)
     ]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any
 
-from isobit.data.dataset import completion_text
+from isobit.data.answers import NoAnswer, answer_in, answer_text, gold_text
+from isobit.data.dataset import Prompt
 from isobit.errors import IsobitError
 from isobit.rewards.spec import RewardSpec
 from isobit.tasks.files import FileOptions, read_splits
@@ -47,14 +48,14 @@ def load(settings: TaskSettings) -> Task:
         raise IsobitError("task.options.instruction: task.prompt_template says what is asked; write it there")
     template = prompt_template(settings.chat, options.instruction)
     train, held_out = read_splits(settings, options, {"prompt": "question"}, template)
-    if options.instruction and INSTRUCTION not in str(train.examples[0].prompt):
+    if options.instruction and not _asked(train.examples[0].prompt):
         raise IsobitError(f"task.options.instruction: the prompts of {settings.path} are chats already: write it there")
     if "answer" not in train.examples[0].columns:
         raise IsobitError(f"{settings.path}: no column 'answer'; name yours with task.columns: {{answer: ...}}")
     for example in [*train.examples, *held_out.examples]:
-        if final_number(str(example.columns["answer"])) is None:
+        if final_number(answer_in(example.columns, "answer", example.place, gold=True)) is None:
             raise IsobitError(f"{example.where}: the answer has no number in it")
-    return Task("gsm8k", train, held_out, (REWARD,), gold=lambda columns: str(columns["answer"]))
+    return Task("gsm8k", train, held_out, (REWARD,), gold="answer")
 
 
 def prompt_template(chat: bool, instruction: bool | None) -> str:
@@ -69,7 +70,7 @@ def reward(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[
 
     Raises ValueError for an answer without a number.
     """
-    return [float(final_number(completion_text(c)) == _gold(a)) for c, a in zip(completions, answer, strict=True)]
+    return [float(final_number(answer_text(c)) == _gold(a)) for c, a in zip(completions, answer, strict=True)]
 
 
 def final_number(text: str) -> Decimal | None:
@@ -83,10 +84,19 @@ def final_number(text: str) -> Decimal | None:
     return _value(numbers[0]) if numbers else None
 
 
+def _asked(prompt: Prompt) -> bool:
+    """Whether a prompt has the instruction in it."""
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return any(INSTRUCTION in text for text in texts)
+
+
 def _gold(answer: Any) -> Decimal:
     if isinstance(answer, int | float) and not isinstance(answer, bool):
-        return Decimal(str(answer))
-    number = final_number(answer) if isinstance(answer, str) else None
+        return Decimal(gold_text(answer))
+    try:
+        number = final_number(answer_text(answer))
+    except NoAnswer:
+        number = None
     if number is None:
         raise ValueError(f"the answer column has no number: {answer!r:.60}")
     return number

@@ -3,7 +3,7 @@
 A task's options are a frozen dataclass (`isobit.options`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -66,7 +66,7 @@ class TaskSettings:
 class Task:
     """A loaded task. `rewards` are its own, used where the user names none (a user's file has none).
 
-    `gold`: the right completion of an example's columns, which supervised training learns, or None. `alphabet`: every
+    `gold`: the column with the right completion, which supervised training learns, or None. `alphabet`: every
     character of prompts and right completions, for a character tokenizer, or None where the text is open.
     """
 
@@ -74,7 +74,7 @@ class Task:
     train: Dataset
     held_out: Dataset
     rewards: Sequence[RewardSpec] = ()
-    gold: Callable[[Mapping[str, Any]], str] | None = None
+    gold: str | None = None
     alphabet: str | None = None
 
 

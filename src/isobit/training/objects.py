@@ -183,7 +183,10 @@ def _rows(table: Rows, what: str) -> list[dict[str, Any]]:
             row = {"prompt": row}
         if not isinstance(row, Mapping):
             raise IsobitError(f"{what}, row {number}: {wanted}, got {type(row).__name__}")
-        rows.append({str(name): plain(value, f"{what}, row {number}", str(name)) for name, value in row.items()})
+        where = f"{what}, row {number}"
+        if unnamed := [name for name in row if not isinstance(name, str)]:
+            raise IsobitError(f"{where}: the name of a column must be text, got {unnamed[0]!r:.40}")
+        rows.append({name: plain(value, where, name) for name, value in row.items()})
     return rows
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -36,24 +36,18 @@ from isobit.rl import learning_rate
 from isobit.rl.optim import Optimizer
 from isobit.rl.supervised import supervised_update
 from isobit.run import durable
-from isobit.run.directory import occupied
+from isobit.run.directory import Interruption, occupied
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained, rank_warning
 from isobit.training.lengths import encode_prompt, keep, outside, say_special_tokens
+from isobit.training.taught import SupervisedSample, Teacher
 from isobit.view import Display
 
 
-@dataclass(frozen=True)
-class SupervisedSample:
-    """A prompt and the tokens to learn after it, the end of the sequence included."""
-
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    completion_mask: tuple[bool, ...] | None = None
-
-
-def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
-    """Train and write a model directory to `config.out`; returns it. Raises IsobitError for bad data or models."""
+def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Interruption | None = None) -> Path:
+    """Train and write a model directory to `config.out`; returns it. Interrupted, it finishes its step, writes the
+    model as it is then, and says so; before the first step it writes none. Raises IsobitError for bad data or models.
+    """
     out = Path(config.out)
     if what := occupied(out):
         raise IsobitError(
@@ -67,12 +61,24 @@ def supervised_run(config: SftConfig, *, quiet: bool = False) -> Path:
     task = _fit(task, model, config, quiet)
     if not quiet and (warning := rank_warning(config, model)) is not None:
         print(warning, file=sys.stderr)
+    interruption = interruption or Interruption()  # which nothing sets
     with _Exam(model, task, config) as exam:
-        _train(model, config, task, exam, quiet)
-        _save(model, out)
-        if not quiet:
+        done = _train(model, config, task, exam, quiet, interruption)
+        if done:
+            _save(model, out)
+        if interruption.signal is not None and done < config.steps:
+            _say_unfinished(config, out, done)
+        elif not quiet:
             _say(config, out, exam)
     return out
+
+
+def _say_unfinished(config: SftConfig, out: Path, done: int) -> None:
+    if done:
+        text = f"interrupted after step {done} of {config.steps}: what is in {out} is unfinished, and sft cannot go on"
+    else:
+        text = f"interrupted before the first step was done: nothing is written to {out}"
+    print(text, file=sys.stderr)
 
 
 def _say(config: SftConfig, out: Path, exam: "_Exam") -> None:
@@ -129,8 +135,12 @@ def _identity(config: SftConfig, task: Task) -> str:
     settings = settings.replace(f"consistency: {config.consistency}\n", f"consistency: {named}\n")
     formats = precision_from(config.precision).formats()
     digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
+    if config.model.path is not None or config.model.chat_template is not None:  # of characters they are as before
+        digest.update(b"tokens of prompt and answer as of one text")
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
+        if example.answer is not None:
+            digest.update(json.dumps(example.answer, sort_keys=True).encode())
     files = [] if config.model.path is None else sorted(Path(config.model.path).glob("*.*"))
     if config.model.chat_template is not None:
         files.append(Path(config.model.chat_template))
@@ -184,7 +194,8 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
     )
 
 
-def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bool) -> None:
+def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bool, interruption: Interruption) -> int:
+    """How many steps were done."""
     every, stop_at = config.evaluation.every, config.evaluation.stop_at
     if every and not exam.possible:
         raise IsobitError(f"evaluation.every: task {task.name!r} has nothing held out, or no reward, to evaluate with")
@@ -195,37 +206,41 @@ def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bo
     holders = model.transformer.masters.holders
     optimizer = Optimizer(model.named_parameters(), settings, ops=model.ops, holders=holders)
     recompute = config.optimizer.activation_checkpointing
-    batches, bad_steps = _batches(model, config, task), 0
+    batches, bad_steps, done = _batches(model, config, task), 0, 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
-        for step in range(config.steps):
-            rate = learning_rate(step, settings)
+        while done < config.steps and interruption.signal is None:
+            rate = learning_rate(done, settings)
             metrics = supervised_update(model, optimizer, next(batches), rate, tokens, recompute)
             bad_steps = bad_steps + 1 if metrics["steps/skipped"] else 0
             if bad_steps >= config.optimizer.max_bad_steps:
                 raise RunFailed(f"sft: {bad_steps} steps in a row had a loss or gradient that is not finite")
             model.sync()
             display.step(metrics)
-            if every and (step + 1) % every == 0:
+            done += 1
+            if every and done % every == 0 and interruption.signal is None:
                 found = exam.accuracy()
-                display.note(f"step {step + 1}: held-out greedy accuracy {found}")
+                display.note(f"step {done}: held-out greedy accuracy {found}")
                 if stop_at is not None and found.value >= stop_at:
                     break
+    return done
 
 
 def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[SupervisedSample]]:
-    cursor = 0
+    cursor, teacher = 0, Teacher(task, model)
     while True:
         examples = [task.train.at(cursor + i) for i in range(config.batch_size)]
-        yield [_sample(example, task, model) for example in examples]
+        yield [teacher.sample(example) for example in examples]
         cursor += config.batch_size
 
 
 def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
     """The task without examples that are too long, which stop the run unless they are dropped."""
-    context = model.config.max_positions
+    context, teacher = model.config.max_positions, Teacher(task, model)
+    taught: list[tuple[Example, SupervisedSample]] = []
 
     def problem(example: Example) -> str | None:
-        sample = _sample(example, task, model)
+        sample = teacher.sample(example)
+        taught.append((example, sample))
         prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
         if prompt + completion > context:
             both = f"a prompt of {prompt} tokens with a completion of {completion}"
@@ -240,23 +255,10 @@ def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
     train = keep(task.train, problem, config.task, "training", quiet)
     if not quiet:
         say_special_tokens(train.examples, model)
+        teacher.say(taught)
     if not task.rewards:  # there is no evaluation at the end
         return replace(task, train=train)
     return replace(task, train=train, held_out=keep(task.held_out, unanswerable, config.task, "held-out", quiet))
-
-
-def _sample(example: Example, task: Task, model: Model) -> SupervisedSample:
-    if task.gold is not None:
-        completion = task.gold(example.columns)
-    elif "completion" in example.columns:
-        completion = str(example.columns["completion"])
-    else:
-        raise IsobitError(
-            f"{example.place}: no column 'completion' to learn from; name yours with task.columns: {{completion: ...}}"
-        )
-    tokenizer = model.tokenizer
-    completion_ids = [*tokenizer.encode_text(completion, add_special=False), *tokenizer.eos_ids[:1]]
-    return SupervisedSample(tuple(encode_prompt(example, model)), tuple(completion_ids))
 
 
 class _Exam:

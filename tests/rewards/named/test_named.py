@@ -54,9 +54,12 @@ def test_exact_match(options: dict[str, Any], text: str, answer: Any, reward: fl
 
 
 def test_an_answer_that_is_none_of_text_and_number_is_an_error() -> None:
-    for answer in (None, {}, [], [None]):
-        with pytest.raises(ValueError, match="column 'answer': expected text or a number, or a list of them"):
-            rate("exact_match", "x", answer=answer)
+    for answer in (None, {}, [], [None], True, float("nan"), [["x"]], [{"role": "user", "content": "x"}]):
+        for name in ("exact_match", "math"):
+            with pytest.raises(ValueError, match="column 'answer': expected text or a number, or a list of them, got "):
+                rate(name, "x", answer=answer)
+    said = [{"role": "assistant", "content": "x"}]
+    assert [rate("exact_match", "x", answer=answer) for answer in (said, ["y", said], "y")] == [1, 1, 0]
 
 
 def test_fuzzy_match() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from isobit.data.dataset import completion_text
+from isobit.data.answers import answer_text
 
 
 @dataclass(frozen=True)
@@ -59,4 +59,4 @@ class NamedReward:
         """The rewards of a batch, text or chat, in TRL's signature."""
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
         tokens = completion_ids if completion_ids is not None else [None] * len(completions)
-        return [self.score(completion_text(c), row, ids) for c, row, ids in zip(completions, rows, tokens)]
+        return [self.score(answer_text(c), row, ids) for c, row, ids in zip(completions, rows, tokens)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from isobit.data.answers import NoAnswer, gold_text
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
@@ -121,10 +122,15 @@ def compiled(key: str, pattern: str, flags: str = "") -> re.Pattern[str]:
 def right_answers(row: Mapping[str, Any], column: str) -> list[str]:
     """The answers of a row as text: one, or a list of them. Raises ValueError where there is none."""
     value = row[column]
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(each, (str, int, float)) for each in values):
-        raise ValueError(f"column {column!r}: expected text or a number, or a list of them, got {value!r:.60}")
-    return [str(each) for each in values]
+    several = isinstance(value, list) and not any(isinstance(each, Mapping) for each in value)
+    try:
+        if value == []:
+            raise NoAnswer("an empty list")
+        return [gold_text(each) for each in (value if several else [value])]
+    except NoAnswer as error:
+        raise ValueError(
+            f"column {column!r}: expected text or a number, or a list of them, got {error.found}"
+        ) from None
 
 
 def _flags(letters: str) -> int:

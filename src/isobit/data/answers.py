@@ -1,0 +1,88 @@
+"""What an answer is, wherever a row of data has one: text, or the messages of an assistant.
+
+It is read here alone, so that null, a list of texts or a tool call is nowhere taken for the text that Python writes of
+it. Left out: numbers, which are no completion; `gold_text` takes them for a right answer, which is compared.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from isobit.data.text_rows import kind
+from isobit.errors import IsobitError, brief
+
+ANSWER = "text or the messages of an assistant"
+GOLD = "text, a number or the messages of an assistant"
+
+
+class NoAnswer(ValueError):
+    """A value that is no answer; `found` is what it is instead."""
+
+    def __init__(self, found: str, wanted: str = ANSWER) -> None:
+        super().__init__(f"expected {wanted}, got {found}")
+        self.found = found
+
+
+def content_text(content: Any) -> str | None:
+    """The text of a message's content: text, or parts that are text, such as [{"type": "text", "text": ...}]; None
+    where it is something else."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list | tuple) else ():
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            return None
+        texts.append(text)
+    return "".join(texts) if texts else None
+
+
+def answer_messages(value: Any) -> list[dict[str, Any]]:
+    """An answer as messages of the assistant, whose contents are text. Keys that are null, with which Parquet fills up,
+    are left out. Raises NoAnswer."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if not isinstance(value, list | tuple):
+        raise NoAnswer(kind(value))
+    if not value:
+        raise NoAnswer("an empty list")
+    return [_answer_message(message) for message in value]
+
+
+def _answer_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise NoAnswer(f"a list with {kind(message)} in it")
+    if message.get("role") != "assistant":
+        raise NoAnswer(f"a message of role {message.get('role')!r:.40}")
+    content = message.get("content")
+    text = content_text(content)
+    if message.get("tool_calls") and not (text or "").strip():
+        raise NoAnswer("a message that calls tools and says nothing")
+    if text is None:
+        raise NoAnswer(f"a message whose content is {kind(content)}")
+    return {key: part for key, part in message.items() if part is not None} | {"content": text}
+
+
+def answer_text(value: Any) -> str:
+    """The text of an answer, as reward functions and evaluations take it. Raises NoAnswer."""
+    return value if isinstance(value, str) else "".join(message["content"] for message in answer_messages(value))
+
+
+def gold_text(value: Any) -> str:
+    """The text of a right answer, which may be a number. Raises NoAnswer."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise NoAnswer(f"{value}, which is no number", GOLD)
+        return str(value)
+    try:
+        return answer_text(value)
+    except NoAnswer as error:
+        raise NoAnswer(error.found, GOLD) from None
+
+
+def answer_in(columns: Mapping[str, Any], column: str, place: str, *, gold: bool = False) -> str:
+    """The text of the answer in a row's column. Raises IsobitError with the row's place."""
+    try:
+        return (gold_text if gold else answer_text)(columns[column])
+    except NoAnswer as error:
+        raise IsobitError(f"{place}: column {brief(column)!r}: {error}") from None
