@@ -1,5 +1,6 @@
 """How a run's processes are started, and what they say where they cannot meet."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import isobit
 from isobit import cli
-from isobit.distributed import launch
+from isobit.distributed import launch, supervisor
 from isobit.errors import IsobitError, RankLost
 from isobit.model import model
+from isobit.run.source import source_digest
+from isobit.training import opening
 from tests.distributed import threads
 from tests.distributed.sessions import session, written
 from tests.runs import write_config
@@ -30,7 +34,7 @@ def test_ranks_are_started_with_the_command_that_was_given(
         "--from-rollouts": [how, str(tmp_path), "--out", str(again)],
     }[how]
     calls: list[Any] = []
-    monkeypatch.setattr(launch, "start", lambda *call: calls.append(call) or 3)
+    monkeypatch.setattr(supervisor, "start", lambda *call: calls.append(call) or 3)
     monkeypatch.setattr(sys, "argv", ["isobit", "train", *given, "ranks=2"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -96,3 +100,21 @@ def test_ranks_that_add_in_other_orders_are_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(model, "get_ops", lambda backend, _: get_ops(backend, next(orders)))
     with pytest.raises(IsobitError, match=r"^the ranks differ: consistency is \S+ on rank 0 .* and \S+ on rank 1"):
         threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'other'}"], ranks))
+
+
+def test_ranks_whose_source_differs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte of a file in C++ on one machine. The control: alike, they go on (the test above)."""
+    config, copy = written(tmp_path), tmp_path / "isobit"
+    shutil.copytree(Path(isobit.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source_digest.cache_clear()  # an editor may have changed what this process runs with
+    assert source_digest(copy) == source_digest()
+    changed = copy / "kernels" / "native" / "product.cpp"
+    changed.write_bytes(changed.read_bytes() + b"\n")
+    source_digest.cache_clear()
+    digests = iter([source_digest(), source_digest(copy)])
+    monkeypatch.setattr(opening, "source_digest", lambda: next(digests))
+    with pytest.raises(
+        IsobitError, match=r"^the ranks differ: isobit's source is \w{16} on rank 0 .* \w{16} on rank 1"
+    ):
+        threads.run(2, lambda ranks: session(config, [f"run.dir={tmp_path / 'run'}"], ranks))
+    assert not (tmp_path / "run").exists()

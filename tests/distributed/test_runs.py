@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from isobit.distributed import supervisor
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.heartbeat import beats
 from tests.distributed.kills import launched
@@ -148,11 +149,12 @@ def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(
     _waited(lambda: not any(map(_alive, pids)), 30)
     assert time.monotonic() - began < 30
     if victim != "launcher":
-        lines = [line for line in printed.splitlines() if "SIGKILL" in line]
+        lines = [line for line in printed.splitlines() if line.startswith("isobit:")]
         assert process.returncode == 1
         assert lines == [line for line in lines if f"isobit train --resume {directory}" in line]
         assert len(lines) == 1, printed
         assert f"rank {victim} " in lines[0]
+        assert "ended by SIGKILL" in lines[0]
     assert "Traceback" not in printed
     shutil.rmtree(directory / "checkpoints" / "step-000040", ignore_errors=True)
     newest = max(int(path.name[-6:]) for path in (directory / "checkpoints").glob("step-*"))
@@ -162,17 +164,24 @@ def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path) -> None:
-    config, directory = written(tmp_path, steps=400), tmp_path / "run"
-    process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "run.rank_timeout_s=5"])
-    _waited(lambda: len(beats(directory)) == 2 and beats(directory)[1]["step"] >= 1)
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])
+def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path, size: int, victim: int) -> None:
+    """At the deadline, in one line, also if it is the one with the screen."""
+    config, directory = written(tmp_path, steps=4000), tmp_path / "run"
+    process = started(["train", str(config), *SMALL, f"run.dir={directory}", f"ranks={size}", "run.rank_timeout_s=5"])
+    _waited(lambda: len(beats(directory)) == size and beats(directory)[-1]["step"] >= 1)
     pids = [beat["pid"] for beat in beats(directory)]
-    os.kill(pids[1], signal.SIGSTOP)
+    os.kill(pids[victim], signal.SIGSTOP)
+    began = time.monotonic()
     printed, _ = process.communicate(timeout=300)
-    _waited(lambda: not any(map(_alive, pids)))
+    assert time.monotonic() - began < supervisor._ENDS_S  # after which whoever starts ranks ends them
+    assert not any(map(_alive, pids))
     assert process.returncode == 1
-    assert "waited 5 s for rank 1 (last seen in: " in printed, printed
-    assert f"isobit train --resume {directory}" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("isobit:")]
+    assert f"waited 5 s for rank {victim} (last seen in: " in line or f", rank {victim} (last seen in: " in line
+    assert f"isobit train --resume {directory}" in line
+    assert "gloo" not in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.slow

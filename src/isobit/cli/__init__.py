@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from isobit.cli import training, planning, evaluation, models, pages, machine  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
-from isobit.errors import IsobitError, RunFailed, brief, failed_allocation
+from isobit.errors import IsobitError, RankLost, RunFailed, brief, failed_allocation
+from isobit.run.private import PrivateFolder, say
 
 __all__ = ["app", "evaluation", "machine", "main", "models", "pages", "planning", "training"]
 
@@ -42,6 +43,9 @@ def main() -> None:
 
 
 def _end(error: IsobitError) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0" or not sys.stderr.isatty():  # the first rank speaks for all at a terminal
+    rank, folder = os.environ.get("RANK", "0"), PrivateFolder.given()
+    if folder is not None:  # whoever has started the ranks speaks for all
+        say(folder, int(rank), error, isinstance(error, RankLost))
+    elif rank == "0" or not sys.stderr.isatty():  # the first rank speaks for all at a terminal
         print(f"isobit: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -101,7 +101,8 @@ def _train(
 
         check(loaded, lambda block: print(printable(block), flush=True))
         return 0
-    from isobit.distributed.launch import launched, start
+    from isobit.distributed.launch import launched
+    from isobit.distributed.supervisor import start
 
     if loaded.ranks > 1 and not launched():
         return start(loaded.ranks, sys.argv[1:], f"go on with: isobit train --resume {resume or loaded.run.dir}")

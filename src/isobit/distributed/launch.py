@@ -1,19 +1,18 @@
-"""How several processes become the ranks of a run: started here or by torchrun, joined, and found to be alike.
+"""How several processes become the ranks of a run: they join by their environment, and are found to be alike.
 
-`start` uses PyTorch's own launcher (torch.distributed.elastic) for the ranks of this machine; for several machines
-torchrun is called on each. A rank that was started joins by its environment. Left out: what the ranks say to each other
-(`ranks.py`, `transport.py`).
+Ranks of `ranks: N` meet in a private folder, those that torchrun starts at its store, which whoever reaches it may
+read and change: SECURITY.md says where that may be. Left out: who starts them (`supervisor.py`, torchrun), and what
+they say to each other (`ranks.py`, `transport.py`).
 """
 
 import ctypes
-import logging
 import os
 import platform
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -21,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from isobit.distributed.ranks import ALONE, Ranks
-from isobit.errors import IsobitError, RankLost, RunFailed
+from isobit.errors import IsobitError, RankLost
+from isobit.run.private import PrivateFolder
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.02
@@ -45,23 +45,13 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     if not launched():
         yield ALONE
         return
-    from torch.distributed.rendezvous import rendezvous
-
     from isobit.distributed.transport import TorchRanks
 
     _end_with_launcher()
-    try:
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-        store = _of_this_life(store, rank, size, timeout_s)
-    except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        if "EADDRINUSE" in str(error):
-            raise IsobitError(
-                f"the ranks cannot meet at {where}: another program uses that port; set MASTER_PORT to a free one, the "
-                "same for all ranks"
-            ) from None
-        raise RankLost(f"the ranks do not come together at {where}: {' '.join(str(error).split())[:200]}") from None
-    ranks = TorchRanks(store, rank, size, _device(), timeout_s)
+    _stay_on_this_machine()
+    rank, size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), PrivateFolder.given()
+    store = _torchruns_store(rank, size, timeout_s) if folder is None else dist.FileStore(str(folder.path / "store"))
+    ranks = TorchRanks(store, rank, size, _device(), timeout_s, folder)
     try:
         yield ranks
     except BaseException as error:
@@ -69,6 +59,34 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
         raise
     finally:
         ranks.close()
+
+
+def _stay_on_this_machine() -> None:
+    """Where all ranks are on one machine, gloo and NCCL listen for its processes alone."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_RAS_ENABLE": "0"}
+
+
+def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, or the part of it that is of today's ranks."""
+    from torch.distributed.rendezvous import rendezvous
+
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        return _of_this_life(store, rank, size, timeout_s)
+    except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error):
+            raise IsobitError(
+                f"the ranks cannot meet at {where}: another program uses that port; set MASTER_PORT to a free one, the "
+                "same for all ranks"
+            ) from None
+        raise RankLost(
+            f"the ranks do not come together at {where} (MASTER_ADDR, MASTER_PORT) in {timeout_s:g} s: is it the "
+            "machine of rank 0, and does that rank run?"
+        ) from None
 
 
 def _of_this_life(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
@@ -104,40 +122,6 @@ def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
                     f"the ranks differ: {key} is {mine} on rank 0 (host {said[0][0]}) and {theirs} on rank {rank} "
                     f"(host {host}); they must be alike to compute the same bits"
                 )
-
-
-def start(ranks: int, arguments: Sequence[str], again: str) -> int:
-    """Run `isobit ARGUMENTS` as so many ranks on this machine, and return their exit code. Raises RunFailed for a rank
-    that was killed; `again` says how to go on."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):  # the ranks say what there is to say
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a step, and a checkpoint after it
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=secrets.token_hex(8),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "isobit", *arguments)
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    except ChildFailedError as error:
-        killed = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
-        for rank, failure in sorted(killed.items(), key=lambda item: item[1].timestamp):
-            name = signal.Signals(-failure.exitcode).name
-            raise RunFailed(f"rank {rank} on {platform.node()} was ended by {name}; {again}") from None
-        return next(failure.exitcode for _, failure in sorted(error.failures.items()))
-    return 0
 
 
 def _device() -> torch.device:

@@ -1,12 +1,16 @@
-"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs, with the launcher's key-value store beside it.
+"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs, with a place for texts beside it (`board.py`).
 
-What is said (counts, errors, completions) always goes over gloo; gradients and weights go over NCCL where the tensors
-are on GPUs. NCCL has not been run: no machine with two GPUs was at hand. Left out: order (`exchange.py`).
+What connects to a rank's port must know a secret of the run: on one machine that is in a folder which nobody else may
+enter; torchrun's store shows it to whoever reaches that. What is said (counts, errors, completions) always goes over
+gloo; gradients and weights go over NCCL where the tensors are on GPUs. NCCL has not been run: no machine with two GPUs
+was at hand. Left out: order (`exchange.py`).
 """
 
+import hashlib
+import hmac
 import os
-import platform
-import signal
+import re
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,32 +22,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isobit.distributed.board import Board, StoreBoard
 from isobit.distributed.ranks import Ranks
-from isobit.errors import RankLost, printable
+from isobit.distributed.siblings import end_siblings
+from isobit.errors import RankLost, RunFailed
 
 _FAILED = "failed"
 _GRACE_S = 3.0  # in which a rank that failed says why, before the others report that its connection is gone
 
 
 class TorchRanks(Ranks):
-    """The process group of a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    """The ranks that meet at a store, on which they find each other's addresses. `board`: what they tell each other
+    beside their meetings; without one, it is on the store.
 
     `bytes_sent` counts gradients and weights that this rank has sent to others. A rank that waits longer than
     `timeout_s` raises RankLost, which names the ranks that did not come.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        board: Board | None = None,
+    ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._timeout_s, self._met, self._verb = timeout_s, 0, "start"
+        self._log = False
         self.bytes_sent = 0
         self._limit = limit = timedelta(seconds=timeout_s)
         store.set_timeout(limit)
-        self._store = dist.PrefixStore("isobit", store)
+        self._board = board or StoreBoard(dist.PrefixStore("isobit", store))
         with self._failures("start"):
+            if self.first:
+                store.set("isobit/secret", secrets.token_hex(32))
+            self._secret = store.get("isobit/secret")
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-            self._store.set(f"pid/{rank}", f"{os.getpid()} {platform.node()}")
+            self._ask(range(size), dist.group.WORLD)
             self._tensors = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
         self._sets = {range(size): self._tensors}
+
+    def _ask(self, among: range, group: dist.ProcessGroup | None) -> None:
+        """Whoever connected to this rank's port as another one must know the secret of this run."""
+
+        def tag(sender: int, receiver: int) -> bytes:
+            return hmac.digest(self._secret, f"{among} {sender} {receiver}".encode(), hashlib.sha256)
+
+        mine = torch.tensor([list(tag(self.rank, other)) for other in among], dtype=torch.uint8).flatten()
+        found = torch.empty_like(mine)
+        dist.all_to_all_single(found, mine, group=group)
+        for other, said in zip(among, found.view(len(among), -1)):
+            if not hmac.compare_digest(bytes(said.tolist()), tag(other, self.rank)):
+                raise RunFailed(f"a stranger connected to the port of rank {self.rank} as rank {other}; start again")
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         self._arrive()
@@ -63,7 +95,9 @@ class TorchRanks(Ranks):
         with self._failures("start"):
             for each in sets:
                 if each not in self._sets:
-                    self._sets[each] = dist.new_group(list(each), timeout=self._limit, backend=backend)
+                    group = self._sets[each] = dist.new_group(list(each), timeout=self._limit, backend=backend)
+                    if backend == "gloo" and self.rank in each:
+                        self._ask(each, group)
 
     def exchange(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
@@ -102,7 +136,7 @@ class TorchRanks(Ranks):
 
     def claim(self, name: str) -> int:
         with self._failures("claim work"):
-            return int(self._store.add(f"claim/{name}", 1)) - 1
+            return self._board.add(f"claim/{name}")
 
     def meet(self, verb: str) -> None:
         self._verb = verb
@@ -112,7 +146,7 @@ class TorchRanks(Ranks):
         """Let whoever waits for this rank know how far it is."""
         self._met += 1
         with self._failures(self._verb):
-            self._store.set(f"at/{self.rank}", f"{self._met} {self._verb}")
+            self._board.set(f"at-{self.rank}", f"{self._met} {self._verb}")
 
     def print_to(self, path: Path) -> None:
         if self.first:
@@ -122,13 +156,14 @@ class TorchRanks(Ranks):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(file.fileno(), stream.fileno())
+        self._log = True
 
     def fail(self, reason: str) -> None:
-        """Say to the others why this rank ends."""
-        try:
-            self._store.set(_FAILED, f"rank {self.rank}: {reason}")
-        except (RuntimeError, dist.DistError):  # the store itself is gone
-            return
+        """Say to the others why this rank ends, and in its log, if no command of this process does."""
+        if self._log and not isinstance(self._board, StoreBoard):
+            print(f"isobit: {reason}", file=sys.stderr)
+        with suppress(RuntimeError, OSError):  # the place itself is gone
+            self._board.set(_FAILED, f"rank {self.rank}: {reason}")
 
     def close(self) -> None:
         """Leave the group. Its threads end with the last reference to it; one that still frees a tensor when Python
@@ -142,26 +177,27 @@ class TorchRanks(Ranks):
         started = time.monotonic()
         try:
             yield
-        except (RuntimeError, dist.DistError) as error:
+        except OSError as error:
+            raise RunFailed(f"cannot write {error.filename}: {error.strerror}") from None
+        except RuntimeError as error:
             text = str(error).lower()
             late = time.monotonic() - started > 0.9 * self._timeout_s or "timeout" in text or "timed out" in text
-            raise RankLost(self._why(verb, late, error)) from None
+            raise RankLost(self._why(verb, late)) from None
 
-    def _why(self, verb: str, late: bool, error: Exception) -> str:
-        text = " ".join(printable(str(error)).split())[:200]
+    def _why(self, verb: str, late: bool) -> str:
         try:
-            until = time.monotonic() + _GRACE_S
-            while time.monotonic() < until:
-                if self._store.check([_FAILED]):
-                    return self._store.get(_FAILED).decode()
+            until = time.monotonic() + (0 if late else _GRACE_S)
+            while (said := self._board.get(_FAILED)) is None and time.monotonic() < until:
                 time.sleep(0.1)
-            if late:
-                said = f"{verb}: waited {self._timeout_s:g} s for {self._missing()}"
-                self._end_missing()
+            if said is not None:
                 return said
-            return f"{verb}: another rank is gone; {self._missing()} did not come; {text}"
-        except (RuntimeError, dist.DistError):
-            return f"{verb}: the ranks cannot reach each other: {text}"
+            if late:
+                missing = self._missing()
+                end_siblings([rank for rank, _ in self._behind()], self._board)
+                return f"{verb}: waited {self._timeout_s:g} s for {missing}"
+            return f"{verb}: another rank is gone; {self._missing()} did not come"
+        except (RuntimeError, OSError):
+            return f"{verb}: the ranks cannot reach each other: the first one is gone, or the network"
 
     def _missing(self) -> str:
         """The ranks that met fewer times than this one, and where they were last; where all have come to this meeting,
@@ -173,16 +209,8 @@ class TorchRanks(Ranks):
         """(rank, verb) of those that have come to fewer meetings than this one."""
         found = []
         for rank in range(self.size):
-            key = f"at/{rank}"
-            met, _, verb = self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("0", "", "")
-            if int(met) < self._met:
+            said = re.fullmatch(r"(\d{1,18}) ([a-z ]*)", self._board.get(f"at-{rank}") or "")
+            met, verb = (int(said[1]), said[2]) if said else (0, "")
+            if met < self._met:
                 found.append((rank, verb))
         return found
-
-    def _end_missing(self) -> None:
-        """A rank of this machine that stands still would not end by itself, and its launcher would wait for it."""
-        for rank, _ in self._behind():
-            pid, _, host = self._store.get(f"pid/{rank}").decode().partition(" ")
-            if host == platform.node():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)

@@ -23,6 +23,7 @@ from isobit.rl.samples import Group, groups_from_json
 from isobit.run import checkpoints, metrics
 from isobit.run import directory as runs
 from isobit.run.directory import FollowedDirectory, RunDirectory
+from isobit.run.source import source_digest
 from isobit.training.agreement import unlike
 from isobit.training.assembly import open_parts
 from isobit.training.beside import open_fleet
@@ -136,7 +137,7 @@ def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[s
 def _of_ranks(config: Config, ranks: Ranks) -> Config:
     """The config with the number of ranks that there are. Raises IsobitError unless they are alike."""
     if ranks.size > 1:
-        check_alike(ranks, {**versions(), **_flat(plain(config))})
+        check_alike(ranks, {"isobit's source": source_digest(), **versions(), **_flat(plain(config))})
     return replace(config, ranks=ranks.size)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from isobit.errors import Corruption, IsobitError, NonFiniteError, RunFailed
+from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost, RunFailed
 from isobit.evaluation.best import Best
 from isobit.run import checkpoints
 from isobit.run.directory import RunDirectory
@@ -61,7 +61,8 @@ class Saver:
         the other ranks do not have, nobody is there to save with."""
         again = f"; go on with: isobit train --resume {self.run.directory}"
         if isinstance(error, IsobitError) and self.parts.ranks.size > 1 and not error.shared:
-            raise RunFailed(f"{error}{'' if '--resume' in str(error) else again}") from None
+            kind = RankLost if isinstance(error, RankLost) else RunFailed
+            raise kind(f"{error}{'' if '--resume' in str(error) else again}") from None
         if isinstance(error, Corruption):
             self.fail(error)
         if self._whole is None or not isinstance(error, IsobitError) or isinstance(error, NonFiniteError):

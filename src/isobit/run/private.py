@@ -1,0 +1,92 @@
+"""A folder that nobody else may enter, in which the ranks of one machine meet, and say at their end what was wrong.
+
+Whoever starts them makes it (mode 0700), and they know it by their environment. Keys are files, written whole; counts
+are added up under a lock. Left out: who reads what (`isobit.distributed`).
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from isobit.errors import IsobitError
+
+_VARIABLE = "ISOBIT_RANKS_FOLDER"
+_COUNTED = 64
+"""Names whose counts are kept: ranks are at one or two at a time."""
+
+
+@dataclass(frozen=True)
+class PrivateFolder:
+    """Texts by key, for processes of one user."""
+
+    path: Path
+
+    @staticmethod
+    def given() -> "PrivateFolder | None":
+        """That of this rank; None where another launcher has started it, or none."""
+        path = os.environ.get(_VARIABLE)
+        return PrivateFolder(Path(path)) if path else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """By which a process that is started knows it."""
+        return {_VARIABLE: str(self.path)}
+
+    def set(self, key: str, text: str) -> None:
+        """Whoever reads a key finds this text whole, or the one before."""
+        partial = self.path / f"{secrets.token_hex(8)}.partial"
+        partial.write_text(text)
+        os.replace(partial, self.path / key)
+
+    def get(self, key: str) -> str | None:
+        """None where nobody has set it."""
+        try:
+            return (self.path / key).read_text()
+        except FileNotFoundError:
+            return None
+
+    def add(self, name: str) -> int:
+        """How often this was called with a name before, of the last names in use."""
+        with (self.path / "counts").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            counts: dict[str, int] = json.loads(file.read() or "{}")
+            before = counts.pop(name, 0)
+            counts[name] = before + 1
+            file.truncate(0)
+            file.write(json.dumps(dict(list(counts.items())[-_COUNTED:])))
+        return before
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """The error that ended a rank: its text, its exit code, and whether another rank was the reason."""
+
+    rank: int
+    text: str
+    code: int
+    shared: bool
+    of_another: bool
+    at: float
+
+    @property
+    def told(self) -> bool:
+        """Whether it only repeats what another rank has said."""
+        return self.of_another and re.match(r"rank \d+: ", self.text) is not None
+
+
+def say(folder: PrivateFolder, rank: int, error: IsobitError, of_another: bool) -> None:
+    """Leave the error that ends a rank to whoever has started it, who prints one line for all."""
+    words = [str(error), error.exit_code, error.shared, of_another, time.monotonic()]
+    folder.set(f"said-{rank}", json.dumps(words))
+
+
+def said(folder: PrivateFolder, ranks: int) -> list[LastWords]:
+    """What the ranks have left, by rank."""
+    found = [(rank, folder.get(f"said-{rank}")) for rank in range(ranks)]
+    return [LastWords(rank, *json.loads(text)) for rank, text in found if text is not None]
