@@ -231,13 +231,13 @@ def longest_sequence(parts: Parts) -> int:
 def _update_bytes(parts: Parts) -> int:
     """Sums of the gradients' rows in float64, or moments of a part of a parameter out of their 8 bits, four in float32;
     BF16 masters of a part, in float32 and as they are rounded."""
-    parameters, settings = parts.model.parameters(), parts.config.optimizer
+    parameters, settings = parts.model.named_parameters(), parts.config.optimizer
     each = 0 if settings.masters == "fp32" else 6
-    low = [p for p in parameters if settings.state == "8bit" and quantizable(p.shape)]
+    low = [p for name, p in parameters.items() if settings.state == "8bit" and quantizable(name, p.shape)]
     if low:
-        return max((16 + each) * min(p.numel(), AT_ONCE) for p in low)
-    masters = each * min(sum(p.numel() for p in parameters), AT_ONCE)
-    return max(masters, sum(8 * p.shape[0] for p in parameters))
+        return max((32 + each) * min(p.numel(), AT_ONCE) for p in low)
+    masters = each * min(sum(p.numel() for p in parameters.values()), AT_ONCE)
+    return max(masters, sum(8 * p.shape[0] for p in parameters.values()))
 
 
 def advice(parts: Parts, learning: LearningMemory, process: int) -> str:
@@ -264,9 +264,8 @@ def _alternatives(parts: Parts, learning: LearningMemory, process: int) -> list[
         key = f"optimizer.activation_checkpointing={str(level).lower()}"
         found.append((key, plan(parts, again, process, tokens).total))
     if config.optimizer.state == "fp32":
-        saved = sum(
-            8 * p.numel() - 2 * (p.numel() + p.numel() // 64) for p in model.parameters() if quantizable(p.shape)
-        )
+        low = [p.numel() for name, p in model.named_parameters().items() if quantizable(name, p.shape)]
+        saved = sum(8 * count - 2 * (count + count // 64) for count in low)
         found.append(("optimizer.state=8bit", now.total - saved))
     if config.optimizer.masters == "fp32":
         found.append(("optimizer.masters=bf16", now.total - parts.optimizer.gradient_bytes // 2))
