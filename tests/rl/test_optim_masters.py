@@ -105,7 +105,7 @@ def test_control_elements_numbered_from_their_part_are_noticed(monkeypatch: pyte
 
     def wrong(self: UpdatedMasters, name: str, part: slice, values: Tensor, step: int) -> None:
         rows = self.parameters[name].detach().view(-1)[part]
-        rows.copy_(self.ops.round_stochastically(values, optim_masters._key(self.seed, name), step, 0))
+        rows.copy_(self.ops.round_stochastically(values, optim_masters._key(f"masters {self.seed} {name}"), step, 0))
 
     monkeypatch.setattr(optim_masters, "AT_ONCE", 1024)
     assert same(descend(optimizer(), 2), whole)

@@ -236,9 +236,9 @@ def quantized_bytes(rows: float, columns: int, spec: QuantSpec) -> float:
 def moment_bytes(config: ModelConfig, state: str, adapter: AdapterConfig | None = None) -> float:
     """Of both moments of all that is trained; `state` is fp32 or 8bit (`isobit.rl.optim_8bit`)."""
     total = 0
-    for (_, _, shape), times in masters(config, adapter).items():
+    for (_, role, shape), times in masters(config, adapter).items():
         count = math.prod(shape)
-        low = state == "8bit" and quantizable(shape)
+        low = state == "8bit" and quantizable(role, shape)
         total += times * (2 * (count + 4 * (count // MOMENT_BLOCK)) if low else 8 * count)
     return total
 

@@ -24,7 +24,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.model.checksums import Checksums
 from isobit.rl import optim_masters
-from isobit.rl.optim_8bit import EightBitState, quantizable
+from isobit.rl.optim_8bit import EightBitState, in_blocks, quantizable, widened
 from isobit.rl.optim_masters import Piece, UpdatedMasters, grouped, pieces
 from isobit.rl.schedule import OptimizerSettings
 
@@ -194,7 +194,7 @@ class Optimizer:
         found: dict[str, Part] = {}
         for name in known:
             lo, _ = self.shards.own(name)
-            for key, form in self._forms(name).items():
+            for key, form in self._forms(name, self._is_eight_bit(name)).items():
                 tensor = mine[name][key] if name in mine and (form.shape or lo == 0) else None
                 start = lo * self.shards.width(name) // form.block if form.shape else 0
                 found[f"{name}.{key}"] = Part(form.dtype, form.shape, tensor, start)
@@ -205,10 +205,16 @@ class Optimizer:
         the tensors are not of these parameters."""
         self._check(tensors)
         given = {
-            name: {k: tensors[f"{name}.{k}"][form.rows(self.shards, name)] for k, form in self._forms(name).items()}
+            name: {
+                k: tensors[f"{name}.{k}"][form.rows(self.shards, name)]
+                for k, form in self._forms(name, self._has_codes(name, tensors)).items()
+            }
             for name in self.parameters
             if f"{name}.step" in tensors
         }
+        for name in given:
+            if not self._is_eight_bit(name) and self._has_codes(name, tensors):
+                given[name] = widened(given[name])
         eight_bit = self._eight_bit
         if eight_bit is not None:
             eight_bit.load_state({name: given.pop(name) for name in list(given) if name in eight_bit})
@@ -224,12 +230,12 @@ class Optimizer:
             name = key.partition(".exp_avg")[0].removesuffix(".step")
             if name not in self.shards.shapes:
                 raise IsobitError(f"optimizer state has {name!r}, which the model does not have")
-            form = self._forms(name).get(key.removeprefix(f"{name}."))
+            form = self._forms(name, self._has_codes(name, tensors)).get(key.removeprefix(f"{name}."))
             if form is None or tuple(tensor.shape) != form.shape:
                 raise self._misfit(name)
             seen[name] = seen.get(name, 0) + 1
         for name, count in seen.items():
-            if count != len(self._forms(name)):
+            if count != len(self._forms(name, self._has_codes(name, tensors))):
                 raise self._misfit(name)
 
     def _misfit(self, name: str) -> IsobitError:
@@ -237,14 +243,22 @@ class Optimizer:
         return IsobitError(f"optimizer state of {name} does not fit{what}")
 
     def _is_eight_bit(self, name: str) -> bool:
-        return self.settings.state == "8bit" and quantizable(self.shards.shapes[name])
+        return self.settings.state == "8bit" and quantizable(name, self.shards.shapes[name])
 
-    def _forms(self, name: str) -> dict[str, "_Form"]:
+    def _has_codes(self, name: str, tensors: Mapping[str, object]) -> bool:
+        """Whether a parameter's moments are in 8 bits in a state to load: also those of embedding and head, where it is
+        of a run that began when they had 8 bits too."""
+        if self._is_eight_bit(name):
+            return True
+        codes = self.settings.state == "8bit" and in_blocks(self.shards.shapes[name])
+        return codes and f"{name}.exp_avg.codes" in tensors
+
+    def _forms(self, name: str, eight_bit: bool) -> dict[str, "_Form"]:
         """The tensors of a parameter's state, by key."""
         shape = self.shards.shapes[name]
         found = {"step": _Form(torch.float32, ())}
         for key in _MOMENTS:
-            if self._is_eight_bit(name):
+            if eight_bit:
                 scales = _Form(torch.float32, (math.prod(shape) // MOMENT_BLOCK,), MOMENT_BLOCK)
                 found |= {f"{key}.codes": _Form(torch.uint8, shape), f"{key}.scale": scales}
             else:

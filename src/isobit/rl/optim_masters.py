@@ -23,6 +23,7 @@ from isobit.kernels import Ops
 T = TypeVar("T")
 AT_ONCE = 1 << 22
 """Elements of BF16 masters, or of 8-bit moments, that are in float32 at a time."""
+_ONE = 0x3F800000  # 1.0 in float32; 2^16 places above it is the next BF16 number
 Piece = tuple[str, slice]
 """Elements of what a rank keeps of a parameter."""
 
@@ -55,13 +56,24 @@ class UpdatedMasters:
         """Write elements that update number `step` of the parameter has changed."""
         rows = self.parameters[name].detach().view(-1)[part]
         if rows.dtype != torch.float32:
-            first = self.shards.own(name)[0] * self.shards.width(name) + part.start
-            rows.copy_(self.ops.round_stochastically(values, _key(self.seed, name), step, first))
+            key = _key(f"masters {self.seed} {name}")
+            rows.copy_(self.ops.round_stochastically(values, key, step, self._first(name, part)))
+
+    def draw(self, what: str, name: str, part: slice, step: int, chances: Tensor) -> Tensor:
+        """True with these chances [n], each below 1 and cut to 16 bits, for elements of a parameter's update number
+        `step`; `what` is theirs alone."""
+        ones = (chances.mul_(1 << 16).int() + _ONE).view(torch.float32)
+        key = _key(f"{what} {self.seed}")
+        return self.ops.round_stochastically(ones, key, step, self._first(name, part)) > 1
+
+    def _first(self, name: str, part: slice) -> int:
+        """The number of a part's first element in the whole parameter."""
+        return self.shards.own(name)[0] * self.shards.width(name) + part.start
 
 
-def _key(seed: int, name: str) -> int:
+def _key(what: str) -> int:
     """64 bits that have nothing to do with those that tokens are drawn with."""
-    digest = hashlib.sha256(f"masters {seed} {name}".encode()).digest()
+    digest = hashlib.sha256(what.encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 

@@ -23,7 +23,11 @@ class OptimizerSettings:
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, above(0)] = 1e-8
     max_grad_norm: Annotated[float, above(0)] = 1.0
-    state: Annotated[Literal["fp32", "8bit"], "AdamW's moments; 8bit: a code an element and a scale for 256"] = "fp32"
+    state: Annotated[
+        Literal["fp32", "8bit"],
+        "AdamW's moments; 8bit: a code an element and a scale for 256, rounded stochastically; embedding and head stay "
+        "in FP32",
+    ] = "fp32"
     masters: Annotated[
         Literal["fp32", "bf16"],
         "the weights that are trained; bf16: half of the bytes, updated in float32 and rounded stochastically, by "
@@ -59,7 +63,7 @@ class OptimizerSettings:
     total_steps: Internal[int] = 1
     """Calls of `learning_rate`."""
     seed: Internal[int] = 0
-    """The run's, for the rounding of BF16 masters."""
+    """The run's, for the rounding of BF16 masters and of 8-bit moments."""
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:

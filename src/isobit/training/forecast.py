@@ -106,7 +106,7 @@ class Forecast:
             packs=int(packs),
             cache=0,
             others=tuple(self._others()),
-            update=update_bytes(list(shapes.trained(model, adapter).values()), config.optimizer),
+            update=update_bytes(shapes.trained(model, adapter), config.optimizer),
             longest=self.longest,
             itemsize=job.precision.learner.compute.itemsize,
             host=self.host,

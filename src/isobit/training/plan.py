@@ -9,7 +9,7 @@ keeps of freed memory, and processes of reward functions.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -223,7 +223,7 @@ def holding(parts: Parts, process: int) -> Holding:
         model.transformer.packed_bytes(),
         parts.kv_bytes,
         (*others, *((PYTHON, process) for _ in range(host))),
-        update_bytes([tuple(p.shape) for p in model.parameters()], parts.config.optimizer),
+        update_bytes({name: tuple(p.shape) for name, p in model.named_parameters().items()}, parts.config.optimizer),
         longest_sequence(parts),
         model.precision.learner.compute.itemsize,
         host,
@@ -276,15 +276,15 @@ def longest_sequence(parts: Parts) -> int:
     return parts.engine.longest_prompt + parts.config.sampling.max_new_tokens
 
 
-def update_bytes(shapes: Sequence[tuple[int, ...]], settings: OptimizerSettings) -> int:
-    """Of parameters of these shapes: sums of the gradients' rows in float64, or moments of a part of a parameter out of
-    their 8 bits, four in float32; BF16 masters of a part, in float32 and as they are rounded."""
+def update_bytes(shapes: Mapping[str, tuple[int, ...]], settings: OptimizerSettings) -> int:
+    """Of parameters of these names and shapes: sums of the gradients' rows in float64, or moments of a part of a
+    parameter out of their 8 bits, four in float32; BF16 masters of a part, in float32 and as they are rounded."""
     each = 0 if settings.masters == "fp32" else 6
-    low = [shape for shape in shapes if settings.state == "8bit" and quantizable(shape)]
+    low = [shape for name, shape in shapes.items() if settings.state == "8bit" and quantizable(name, shape)]
     if low:
-        return max((16 + each) * min(math.prod(shape), AT_ONCE) for shape in low)
-    masters = each * min(sum(map(math.prod, shapes)), AT_ONCE)
-    return max(masters, sum(8 * shape[0] for shape in shapes))
+        return max((32 + each) * min(math.prod(shape), AT_ONCE) for shape in low)
+    masters = each * min(sum(map(math.prod, shapes.values())), AT_ONCE)
+    return max(masters, sum(8 * shape[0] for shape in shapes.values()))
 
 
 def advice(parts: Parts, learning: LearningMemory, process: int) -> str:
@@ -316,9 +316,8 @@ def _alternatives(parts: Parts, learning: LearningMemory, process: int) -> list[
         key = f"optimizer.activation_checkpointing={str(level).lower()}"
         found.append((key, plan(parts, again, process, tokens).total))
     if config.optimizer.state == "fp32":
-        saved = sum(
-            8 * p.numel() - 2 * (p.numel() + p.numel() // 64) for p in model.parameters() if quantizable(p.shape)
-        )
+        low = [p.numel() for name, p in model.named_parameters().items() if quantizable(name, p.shape)]
+        saved = sum(8 * count - 2 * (count + count // 64) for count in low)
         found.append(("optimizer.state=8bit", now.total - saved))
     if config.optimizer.masters == "fp32":
         found.append(("optimizer.masters=bf16", now.total - parts.optimizer.gradient_bytes // 2))
