@@ -155,6 +155,7 @@ ROOMS = ("data", "tasks", "rewards", "evaluation", "training", "commands/evaluat
 KNOWN = {
     "data/answers.py": {"str(value)"},  # numbers, of a right answer
     "data/arrow_rows.py": {"str(value)"},  # a decimal number
+    "rewards/built.py": {"{place}"},  # of a row, whose name is text
     "training/opening.py": {"{key}"},  # of a config
 }
 """The places that may, and what is turned into text there."""
