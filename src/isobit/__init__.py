@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from isobit.engine.types import Completion as Completion
     from isobit.engine.types import Sampling as Sampling
     from isobit.errors import IsobitError as IsobitError
+    from isobit.errors import RunFailed as RunFailed
     from isobit.model import Model as Model
     from isobit.precision import Precision as Precision
     from isobit.training.train import resume as resume
@@ -34,6 +35,7 @@ _HOMES = {
     "IsobitError": "isobit.errors",
     "Model": "isobit.model",
     "Precision": "isobit.precision",
+    "RunFailed": "isobit.errors",
     "Sampling": "isobit.engine.types",
     "load_config": "isobit.config",
     "resume": "isobit.training.train",
@@ -46,6 +48,7 @@ __all__ = [
     "IsobitError",
     "Model",
     "Precision",
+    "RunFailed",
     "Sampling",
     "load_config",
     "resume",

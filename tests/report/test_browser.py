@@ -280,3 +280,19 @@ def test_several_runs_side_by_side(tmp_path: Path, opened: Open) -> None:
                 part.get_by_label("log-probability", exact=True).check()
             assert found.page.locator(".of-run:has(.completion-browser) input:checked").count() == 2
             assert found.said == []
+
+
+@pytest.mark.parametrize("width", [320, 400, 1200])
+def test_a_radio_button_stands_beside_its_label(report: Path, opened: Open, width: int) -> None:
+    """In one line, whole, however narrow the page is; several lines of choices where one has no room."""
+    with opened(report, width=width) as found:
+        found.tab("Completions")
+        labels = found.page.locator("fieldset label").all()
+        assert len(labels) == 3
+        for label in labels:
+            box, button = label.bounding_box(), label.locator("input").bounding_box()
+            assert box is not None
+            assert button is not None
+            assert box["height"] < 2 * button["height"]
+            assert box["x"] + box["width"] <= width
+        assert not found.scrolls_sideways()

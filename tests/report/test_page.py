@@ -1,6 +1,7 @@
 """The report: one page, self-contained, of whatever a run holds."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -13,7 +14,8 @@ from benchmarks.recorded_run import write_run
 from isobit.errors import IsobitError
 from isobit.report import write_report
 from isobit.report.document import embedded
-from isobit.report.page import run_names
+from isobit.report.intervals import student_quantile
+from isobit.report.page import _read, run_names
 from isobit.report.panels import ALL, DERIVED, with_derived
 from isobit.run import durable
 from isobit.run.completions import COMPLETIONS, pack
@@ -235,3 +237,22 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     assert steps[0] == 1
     assert steps[-1] == 1000
     assert max(b - a for a, b in pairwise(steps)) < 64  # evenly spread
+
+
+def test_the_band_of_a_reward_ends_where_rewards_end(tmp_path: Path) -> None:
+    """Two prompts of which one is solved: Student's interval of a mean of two values is far wider than what rewards can
+    be. The control is a run that also had rewards far outside, whose band is the interval."""
+    bands = []
+    for extra in (0.0, 40.0):
+        run = run_directory(tmp_path / f"run{extra}", steps=2)
+        given = {1: {"a": 0.0, "b": 1.0}, 2: {"a": extra, "b": -extra}}
+        packed = b""
+        for step, rewards in given.items():
+            rows = [{"step": step, "prompt": p, "completion": "x", "reward": r} for p, r in rewards.items()]
+            packed += pack(rows)
+        (run / COMPLETIONS).write_bytes(packed)
+        row = _read(run, "run", 1).series.rows[0]
+        bands.append((row["reward/mean:low"], row["reward/mean:high"]))
+    mean, half = 0.1, student_quantile(1) * math.sqrt(0.5) / math.sqrt(2)  # of step 1 in `run_directory`
+    assert bands[0] == (0.0, 1.0)
+    assert bands[1] == pytest.approx((mean - half, mean + half))

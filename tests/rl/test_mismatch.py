@@ -17,6 +17,14 @@ def test_perfect_agreement() -> None:
     assert values == {name: 1.0 if name in ones else 0.0 for name in values}
 
 
+def test_of_equal_bits_no_metric_is_minus_zero() -> None:
+    """Which would be printed as -0.00e+00."""
+    logprobs = torch.tensor([-0.5, -2.0])
+    found = mismatch_metrics(logprobs, logprobs) | sequence_metrics([logprobs], [logprobs])
+    assert [name for name, value in found.items() if math.copysign(1, value) < 0] == []
+    assert math.copysign(1, float(-torch.zeros(2).mean())) < 0, "the control"
+
+
 def test_every_formula_on_two_tokens() -> None:
     learner, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.75])
     up, down = 0.5, -0.25  # log learner - log rollout

@@ -16,7 +16,7 @@ from isobit.report.charts import draw, draw_all
 from isobit.report.differences import differing, flattened
 from isobit.report.document import embedded, escaped, html_page
 from isobit.report.heatmap import heat_maps, heat_section
-from isobit.report.rollouts import read_rollouts
+from isobit.report.rollouts import RolloutIndex, read_rollouts
 from isobit.report.selection import sample_completions
 from isobit.report.series import Series, points
 from isobit.report.solved import prompt_section, prompt_table
@@ -94,18 +94,20 @@ def _read(directory: Path, name: str, sharing: int) -> _Run:
     return _Run(
         name,
         (directory / CONFIG).read_text(encoding="utf-8"),
-        Series(name, [_with_band(row, intervals) for row in rows]),
+        Series(name, [_with_band(row, intervals, rollouts) for row in rows]),
         heat_maps(list(read_jsonl(recorded)) if recorded.is_file() else []),
         prompt_table(rollouts, _PROMPT_BYTES // sharing),
         sample_completions(rollouts, directory, _COMPLETION_BYTES // sharing),
     )
 
 
-def _with_band(row: dict[str, Any], intervals: Mapping[int, float]) -> dict[str, Any]:
+def _with_band(row: dict[str, Any], intervals: Mapping[int, float], rollouts: RolloutIndex) -> dict[str, Any]:
+    """The row with the ends of its mean reward's interval, which a mean of rewards of this run can reach."""
     reward, half = row.get("reward/mean"), intervals.get(int(row["step"]))
     if reward is None or half is None:
         return row
-    return {**row, "reward/mean:low": reward - half, "reward/mean:high": reward + half}
+    low, high = max(reward - half, min(rollouts.lowest, reward)), min(reward + half, max(rollouts.highest, reward))
+    return {**row, "reward/mean:low": low, "reward/mean:high": high}
 
 
 def _mismatch(series: Sequence[Series]) -> str:

@@ -4,7 +4,7 @@ from isobit.report.charts import Panel
 from isobit.report.series import Series, points
 
 OUTCOME = (
-    Panel("Reward", ("reward/mean",), note="band: 95 % interval of the mean, over prompts"),
+    Panel("Reward", ("reward/mean",), note="band: 95 % interval of the mean, over prompts, within the run's rewards"),
     Panel(
         "Held-out accuracy",
         ("accuracy/held_out", "accuracy/pass_at_*", "accuracy/majority_at_*"),

@@ -6,6 +6,7 @@ number in the file. Left out: which rows a page shows (`selection.py`).
 """
 
 import json
+import math
 import re
 from array import array
 from bisect import bisect_right
@@ -51,6 +52,9 @@ class RolloutIndex:
     whole_bytes: int = 0
     members: list[tuple[int, Member]] = field(default_factory=list)
     solved_from: float = 1.0
+    lowest: float = math.inf
+    highest: float = -math.inf
+    """Rewards of the whole run."""
 
     def reward_intervals(self) -> dict[int, float]:
         """Step to half the width of the 95 % interval (Student's) of its mean reward, over its prompts: completions of
@@ -75,7 +79,7 @@ class RolloutIndex:
 def read_rollouts(path: Path) -> RolloutIndex:
     """Read the file, if it is there; a half-written last step is left out. Raises IsobitError for a line that is not a
     row of completions."""
-    found, groups, highest = RolloutIndex(path), dict[tuple[str, int, int], list[float]](), float("-inf")
+    found, groups = RolloutIndex(path), dict[tuple[str, int, int], list[float]]()
     for line in _lines(found):
         number = found.count + 1
         try:
@@ -92,9 +96,9 @@ def read_rollouts(path: Path) -> RolloutIndex:
         scored = groups.setdefault((prompt, step, index), [])
         if reward is not None:
             scored.append(reward)
-            highest = max(highest, reward)
+            found.lowest, found.highest = min(found.lowest, reward), max(found.highest, reward)
         found.count += 1
-    found.solved_from = min(1.0, highest)
+    found.solved_from = min(1.0, found.highest)
     for (prompt, step, _), scored in groups.items():
         if scored:
             solved = sum(reward >= found.solved_from for reward in scored)

@@ -140,7 +140,7 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
     """
     difference = reference_logprobs - policy_logprobs
     if estimator == "k1":
-        return -difference
+        return policy_logprobs - reference_logprobs  # of equal ones 0, not -0
     if estimator == "k2":
         return 0.5 * difference * difference
     if estimator == "low_var_kl":

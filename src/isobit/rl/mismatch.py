@@ -23,7 +23,7 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
         "mismatch/token_mult_prob_error": float(torch.exp(ratio.abs()).mean()),
         "mismatch/kl_k3": float(_k3(ratio).mean()),
         "mismatch/kl_k3_reverse": float(_k3(-ratio).mean()),
-        "mismatch/kl_k1": float(-ratio.mean()),
+        "mismatch/kl_k1": float((0.0 - ratio).mean()),  # of equal ones 0, not -0
         "mismatch/importance_ratio": float(torch.exp(ratio).mean()),
         "mismatch/chi2": float(torch.exp(2 * ratio).mean() - 1),
         "mismatch/js_divergence": float(_jensen_shannon(learner, rollout).mean()),

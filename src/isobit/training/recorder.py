@@ -95,7 +95,7 @@ class Recorder:
         """The row of the present step in metrics.jsonl, with an evaluation if it is due; no row if there is nothing."""
         parts, display, saver = self._context.parts, self._context.display, self._context.saver
         step, held_out = self._context.state.step, parts.held_out
-        values = {"step": float(step), **(measured or {})}
+        values = {"step": step, **(measured or {})}
         if held_out is not None and (step % parts.config.evaluation.every == 0 or last):
             self._policy.refresh()
             self._context.meter.phase("evaluate")

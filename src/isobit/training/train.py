@@ -20,11 +20,18 @@ from isobit.training.session import Session
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where the run is, its metrics, one mapping per step, and the exit code: 0, or 130/143 if it was interrupted."""
+    """Where the run is, its metrics, one mapping per step, whose `step` is a whole number, and the exit code: 0, or
+    130/143 if it was interrupted."""
 
     run_dir: Path
     metrics: Sequence[dict[str, float]]
     exit_code: int
+
+    def __repr__(self) -> str:
+        """One line, however many steps there were."""
+        last = self.metrics[-1] if self.metrics else {}
+        reward = f", reward/mean {last['reward/mean']:.4g}" if "reward/mean" in last else ""
+        return f"TrainResult({str(self.run_dir)!r}, step {last.get('step', 0)}{reward}, exit_code={self.exit_code})"
 
 
 def train(
@@ -36,7 +43,7 @@ def train(
     held_out: Rows | None = None,
     callbacks: Sequence[OnStep] = (),
     measures: Sequence[Measure] = (),
-    quiet: bool = True,
+    quiet: bool = False,
 ) -> TrainResult:
     """Train in a new run directory, as a config says: one that was loaded, a YAML file, or a mapping of settings.
 
@@ -44,7 +51,7 @@ def train(
     rows, each a mapping of columns or a prompt. Functions that are objects are called in this process, without a
     deadline. Each of the `callbacks` is called as `on_step(step, metrics)` after every step. Each of the `measures` is
     called as `measure(samples, advantages)` before a step learns from them, and returns numbers by name, which are
-    logged as `custom/NAME`.
+    logged as `custom/NAME`. Progress is shown on stderr unless `quiet`.
 
     Where a launcher such as torchrun has started several processes, each calls this, and together they train one model:
     the same bits on any number of them (tests/distributed/test_runs.py).
@@ -70,7 +77,7 @@ def resume(
     held_out: Rows | None = None,
     callbacks: Sequence[OnStep] = (),
     measures: Sequence[Measure] = (),
-    quiet: bool = True,
+    quiet: bool = False,
 ) -> TrainResult:
     """Go on with an interrupted run from its newest whole checkpoint: the result is that of a run never stopped, bit
     for bit (tests/test_resume.py).
@@ -86,7 +93,7 @@ def resume(
         return _run(session)
 
 
-def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = True) -> TrainResult:
+def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> TrainResult:
     """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit for bit."""
     with joined(_timeout_of(recorded, overrides)) as ranks:
         if _began(out, ranks):
@@ -109,5 +116,6 @@ def _timeout_of(run_dir: Path, overrides: Sequence[str]) -> float:
 def _run(session: Session) -> TrainResult:
     training_loop(session)
     session.finish()
-    metrics = list(read_jsonl(session.run.directory / METRICS))
+    rows = read_jsonl(session.run.directory / METRICS)
+    metrics = [{**row, "step": int(row["step"])} for row in rows]  # runs of isobit 0.1.0 wrote 1.0
     return TrainResult(session.run.directory, metrics, session.interruption.exit_code)
