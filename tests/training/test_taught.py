@@ -194,6 +194,14 @@ def test_a_template_without_an_end_gets_the_end_of_sequence() -> None:
     assert "".join(named(tokenizer, taught(tokenizer, ASKED, "5").completion_ids)) == "5<eos>"
 
 
+def test_an_answer_goes_on_with_what_the_assistant_began() -> None:
+    """In one message, where the prompt ends with the assistant's."""
+    tokenizer = tokenizer_of("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "<eos>")
+    sample = taught(tokenizer, [*ASKED, {"role": "assistant", "content": "It"}], " is.")
+    assert "".join(named(tokenizer, sample.prompt_ids)) == "[user]Why is 1 < 2?[assistant]It"
+    assert "".join(named(tokenizer, sample.completion_ids)) == " is.<eos>"
+
+
 def test_a_real_tokenizer_puts_no_space_between(stories: Path) -> None:
     """SentencePiece begins every text with one, so two texts have one more than the whole."""
     tokenizer = Tokenizer.load(stories)
