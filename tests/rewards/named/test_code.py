@@ -14,11 +14,13 @@ import pytest
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.rewards.named import build
-from isobit.rewards.named.code import program, steps_of
+from isobit.rewards.named.code import same_output, steps_of
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.sandbox import launch
 from isobit.rewards.sandbox.launch import Limits, Outcome, check_cage, run_caged
 from isobit.rewards.spec import RewardSpec
+from tests.documents import ROOT, parsed
+from tests.documents import run as run_command
 
 pytestmark = pytest.mark.usefixtures("cage")
 
@@ -50,14 +52,6 @@ def rate(text: str, options: dict[str, Any] | None = None, **row: Any) -> float:
 
 GOOD = "def double(x):\n    return 2 * x\n"
 TESTS = "assert double(1) == 2\nassert double(3) == 6\n"
-
-
-def test_the_program_is_the_last_block_of_python() -> None:
-    assert program("x = 1") == "x = 1"
-    assert program("so\n```python\na\n```\nor\n```py\nb\n```\nprints\n```\nc\n```") == "b\n"
-    assert program("so\n```\na\n```\nor\n```\nb\n```") == "b\n"
-    assert program("so\n```python\ncut off") == "cut off"
-    assert program("```bash\nls\n```") == "```bash\nls\n```"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +127,82 @@ def test_pairs_of_input_and_output() -> None:
     hangs = "n = int(input())\nwhile n == 2:\n    pass\nprint(n * n)"
     options = {"tests": "stdin", "timeout_s": 2}
     assert rate(hangs, options, inputs=["3", "2", "4"], outputs=["9", "4", "16"]) == pytest.approx(1 / 3)
+
+
+OUTPUTS = [
+    ("7", "7.0", True),
+    ("1e3 2", " 1000.00  2 \n", True),
+    ("0.1", "0.10000000000000001", False),
+    ("50000000000000000", "50000000000000001", False),
+    ("7 a", "7.0 a", False),
+    ("a", "A", False),
+    ("a\nb", "a\r\nb\r\n", True),
+    ("  a  \nb\n\n", "a\nb", True),
+    ("a\n\nb", "a\nb", False),
+    ("a b", "a  b", False),
+    ("a\x0cb", "a\nb", False),
+    ("", "\n", True),
+    ("nan", "nan", True),
+    ("nan", "NaN", False),
+    ("sNaN", "1", False),
+    ("1 2", "1", False),
+    ("1e999999999999999999999", "1", False),
+]
+
+
+@pytest.mark.parametrize(("found", "expected", "same"), OUTPUTS)
+def test_outputs_are_compared_as_livecodebench_does(found: str, expected: str, same: bool) -> None:
+    assert same_output(found, expected) is same
+
+
+STDIN = {
+    "exit": ("n = int(input())\nprint(n)\nexit()\n1 / 0", "3", "3", 1.0),
+    "quit with a code": ("print(input())\nquit(1)", "3", "3", 0.0),
+    "exit in a function": (
+        "def main():\n    print(input())\n    exit(0)\nif __name__ == '__main__':\n    main()",
+        "3",
+        "3",
+        1,
+    ),
+    "/dev/stdin": ("print(open('/dev/stdin').read().split()[1])", "3\n4\n", "4", 1.0),
+    "/dev/fd/0": ("import os\nprint(os.read(os.open('/dev/fd/0', 0), 9).decode())", "3", "3", 1.0),
+    "descriptor 0": ("print(*open(0))", "3", "3", 1.0),
+    "/dev/stdin of a child": ("import os\nos.system('cat /dev/stdin')", "3", "3", 1.0),
+    "/dev/stdout": ("with open('/dev/stdout', 'w') as out:\n    print(input(), file=out)", "3", "3", 1.0),
+    "CRLF on stdin": ("print({'yes': 1}[input()], repr(input()))", "yes\r\nb\r\n", "1 'b'", 1.0),
+    "CRLF expected": ("print(1)\nprint(2)", "", "1\r\n2\r\n", 1.0),
+    "not UTF-8": ("import sys\nsys.stdout.buffer.write(b'\\xff')", "", "\ufffd", 0.0),
+    "not UTF-8, Latin 1": ("import sys\nsys.stdout.buffer.write(b'\\xe9')", "", "\u00e9", 0.0),
+    "that character": ("print('\\ufffd')", "", "\ufffd", 1.0),
+    "text that is no text": ("print(input())", "\ud800", "\ud800", 1.0),
+    "its name and its file": (
+        "import sys, os\nprint(__name__, os.path.exists(__file__), len(sys.argv))",
+        "",
+        "__main__ True 1",
+        1,
+    ),
+    "pickles its class": (
+        "import pickle\nclass A:\n    pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
+        "",
+        "True",
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STDIN)
+@pytest.mark.parametrize("isolation", ["namespaces", "none"])
+def test_a_program_reads_and_ends_as_programs_do(name: str, isolation: str) -> None:
+    source, given, expected, wanted = STDIN[name]
+    options = {"tests": "stdin", "isolation": isolation}
+    assert rate(source, options, inputs=["9\n9\n", given], outputs=["-", expected]) == wanted / 2
+
+
+def test_what_is_printed_above_a_mebibyte_is_an_option() -> None:
+    source, row = "print('ab\\n' * 700_000)", {"inputs": [""], "outputs": ["ab\n" * 700_000]}
+    with pytest.raises(ValueError, match=r"column 'outputs': 2100000 bytes expected; options.output_mib: 1 lets a"):
+        rate(source, {"tests": "stdin"}, **row)
+    assert rate(source, {"tests": "stdin", "output_mib": 3}, **row) == 1.0
 
 
 def test_nothing_of_one_run_is_alive_in_the_next() -> None:
@@ -420,3 +490,11 @@ def test_on_other_systems_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         IsobitError, match=r"cannot isolate programs: namespaces are Linux's; .*options\.isolation: none"
     ):
         check_cage("namespaces", False)
+
+
+def test_the_output_on_the_page_is_what_the_command_prints(tmp_path: Path) -> None:
+    blocks = parsed((ROOT / "docs" / "how-to" / "rewards.md").read_text(encoding="utf-8"))
+    place = next(i for i, block in enumerate(blocks) if block.title == "code.jsonl")
+    rows, command, printed = blocks[place : place + 3]
+    (tmp_path / rows.title).write_text(rows.text)
+    assert run_command(command.text.strip(), tmp_path).stdout == printed.text

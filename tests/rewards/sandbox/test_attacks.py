@@ -1,5 +1,6 @@
 """Each attack scores 0 and ends nothing; beside each family a right program scores 1, and each hole would be seen."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -139,18 +140,20 @@ INTERRUPTS = attacks.SIGNALS["interrupts the first process"] + "\nimport time\nt
 )
 def test_without_its_session_and_signals_the_cage_is_ended(wall: str, attack: str, tmp_path: Path) -> None:
     """In a session of its own, since such an attack reaches the whole process group."""
-    source = Path(launch.__file__).with_name("jail.py").read_text()
+    jail = tmp_path / "isobit" / "rewards" / "sandbox" / "jail.py"
+    shutil.copytree(Path(launch.__file__).parent, jail.parent)
+    source = jail.read_text()
     assert source.count(wall) == 1
     program = (
-        "import signal, sys\nfrom pathlib import Path\nfrom isobit.rewards.sandbox import launch\n"
+        "import signal, sys\nfrom isobit.rewards.sandbox import launch\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"  # a shell's background jobs ignore it
-        "launch._HERE = Path(sys.argv[1])\n"
+        "launch._SOURCE = sys.argv[1]\n"
         "print(launch.run_caged({'p.py': sys.argv[2]}, 'p.py', [''], launch.Limits(5, 256, 4, 16), 'namespaces'))\n"
     )
 
     def ended(text: str) -> bool:
         """Whether the attack ends the cage, or the process that made it."""
-        (tmp_path / "jail.py").write_text(text)
+        jail.write_text(text)
         command = [sys.executable, "-c", program, str(tmp_path), attack]
         done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
         assert done.returncode or done.stdout.startswith("[")

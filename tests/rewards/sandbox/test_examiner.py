@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.rewards.named import build
-from isobit.rewards.named.code import names_of, steps_of
+from isobit.rewards.named.code import steps_of
+from isobit.rewards.named.free_names import names_of
 from isobit.rewards.sandbox import wire
+from isobit.rewards.sandbox.examiner import Connection
+from isobit.rewards.sandbox.harness import Program
 
 SAME = "def f(x):\n    return x\n"
 STACK = """
@@ -188,6 +191,29 @@ RIGHT = {
         ("def f(x):\n    x.sort()\ndef g(x):\n    x['a'] = 1\n    return x"),
         ("a = [3, 1]\nf(a)\nassert a == [1, 3]\nb = {}\nassert g(b) == {'a': 1} and b == {}"),
     ),
+    "classes": (
+        SAME + "Empty = IndexError\nkind = int\ndef g():\n    return [][0]",
+        (
+            "assert f(int) is int and f(KeyError) is KeyError and kind is int\n"
+            "try:\n    g()\nexcept Empty:\n    pass\nelse:\n    assert 0"
+        ),
+    ),
+    "iterators of the program": (
+        "class Up:\n    def __init__(self):\n        self.n = 0\n    def __iter__(self):\n        return self\n"
+        "    def __next__(self):\n        if self.n == 2:\n            raise StopIteration\n"
+        "        self.n += 1\n        return self.n\ndef gen():\n    return (yield 1)\n",
+        "assert list(Up()) == [1, 2]\nup = Up()\nassert [next(up), next(up), next(up, None)] == [1, 2, None]\n"
+        "g = gen()\nassert next(g) == 1\ntry:\n    next(g)\nexcept StopIteration:\n    pass\nelse:\n    assert 0",
+    ),
+    "exits": (
+        "def f(x):\n    exit(x)",
+        "try:\n    f(3)\nexcept SystemExit as e:\n    assert e.code == 3\nelse:\n    assert 0",
+    ),
+    "names of the tests and of the program": (
+        "count = 0\nresult = None\ndef f():\n    global count\n    count += 1\n    return count\n",
+        "assert count == 0\nresult = f()\nassert result == 1 and count == 1\ncount = 7\nf()\nassert count == 7",
+    ),
+    "a name that becomes the tests'": ("def s(x):\n    return [x]", "s = s(1)\nassert s == [1]"),
     "variables": (("n = 3\ndef f():\n    global n\n    n += 1"), ("assert n == 3\nf()\nassert n == 4")),
 }
 
@@ -210,6 +236,11 @@ def test_what_is_left_out() -> None:
     assert score("class A:\n    pass", "class B(A):\n    pass\nassert B()") == 0
     assert score("def f():\n    return helper()", "def helper():\n    return 1\nassert f() == 1") == 0
     assert score(SAME, "class A:\n    pass\nassert f(A())") == 0
+    manager = "class M:\n    def __enter__(self):\n        pass\n    def __exit__(self, *given):\n        return True\n"
+    assert score(manager, "with M():\n    raise ValueError\nassert M") == 0
+    stops = "def f():\n    raise StopIteration"
+    assert score(stops, ["try:\n    f()\nexcept StopIteration:\n    pass"]) == 0
+    assert score("import math as m", "assert m.sqrt(4) == 2 and m is not None") == 1  # calls into the program's
     assert score("def f(x):\n    x.clear()\n    return x", "a = [1]\nassert f(a) == a") == 0
 
 
@@ -228,19 +259,35 @@ def test_arrays_are_compared_by_the_tests() -> None:
 @pytest.mark.parametrize(
     ("tests", "names", "modules"),
     [
-        ("assert f(1) == sorted([2])", ["f"], []),
-        ("import math\nassert math.isclose(f(1), 2)", ["f"], []),
-        ("assert math.isclose(f(1), 2)", ["f"], ["math"]),
-        ("assert queue(1) == 2", ["queue"], []),
-        ("def check(c):\n    assert c(1)\ncheck(f)", ["c", "f"], []),
-        ("assert sum(1, 2) == 3\nassert sum(2, 2) == 4", ["sum"], []),
-        ("assert list(sum(1, 2)) == 3", [], []),
-        ("assert all(f(x) for x in [1])", ["f", "x"], []),
+        ("assert f(1) == sorted([2])", ["f"], {}),
+        ("import math\nassert math.isclose(f(1), 2)", ["f"], {}),
+        ("assert math.isclose(f(1), 2)", ["f"], {"math": "math"}),
+        ("assert np.allclose(f(1), 2)", ["f"], {"np": "numpy"}),
+        ("assert queue(1) == 2", ["queue"], {}),
+        ("def check(c):\n    assert c(1)\ncheck(f)", ["f"], {}),
+        ("assert sum(1, 2) == 3\nassert sum(2, 2) == 4", ["sum"], {}),
+        ("assert list(sum(1, 2)) == 3", [], {}),
+        ("assert all(f(x) for x in [1])", ["f"], {}),
+        ("assert [f(x) for x in y] == [z for z in w]", ["f", "w", "y"], {}),
+        ("n = 0\nassert n == f()", ["f"], {}),
+        ("assert n == f()\nn = 0", ["f", "n"], {}),
+        ("s = s(1)\nassert s.x", ["s"], {}),
+        ("n += 1\nassert n == 2", ["n"], {}),
+        ("def check():\n    assert n == f()\nn = 0\ncheck()", ["f"], {}),
+        ("def count():\n    global n\n    n = 1\ndef check():\n    assert n == f()\ncount()\ncheck()", ["f"], {}),
+        ("try:\n    n = f()\nexcept ValueError:\n    pass\nassert n == 3", ["f"], {}),
+        ("for n in f():\n    pass\nassert n == 3", ["f"], {}),
+        ("with f() as n:\n    pass\nassert n == 3", ["f"], {}),
+        ("assert (n := f()) and n == 3", ["f"], {}),
+        ("class A:\n    n = f()\n    assert n\nassert A", ["f"], {}),
+        ("assert (lambda n: n == m)(f())", ["f", "m"], {}),
+        ("assert f(__name__, __file__) and __builtins__", ["f"], {}),
     ],
 )
-def test_the_names_that_are_the_programs(tests: str, names: list[str], modules: list[str]) -> None:
+def test_the_names_that_are_the_programs(tests: str, names: list[str], modules: dict[str, str]) -> None:
     steps = steps_of(tests, "tests")
-    assert names_of([step["source"] for step in steps if step["token"] is not None], steps) == (names, modules)
+    scored = [step["source"] for step in steps if step["token"] is not None]
+    assert names_of([step["source"] for step in steps], scored) == (names, modules)
 
 
 def refuse(*given: Any) -> Any:
@@ -251,7 +298,7 @@ NUMBERS = (st.floats(allow_nan=False), st.complex_numbers(allow_nan=False), st.d
 SCALARS = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.integers(1 << 52, 1 << 200), st.binary(), *NUMBERS),
     *(st.fractions(), st.dates(), st.datetimes(), st.timedeltas(), st.times()),
-    *(st.text(st.characters(exclude_categories=())), st.sampled_from([int, str, KeyError, range(1, 9, 2)])),
+    *(st.text(st.characters(exclude_categories=())), st.just(range(1, 9, 2))),
 )
 VALUES = st.recursive(
     SCALARS,
@@ -274,7 +321,7 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 
 def test_only_exact_classes_are_plain() -> None:
     """A class that calls itself by a plain one's name is not taken for it."""
-    for value in (type("int", (int,), {})(1), type("Counter", (dict,), {})(), object(), len, math):
+    for value in (type("int", (int,), {})(1), type("Counter", (dict,), {})(), object(), len, math, int, KeyError):
         with pytest.raises(TypeError):
             wire.encode(value, refuse)
     for body in ({"os": 1}, {"int": [1]}, {"range": "a"}, {"type": "nothing"}, {"set": [[1]]}, {"int": "1", "set": []}):
@@ -282,3 +329,22 @@ def test_only_exact_classes_are_plain() -> None:
             wire.decode(body, refuse)
     known = (Fraction(1, 2), Decimal("0.1"), datetime.date(2020, 1, 1))
     assert [wire.decode(wire.encode(value, refuse), refuse) for value in known] == list(known)
+
+
+def test_no_live_object_crosses() -> None:
+    """What the program's process says is not trusted: no module is imported for it, and no class caught by it is an
+    AssertionError."""
+    tests = Connection(0, 1)
+    assert tests.decode({"type": "int"}) is int
+    assert tests.decode({"type": "IndexError"}) is IndexError
+    for body in ({"module": "math"}, {"builtin": "len"}, {"function": 0}, {"type": "os"}, {"iterator": []}):
+        with pytest.raises(wire.Gone):
+            tests.decode(body)
+    for kind in ("AssertionError", "Exception", "BaseException", "object", "type", "map", "super", "property"):
+        with pytest.raises(wire.Gone):
+            tests.decode({"type": kind})
+    program = Program(0, 1)
+    for value in (math, len, Exception, object, type, test_no_live_object_crosses, wire):
+        assert set(program.encode(value)) <= {"object", "error"}
+    stand_in = tests.decode(program.encode(Exception))
+    assert not issubclass(AssertionError, stand_in)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -55,6 +57,47 @@ def test_memory_is_limited_for_each_process_and_not_for_all_together() -> None:
 def test_processes_are_limited() -> None:
     for processes in (4, 8):
         assert holders(40, 1, processes) == processes - 1  # the program is one of them
+
+
+LINKS = """
+import os
+made = 0
+try:
+    while made < 100_000:
+        {make}
+        made += 1
+except OSError:
+    pass
+print(made)
+"""
+
+
+@pytest.mark.parametrize(
+    "make",
+    ["os.symlink('a', str(made))", "os.mkdir(str(made))", "os.mkfifo(str(made))", "open(str(made), 'w').close()"],
+)
+def test_files_are_counted_too(make: str) -> None:
+    """Of 4 MiB: an empty file is of no size, and takes the kernel's memory all the same."""
+    assert int(run(LINKS.format(make=make)).output) == 4 * 256 - 1  # the directory itself is one
+    assert (
+        int(run(LINKS.format(make="os.symlink('a', str(made)); os.unlink(str(made))"), timeout_s=60).output) == 100_000
+    )
+
+
+def test_supplementary_groups_are_left_outside() -> None:
+    """Where the kernel allows it, which is for root; an ordinary user's stay, and rewards.md says so."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may leave its groups")
+    program = (
+        "import os\nfrom isobit.rewards.sandbox.launch import Limits, run_caged\nassert os.getgroups() == [4321]\n"
+        "for isolation in ('namespaces', 'none'):\n"
+        "    files, limits = {'p.py': 'import os; print(os.getgroups())'}, Limits(9, 256, 4, 8)\n"
+        "    print(run_caged(files, 'p.py', [''], limits, isolation)[0])"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, extra_groups=[4321])
+    assert done.stdout.count("status=0") == 2
+    assert done.stdout.count("output='[]\\n'") == 2, done.stdout
 
 
 def _called(name: str) -> Iterator[int]:

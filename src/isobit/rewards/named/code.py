@@ -3,32 +3,28 @@
 `tests: asserts`: a column of Python source, or of a list of them, which is run after the program in its namespace, as
 MBPP (Austin et al. 2021) and HumanEval (Chen et al. 2021) do. Each item of a list is a test; of one source each
 statement that asserts or calls (`assert f(1) == 2`, `check(f)`) is one, and the others prepare. `tests: stdin`: pairs
-of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et al. 2021) and verl's prime_code; they are
-compared line by line without white space at the ends, here, outside the cage, which never sees the expected text.
+of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et al. 2021) and verl's prime_code. They are
+compared here, outside the cage, which never sees the expected text, by LiveCodeBench's rule (Jain et al. 2024):
+without white space at the ends of the text and of its lines, each line is the same text, or the same decimal numbers.
 
 A program that fails, hangs, is killed, takes too much or breaks its cage fails its tests: that is a reward, not an
 error. Asserts run in a process and cage of their own, which the program answers with plain values (what that cannot
-rule out: `sandbox/examiner.py`). They take from the program only the names that they load and do not import or define;
-builtins are never taken, except where there is no other name and all tests call the same one (`assert sum(1, 2) == 3`).
-Left out: other languages, APPS's calls by function name.
+rule out: `sandbox/examiner.py`). Left out: other languages, APPS's calls by function name, tolerances.
 """
 
 import ast
-import builtins
 import json
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, ClassVar, Literal
 
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
 from isobit.rewards.named.base import NamedReward, Unscored
+from isobit.rewards.named.fences import program
+from isobit.rewards.named.free_names import names_of
 from isobit.rewards.sandbox.launch import Limits, check_cage, run_caged, side
-
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-_PYTHON = ("python", "python3", "py")
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,10 @@ class Code(NamedReward):
     reward: Annotated[Literal["fraction", "all"], "the part of the tests passed, or 1 if all are, else 0"] = "fraction"
     timeout_s: Annotated[float, at_least(0.1), "seconds for one sample, all its tests together"] = 10.0
     memory_mib: Annotated[int, at_least(32), "address space of each process"] = 512
-    disk_mib: Annotated[int, at_least(1), "files in the working directory, and the largest file"] = 16
+    disk_mib: Annotated[
+        int, at_least(1), "files in the working directory, 256 of them for each MiB, and the largest file"
+    ] = 16
+    output_mib: Annotated[int, at_least(1), "what one run may print; a row that expects more is refused"] = 1
     processes: Annotated[
         int, at_least(1), at_most(4096), "processes and threads at a time (not under isolation: none)"
     ] = 16
@@ -87,7 +86,8 @@ class Code(NamedReward):
     def _asserts(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
         (column,) = self.columns
         steps = steps_of(row[column], column)
-        names, modules = names_of([step["source"] for step in steps if step["token"] is not None], steps)
+        tests = [step["source"] for step in steps if step["token"] is not None]
+        names, modules = names_of([step["source"] for step in steps], tests)
         given = json.dumps({"steps": steps, "names": names, "modules": modules})
         outcomes = run_caged(
             *(side("examiner"), "examiner.py", [given], self._limits(), self.isolation, self.packages),
@@ -99,27 +99,24 @@ class Code(NamedReward):
 
     def _pairs(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
         inputs, outputs = _input_output(row, self.columns)
-        outcomes = run_caged(
-            {"program.py": source}, "program.py", inputs, self._limits(), self.isolation, self.packages
-        )
+        limits, column = self._limits(), self.columns[-1]
+        largest = max(len(_printed(output).encode("utf-8", "surrogateescape")) for output in outputs)
+        if largest > limits.output_bytes:
+            raise ValueError(
+                f"column {column!r}: {largest} bytes expected; options.output_mib: {self.output_mib} lets "
+                "a program print no more"
+            )
+        files, stdin = side("script", program=source), [text.replace("\r\n", "\n") for text in inputs]
+        outcomes = run_caged(files, "script.py", stdin, limits, self.isolation, self.packages)
         passed = sum(
-            outcome.status == 0 and not outcome.long and _lines(outcome.output) == _lines(output)
+            outcome.status == 0 and not outcome.long and same_output(outcome.output, _printed(output))
             for outcome, output in zip(outcomes, outputs)
         )
         return passed, len(inputs)
 
     def _limits(self) -> Limits:
-        return Limits(self.timeout_s, self.memory_mib, self.disk_mib, self.processes)
-
-
-def program(text: str) -> str:
-    """The last fenced block of Python, else the last without a language, else the whole text."""
-    blocks = [(match[1].lower(), match[2]) for match in _FENCE.finditer(text)]
-    for wanted in (_PYTHON, ("",)):
-        found = [source for language, source in blocks if language in wanted]
-        if found:
-            return found[-1]
-    return text
+        output_bytes = self.output_mib << 20
+        return Limits(self.timeout_s, self.memory_mib, self.disk_mib, self.processes, output_bytes=output_bytes)
 
 
 def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
@@ -145,39 +142,9 @@ def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
     return steps
 
 
-def names_of(tests: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """The names that the steps take from the program, and the modules that they use and do not import.
-
-    A name of a module of the standard library of which only attributes are used is that module, whatever the program
-    calls so.
-    """
-    nodes = [node for step in steps for node in ast.walk(ast.parse(step["source"]))]
-    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    based = [node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-    imports = [alias for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    own = {(alias.asname or alias.name).split(".")[0] for alias in imports}
-    own |= {node.name for node in nodes if isinstance(node, definitions)}
-    free = loaded - own
-    uses = [node.id for node in nodes if isinstance(node, ast.Name)]
-    modules = {name for name in free & sys.stdlib_module_names if uses.count(name) == based.count(name)}
-    local = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    known = set(vars(builtins))
-    names = free - modules - known
-    if not names - local:
-        common = set.intersection(*(_called(test) for test in tests)) & known
-        names |= common if len(common) == 1 else set()
-    return sorted(names), sorted(modules)
-
-
-def _called(source: str) -> set[str]:
-    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    return {function.id for function in calls if isinstance(function, ast.Name)}
-
-
 def _parse(source: str, column: str) -> ast.Module:
     try:
+        compile(source, "tests.py", "exec", dont_inherit=True)
         return ast.parse(source)
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"column {column!r}: not Python: {error}") from None
@@ -211,5 +178,20 @@ def _input_output(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[
     return inputs, outputs
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def same_output(found: str, expected: str) -> bool:
+    """Whether two outputs have as many lines, each the same text or the same decimal numbers, white space aside."""
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (found, expected))
+    return len(ours) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(ours, theirs))
+
+
+def _same_numbers(found: str, expected: str) -> bool:
+    ours, theirs = found.split(), expected.split()
+    try:
+        return len(ours) == len(theirs) and all(Decimal(a) == Decimal(b) for a, b in zip(ours, theirs))
+    except InvalidOperation:
+        return False
+
+
+def _printed(text: str) -> str:
+    """As the cage reports a program that prints this text (`sandbox/jail.py`): one for one with the bytes."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")

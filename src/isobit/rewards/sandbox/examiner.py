@@ -1,22 +1,29 @@
 """Runs the tests of a row in a cage of their own: stdin holds them, stdout takes the number of each one that passed.
 
-The program is in another cage, behind two pipes (`harness.py`). Names that it defines stand in the tests' namespace as
-plain values, or as objects of class Remote where they are not plain. A call sends its arguments and takes back plain
-values, which are made anew here (`wire.py`), so that nothing the program defines or changes has a part in an assertion:
-builtins, modules and comparisons are this process's own. What a Remote compares equal to, adds up to, or is rounded to
-is decided here, from its plain content if its class is derived from a plain one; any other Remote equals nothing plain.
-Only between two objects of the program is the program asked. Functions of the tests can be arguments and are called
-back; iterators are given as lists of at most MOST_ITEMS; other objects of the tests cannot be given to the program.
-Arguments are copies; a list, dict, set or bytearray that a call which returns None has changed is changed here too.
+The program is in another cage, behind two pipes (`harness.py`). Names that the tests take from it stand beside the
+builtins, where the tests' own names hide them, as plain values, or as objects of class Remote where they are not plain.
+A call sends its arguments and takes back plain values, which are made anew here (`wire.py`), so that nothing the
+program defines or changes has a part in an assertion: builtins, modules and comparisons are this process's own. What a
+Remote compares equal to, adds up to, or is rounded to is decided here, from its plain content if its class is derived
+from a plain one; any other Remote equals nothing plain. Only between two objects of the program is the program asked.
+Functions of the tests can be arguments and are called back; iterators are given as lists of at most MOST_ITEMS; other
+objects of the tests cannot be given to the program. Arguments are copies; a list, dict, set or bytearray that a call
+which returns None has changed is changed here too.
+
+Exceptions of the program are raised here, but for those that end an iteration: outside `next` they come as
+RuntimeError, or `all(map(f, ...))` would be true of what it has not seen. An assertion that fails in a function of the
+tests has failed though the program catches it, and no context manager of the program suppresses what a block of the
+tests raises.
 
 Left out: what the tests define or import is not visible to the program; coroutines, subclasses of the program's
 classes, and isinstance of its objects with builtin classes. It cannot rule out a program that returns what it knows to
 be expected; objects whose methods, truth, length, items or comparison with each other lie, where a test asks for just
-these; helpers that the tests take from the program because they define none; and a program that changes, by returning
-None, an argument from which the tests make what they expect. Under isolation `none` the program could reach this
-process.
+these; helpers that the tests take from the program because they define none; a program that raises, or has the tests
+raise, what they catch; and a program that changes, by returning None, an argument from which the tests make what they
+expect. Under isolation `none` the program could reach this process.
 """
 
+import builtins
 import importlib
 import itertools
 import json
@@ -30,6 +37,7 @@ from typing import Any
 from isobit.rewards.sandbox import wire
 
 MOST_ITEMS = 100_000
+ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)  # what Python takes for an iterator's end, not for an error
 MIRRORED = ("__name__", "__qualname__", "__doc__", "__dict__", "__annotations__", "__wrapped__")
 ITERATORS: tuple[Any, ...] = (types.GeneratorType, map, filter, zip, enumerate, reversed)
 ITERATORS += (type(iter(())), type(iter([])), type(iter({})), type(iter("")), type(iter(range(0))), type({}.keys()))
@@ -41,8 +49,9 @@ class Connection:
     def __init__(self, read: int, write: int) -> None:
         self.read, self.write = read, write
         self.gone = False
+        self.failed = False  # an assertion, in a function that the program has called
         self.functions: list[Callable[..., Any]] = []
-        self.errors: dict[int, type] = {}
+        self.errors: dict[int, type[BaseException]] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
         """Have the program's process do something. Raises what that raises, as an exception of this process."""
@@ -58,7 +67,7 @@ class Connection:
             self.gone = True
             raise
         if "raise" in message:
-            raise self._error(message)
+            raise self._error(message, operation)
         result = self.decode(message["value"])
         if result is None and operation == "call":
             for mine, theirs in zip(given, self.decode(message["arguments"])):
@@ -77,24 +86,28 @@ class Connection:
             named = {name: self.decode(value) for name, value in message["named"].items()}
             return {"value": self.encode(function(*self.decode(message["arguments"]), **named))}
         except Exception as raised:
+            self.failed |= isinstance(raised, AssertionError)
             return {"raise": wire.error(raised)}
 
-    def _error(self, message: dict[str, Any]) -> BaseException:
+    def _error(self, message: dict[str, Any], operation: str) -> BaseException:
         name, arguments = message["raise"]
-        kind = wire.CLASSES.get(name, Exception)
-        if message["class"] is not None:
+        kind = _exception(name)
+        if operation == "next" and issubclass(kind, StopIteration):
+            kind = StopIteration
+        elif message["class"] is not None:
             kind = self._class(message["class"], message["name"], name)
+        elif issubclass(kind, ENDS):
+            kind = RuntimeError
         try:
-            error = kind(*self.decode(arguments))
-        except TypeError:
-            error = Exception(str(arguments))
-        return error if isinstance(error, BaseException) else Exception(str(arguments))
+            return kind(*self.decode(arguments))
+        except Exception:
+            return Exception(str(arguments))
 
-    def _class(self, number: int, name: str, base: str) -> type:
+    def _class(self, number: int, name: str, base: str) -> type[BaseException]:
         """A stand-in for an exception class of the program."""
-        kind = wire.CLASSES[base]
-        assert issubclass(kind, BaseException)
-        return self.errors.setdefault(number, type(str(name), (kind,), {}))
+        kind = _exception(base)
+        kind = RuntimeError if issubclass(kind, ENDS) else kind
+        return self.errors.setdefault(int(number), type(str(name), (kind,), {}))
 
     def encode(self, value: Any) -> Any:
         """As JSON."""
@@ -111,6 +124,8 @@ class Connection:
             numbers = [number for number, kind in self.errors.items() if kind is value]
             if numbers:
                 return {"object": numbers[0]}
+            if name := wire.builtin_class(value):
+                return {"type": name}
         elif isinstance(value, types.BuiltinFunctionType) and value.__module__ == "builtins" and not _bound(value):
             return {"builtin": value.__name__}
         elif isinstance(value, ITERATORS):
@@ -127,22 +142,20 @@ class Connection:
             return Remote(self, int(content))
         if name == "error":
             return self._class(*content)
-        if name == "module":
-            return _module(str(content))
+        if name == "type" and content in wire.SHARED:
+            return wire.CLASSES[content]
         if name != "array":
             raise wire.Gone
-        numpy = __import__("numpy")
+        numpy = importlib.import_module("numpy")
         kind = numpy.dtype(str(content[0]))
-        assert kind.kind in "biufc"
+        if kind.kind not in "biufc":
+            raise wire.Gone
         return numpy.array(content[1], dtype=kind)
 
 
-def _module(name: str) -> Any:
-    """What this process imports by a name, if anything."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+def _exception(name: str) -> type[BaseException]:
+    kind = wire.CLASSES.get(name, Exception)
+    return kind if issubclass(kind, BaseException) else Exception
 
 
 def _bound(function: types.BuiltinFunctionType) -> bool:
@@ -241,8 +254,8 @@ class Remote:
     def __enter__(self) -> Any:
         return self._ask("enter")
 
-    def __exit__(self, kind: Any, *rest: Any) -> Any:
-        return self._ask("exit", kind if kind in wire.CLASSES.values() else None)
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        self._ask("exit", kind if kind in wire.CLASSES.values() else None)
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Remote) and self._connection.ask("isinstance", value, self) is True
@@ -311,17 +324,18 @@ def main() -> None:
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     run = exec
-    namespace: dict[str, Any] = {"__name__": "tests"}
-    taken: dict[str, Any] = {}
-    for name in given["modules"]:
-        namespace[name] = __import__(name)
+    beside = dict(vars(builtins))
+    namespace: dict[str, Any] = {"__name__": "tests", "__builtins__": beside}
+    for name, module in given["modules"].items():
+        namespace[name] = importlib.import_module(module)
     try:
         for step in given["steps"]:
-            for name, value in program.ask("names", *given["names"]).items():
-                if name in given["names"] and (name not in namespace or namespace[name] is taken.get(name, taken)):
-                    namespace[name] = taken[name] = value
+            _take(program, given["names"], beside)
+            program.failed = False
             try:
-                run(compile(step["source"], "tests.py", "exec"), namespace)
+                run(compile(step["source"], "tests.py", "exec", dont_inherit=True), namespace)
+                if program.failed:
+                    raise AssertionError
             except BaseException:
                 if step["token"] is None:  # what the tests need cannot be made
                     break
@@ -330,6 +344,18 @@ def main() -> None:
                 os.write(report, f"{step['token']}\n".encode())
     finally:
         os._exit(0)
+
+
+def _take(program: Connection, names: list[str], beside: dict[str, Any]) -> None:
+    """Put what the program calls so now beside the builtins, and nothing where it has no such name."""
+    found = program.ask("names", *names)
+    if type(found) is not dict:
+        raise wire.Gone
+    for name in names:
+        if name in found:
+            beside[name] = found[name]
+        else:
+            beside.pop(name, None)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ pipes, by which it learns the arguments of calls, and never what is expected of 
 import builtins
 import operator
 import os
+import site
 import sys
 import types
 from collections.abc import Callable
@@ -97,8 +98,8 @@ class Program:
         kind = type(value)
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             return {"array": [value.dtype.str, value.tolist()]} if value.shape else self.encode(value.item())
-        if isinstance(value, types.ModuleType):
-            return {"module": value.__name__}
+        if (shared := wire.builtin_class(value)) in wire.SHARED:
+            return {"type": shared}
         if isinstance(value, type) and issubclass(value, BaseException):
             name = next(base.__name__ for base in value.__mro__ if wire.CLASSES.get(base.__name__) is base)
             return {"error": [self.number(value), value.__name__, name]}
@@ -109,7 +110,7 @@ class Program:
     def _given(self, name: str, content: Any) -> Any:
         if name == "object":
             return self.objects[content]
-        if name == "builtin":
+        if name in ("builtin", "type"):
             return getattr(builtins, content)
         if name == "iterator":
             return iter(self.decode(content))
@@ -125,6 +126,7 @@ def main() -> None:
         os.dup2(null, descriptor)
     try:
         request = wire.receive(program.read)
+        site.setquit()
         sys.argv[:] = ["program.py"]
         program.run(sys.path[0] + "/program.py")
         while True:

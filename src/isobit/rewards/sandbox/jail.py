@@ -1,16 +1,16 @@
-"""Runs programs in a cage: `python -I -S jail.py`, a job as JSON on stdin, one line of JSON for each run on stdout.
+"""Runs programs in a cage: a process of its own, a job as JSON on stdin, one line of JSON for each run on stdout.
 
 Under isolation `namespaces` the cage is of Linux namespaces of its own, which need no root: user, mount, PID, network,
-IPC and host name. The file system is an empty one that holds the system's and Python's directories, read-only, and a
-small writable directory in memory; there is no /proc, no home, no network device. The first process of the PID
-namespace runs the programs; when it ends, or anyone above it is killed, the kernel kills all that is left inside.
-A program has a session of its own, no capabilities, cannot gain privileges, is held to the system calls that the
-job's filter lets through (`seccomp.py`), and has limits on time, memory, files, file size and processes. Under `none`
-the limits but for that on processes are all there is. Two cages of one job have nothing in common but two pipes.
+IPC and host name. The file system is an empty one with little in it (`root.py`); there is no /proc, no home, no network
+device. The first process of the PID namespace runs the programs; when it ends, or anyone above it is killed, the kernel
+kills all that is left inside. A program has a session of its own, no capabilities, cannot gain privileges, is held to
+the system calls that the job's filter lets through (`seccomp.py`), and has limits on time, memory, files, file size and
+processes. Under `none` the limits but for that on processes are all there is. Two cages of one job have nothing in
+common but two pipes. Supplementary groups are dropped where this process is root; the kernel lets nobody else do that.
 
-This file is run as a script, imports nothing of isobit, and is the trusted side; the programs are not trusted. For
-each cage {"started": true} is reported when its first program runs. What cannot be set up is reported as
-{"error": ...}, and nothing is run; what fails later is the fault of a program and leaves outcomes out.
+This is the trusted side, which imports the standard library alone; the programs are not trusted. For each cage
+{"started": true} is reported when its first program runs. What cannot be set up is reported as {"error": ...}, and
+nothing is run; what fails later is the fault of a program and leaves outcomes out.
 """
 
 import contextlib
@@ -26,23 +26,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-Job = dict[str, Any]
+from isobit.rewards.sandbox.root import INSIDE, WORK, CannotIsolate, Job, check, last_error, libc, make_root, write_text
 
 NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-NOSUID, NODEV, BIND, RECURSIVE, PRIVATE, DETACH = 2, 4, 4096, 16384, 1 << 18, 2
-ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # the number is the same on all architectures
 SET_DEATH_SIGNAL, SET_DUMPABLE, SET_SECCOMP, SET_NO_NEW_PRIVS = 1, 4, 22, 38
 FILTER = 2  # the mode of seccomp that takes one
-INSIDE = 1000  # the user and group of the programs, as they see themselves
 NOBODY = 65534  # what they are outside where this process is root: limits on processes do not bind root
-SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-WORK = "/isobit-work"
-
-
-class CannotIsolate(Exception):
-    """What could not be set up, and why."""
 
 
 def main() -> None:
@@ -52,6 +41,8 @@ def main() -> None:
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
+    with contextlib.suppress(OSError):  # who is not root may not, in a namespace of its own neither
+        os.setgroups([])
     if job["isolation"] == "none":
         os.mkdir(job["directory"] + WORK)
     if len(job["cages"]) == 1:
@@ -119,15 +110,13 @@ def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
     """In the new namespaces: the file system, then the first process of the PID namespace, which runs the programs."""
     _die_with(parent)
     with contextlib.suppress(OSError):  # where memory runs out, the kernel is to begin with what is inside
-        _write("/proc/self/oom_score_adj", "1000")
-    if _libc.unshare(NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS) != 0:
-        raise CannotIsolate(f"namespaces cannot be made ({_errno()})")
+        write_text("/proc/self/oom_score_adj", "1000")
+    if libc.unshare(NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS) != 0:
+        raise CannotIsolate(f"namespaces cannot be made ({last_error()})")
     os.write(made, b"+")
     if not os.read(mapped, 1):
         return
-    _make_root(job)
-    with contextlib.suppress(OSError):  # where there is but one user inside, this process is it already
-        os.setgroups([])
+    job["streams"] = make_root(job)
     os.setresgid(INSIDE, INSIDE, INSIDE)
     os.setresuid(INSIDE, INSIDE, INSIDE)
     _die_with(parent)  # the change of user has cleared it
@@ -137,10 +126,10 @@ def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
     first = os.fork()
     if first == 0:
         os.close(write)
-        _check(_libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
+        check(libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
         if select.select([read], [], [], 0)[0]:  # the parent was gone before that
             os._exit(1)
-        _check(_libc.prctl(SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # so that no program can trace this process
+        check(libc.prctl(SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # so that no program can trace this process
         _guarded(report, lambda: _run_all(job, report, "", caged=True))
     os.waitpid(first, 0)
 
@@ -162,56 +151,14 @@ def _guarded(report: int, call: Callable[[], None]) -> NoReturn:
 def _map_users(process: int) -> None:
     """One user inside; where this process may, also root, who builds, and the programs are then a user of no rights."""
     with contextlib.suppress(OSError):
-        _write(f"/proc/{process}/setgroups", "deny")
+        write_text(f"/proc/{process}/setgroups", "deny")
     for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
         path = f"/proc/{process}/{name}"
         if own == 0:
             with contextlib.suppress(OSError):
-                _write(path, f"0 0 1\n{INSIDE} {NOBODY} 1")
+                write_text(path, f"0 0 1\n{INSIDE} {NOBODY} 1")
                 continue
-        _write(path, f"{INSIDE} {own} 1")
-
-
-def _make_root(job: Job) -> None:
-    """A file system of its own for this process and what it forks."""
-    root, owner = job["directory"], os.geteuid()
-    os.umask(0o022)
-    _mount(None, "/", None, RECURSIVE | PRIVATE)
-    _mount("tmpfs", root, "tmpfs", NOSUID | NODEV, f"size=4m,mode=755,uid={owner},gid={owner}")
-    for path in (*SYSTEM, *job["paths"]):
-        _show(root, path)
-    for path in DEVICES:
-        _show(root, path, device=True)
-    os.mkdir(root + WORK)
-    if not os.path.lexists(root + "/tmp"):  # there is one where a Python or its packages are in it
-        os.symlink(WORK, root + "/tmp")
-    for name, text in job["files"].items():
-        _write(f"{root}/{name}", text)
-    _read_only(root, recursive=False)
-    options = f"size={job['disk_bytes']},mode=700,uid={INSIDE},gid={INSIDE}"
-    _mount("tmpfs", root + WORK, "tmpfs", NOSUID | NODEV, options)
-    os.chdir(root)
-    _check(_libc.pivot_root(b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", DETACH), "umount")
-    os.chdir("/")
-
-
-def _show(root: str, path: str, device: bool = False) -> None:
-    """The file or directory, read-only, at its place under the new root; a link as a link."""
-    target = root + path
-    if not os.path.lexists(path) or os.path.lexists(target):
-        return
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.islink(path):
-        os.symlink(os.readlink(path), target)
-        return
-    if os.path.isdir(path):
-        os.mkdir(target)
-    else:
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-    _mount(path, target, None, BIND | RECURSIVE)
-    if not device:
-        _read_only(target, recursive=True)
+        write_text(path, f"{INSIDE} {own} 1")
 
 
 def _run_all(job: Job, report: int, root: str, caged: bool) -> None:
@@ -236,8 +183,12 @@ def _run_all(job: Job, report: int, root: str, caged: bool) -> None:
 
 def _start(job: Job, stdin: str, root: str, caged: bool) -> tuple[int, int]:
     """Fork the program; its process, and where its output can be read."""
-    given = _given(stdin, root)
-    read, write = os.pipe()
+    given = _given(job, stdin, root)
+    if caged:
+        read = os.open("/dev/stdout", os.O_RDONLY | os.O_NONBLOCK)
+        write = os.open("/dev/stdout", os.O_WRONLY)
+    else:
+        read, write = os.pipe()
     own, program = os.getpid(), os.fork()
     if program == 0:
         if not caged and sys.platform == "linux":
@@ -273,19 +224,24 @@ def _watch(job: Job, program: int, read: int, woken: int, end: float, caged: boo
         while len(output) <= limit and (part := os.read(read, 65536)):
             output += part
     os.close(read)
-    text = output[:limit].decode("utf-8", "replace")
+    text = output[:limit].decode("utf-8", "surrogateescape")  # no two outputs become one text
     return {"status": status, "late": late, "long": len(output) > limit, "output": text}
 
 
-def _given(text: str, root: str) -> int:
+def _given(job: Job, text: str, root: str) -> int:
     """A file that holds the text, open at its beginning."""
-    linux = sys.platform == "linux"
-    given = os.memfd_create("stdin") if linux else os.open(root + "/stdin", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    if "streams" in job:
+        given = job["streams"]
+        os.ftruncate(given, 0)
+    else:
+        linux = sys.platform == "linux"
+        given = os.memfd_create("stdin") if linux else os.open(root + "/stdin", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    os.lseek(given, 0, os.SEEK_SET)
     view = memoryview(text.encode("utf-8", "surrogatepass"))
     while view:
         view = view[os.write(given, view) :]
     os.lseek(given, 0, os.SEEK_SET)
-    return given
+    return os.open("/dev/stdin", os.O_RDONLY) if "streams" in job else given
 
 
 def _become(job: Job, root: str, stdin: int, stdout: int, caged: bool) -> NoReturn:
@@ -297,15 +253,11 @@ def _become(job: Job, root: str, stdin: int, stdout: int, caged: bool) -> NoRetu
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.chdir(root + WORK)
-        limits = {"CORE": 0, "CPU": int(job["timeout_s"]) + 1, "NOFILE": job["open_files"]}
-        limits |= {"FSIZE": job["disk_bytes"], "AS": job["memory_bytes"]}
-        if caged:
-            limits["NPROC"] = job["processes"] + 2  # the two processes above it count too
         os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-        for name, value in limits.items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-        environment = {"PATH": "/usr/bin:/bin", "HOME": root + WORK, "TMPDIR": root + WORK, "LANG": "C.UTF-8"}
-        environment |= {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(job["packages"]), "OMP_NUM_THREADS": "1"}
+        for name, value in job["limits"].items():
+            if caged or name != "NPROC":
+                resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        environment = job["environment"] | {"HOME": root + WORK, "TMPDIR": root + WORK}
         python = [job["python"], "-S", "-s", "-B", "-X", "utf8", f"{root}/{job['main']}"]
         for descriptor in job.get("channel", ()):
             os.set_inheritable(descriptor, True)
@@ -331,66 +283,32 @@ def _kill_all(program: int, caged: bool) -> None:
 
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent is gone."""
-    _check(_libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
+    check(libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _no_new_privileges() -> None:
     if sys.platform == "linux":
-        _check(_libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+        check(libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
 def _check_filter(job: Job) -> None:
     if job["filter"] is None:
         raise CannotIsolate("system calls are filtered only on x86_64 and aarch64")
-    _libc.prctl(SET_SECCOMP, FILTER, None, 0, 0)  # with no filter: it fails, in a way that tells
+    libc.prctl(SET_SECCOMP, FILTER, None, 0, 0)  # with no filter: it fails, in a way that tells
     if ctypes.get_errno() != errno.EFAULT:
-        raise CannotIsolate(f"system calls cannot be filtered ({_errno()})")
+        raise CannotIsolate(f"system calls cannot be filtered ({last_error()})")
 
 
 def _filter_calls(code: bytes) -> None:
     """From here on this process, and what it starts, makes only the system calls that the filter lets through."""
     instructions = ctypes.create_string_buffer(code, len(code))
     program = (ctypes.c_uint64 * 2)(len(code) // 8, ctypes.addressof(instructions))  # as `struct sock_fprog`
-    _check(_libc.prctl(SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0), "seccomp")
-
-
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    arguments = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
-    source_, target_, kind_, data_ = arguments
-    _check(_libc.mount(source_, target_, kind_, ctypes.c_ulong(flags), data_), f"mount of {source or target}")
-
-
-def _read_only(path: str, recursive: bool) -> None:
-    attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, 0, 0, 0)
-    flags = AT_RECURSIVE if recursive else 0
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    done = _libc.syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags, ctypes.byref(attributes), size)
-    _check(done, "mount_setattr (Linux 5.12)")
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        raise CannotIsolate(f"{what}: {_errno()}")
-
-
-def _errno() -> str:
-    return os.strerror(ctypes.get_errno())
+    check(libc.prctl(SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0), "seccomp")
 
 
 def _say(report: int, message: dict[str, Any]) -> None:
     view = memoryview(json.dumps(message).encode() + b"\n")
     while view:
         view = view[os.write(report, view) :]
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(text)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-if __name__ == "__main__":
-    main()

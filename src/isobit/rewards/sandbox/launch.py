@@ -18,8 +18,11 @@ from isobit.errors import IsobitError
 from isobit.rewards.sandbox.seccomp import filter_for
 
 _HERE = Path(__file__).resolve().parent
+_SOURCE = _HERE.parents[2]
+_JAIL = "import sys; sys.path.append(sys.argv[1]); from isobit.rewards.sandbox import jail; jail.main()"
 _GRACE_S = 10.0  # for setting up and for the end, beyond the programs' own time
 _MIB = 1 << 20
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,23 @@ def run_caged(
             "filter": code.hex() if code else None,
             "python": _python(),
             "paths": [*_python_paths(), *found],
-            "packages": found,
+            "environment": _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(found)},
             "timeout_s": limits.timeout_s,
-            "memory_bytes": limits.memory_mib * _MIB,
             "disk_bytes": limits.disk_mib * _MIB,
-            "processes": limits.processes,
-            "open_files": limits.open_files,
             "output_bytes": limits.output_bytes,
+            "limits": _of_each_process(limits),
         }
         if isolation == "none":
             for name, text in {**files, **(companion or {})}.items():
                 Path(directory, name).write_text(text, encoding="utf-8", errors="surrogatepass")
         return _jail(json.dumps(job).encode(), len(cages), limits.timeout_s + _GRACE_S)
+
+
+def _of_each_process(limits: Limits) -> dict[str, int]:
+    """By the names of `resource.RLIMIT_`."""
+    found = {"CORE": 0, "CPU": int(limits.timeout_s) + 1, "NOFILE": limits.open_files}
+    found |= {"FSIZE": limits.disk_mib * _MIB, "AS": limits.memory_mib * _MIB}
+    return found | {"NPROC": limits.processes + 2}  # the two processes above it count too
 
 
 def check_cage(isolation: str, packages: bool) -> None:
@@ -116,7 +124,7 @@ def check_cage(isolation: str, packages: bool) -> None:
 def _jail(job: bytes, cages: int, timeout_s: float) -> list[Outcome]:
     """What the jail reports. Raises IsobitError unless all cages came to run their programs; what breaks a cage after
     that is a program, and costs it its outcomes."""
-    command = [sys.executable, "-I", "-S", "-B", str(_HERE / "jail.py")]
+    command = [sys.executable, "-I", "-S", "-B", "-c", _JAIL, str(_SOURCE)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
     ) as process:

@@ -2,9 +2,9 @@
 (`harness.py`) say to each other. A copy of this file goes into each of the two cages.
 
 Plain are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, the
-containers of `collections`, Fraction, Decimal, dates and builtin classes, nested, each of exactly that class: what is
-decoded is made anew, by the reader, and has no method of the writer's. All else is handed to `foreign`. Nothing is
-pickled, and a message that is not in order raises ValueError or what its parts raise.
+containers of `collections`, Fraction, Decimal and dates, nested, each of exactly that class: what is decoded is made
+anew, by the reader, and has no method of the writer's. All else is handed to `foreign`. Nothing is pickled or imported
+by a name from the other side, and a message that is not in order raises ValueError or what its parts raise.
 """
 
 import builtins
@@ -62,8 +62,6 @@ def encode(value: Any, foreign: Callable[[Any], Any]) -> Any:
         return value
     if kind is list:
         return [encode(item, foreign) for item in value]
-    if kind is type and any(value is known for known in CLASSES.values()):
-        return {"type": value.__name__}
     name = kind.__name__
     if CODERS.get(name, (None,))[0] != kind.__module__:
         return foreign(value)
@@ -77,8 +75,6 @@ def decode(body: Any, foreign: Callable[[str, Any], Any]) -> Any:
     if type(body) is not dict:
         return body
     ((name, content),) = body.items()
-    if name == "type":
-        return CLASSES[content]
     if name not in CODERS:
         return foreign(name, content)
     return CODERS[name][2](decode(content, foreign))
@@ -123,7 +119,17 @@ CODERS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "timedelta": ("datetime", lambda t: [t.days, t.seconds, t.microseconds], _of("datetime", "timedelta")),
 }
 BASES: tuple[Any, ...] = (str, int, float, complex, bytes, bytearray, tuple, list, dict, set, frozenset)
+SHARED = {kind.__name__ for kind in (*BASES, bool, range)}
+SHARED |= {name for name, kind in CLASSES.items() if issubclass(kind, BaseException)}
+SHARED -= {kind.__name__ for kind in AssertionError.__mro__}
+"""Builtin classes that the program may hand to the tests by name: of plain values, and exceptions that no failed
+assertion is one of."""
 _PLAIN: dict[Any, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
+
+
+def builtin_class(value: Any) -> str | None:
+    """The name of a builtin class, or None."""
+    return value.__name__ if isinstance(value, type) and CLASSES.get(value.__name__) is value else None
 
 
 def content(value: Any) -> Any:
