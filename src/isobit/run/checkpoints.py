@@ -67,7 +67,7 @@ def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: i
     replace(final, write, ranks=ranks)
     if ranks.rank == 0:
         others = [path for path in all_checkpoints(directory) if path != final]
-        for old in others[: len(others) - keep_last + 1]:
+        for old in others[: max(len(others) - keep_last + 1, 0)]:  # a negative end would count from the newest
             with suppress(OSError):  # that it stays harms nobody, and the next one tries again
                 shutil.rmtree(old.rename(directory / f"{_WRITING}{old.name}"))
     return final
