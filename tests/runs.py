@@ -55,6 +55,9 @@ def fingerprint(run: Path) -> dict[str, Any]:
     if (newest / "adapter_model.safetensors").is_file():
         files["model.safetensors"] = newest / "adapter_model.safetensors"
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    manifest = json.loads(files["manifest.json"].read_text())
+    manifest.pop("trainer/certificate.json", None)  # which also depends on the config's words, such as paths
+    hashes["manifest.json"] = json.dumps(manifest)
     rows = [{k: v for k, v in row.items() if not metrics.is_timing(k)} for row in read_jsonl(run / "metrics.jsonl")]
     lines = {"completions": COMPLETIONS, "quantization": QUANTIZATION}
     hashes |= {name: hashlib.sha256((run / file).read_bytes()).hexdigest() for name, file in lines.items()}

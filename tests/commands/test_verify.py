@@ -12,6 +12,7 @@ from isobit import cli, load_config, train
 from isobit.commands.verify import verify_command
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import completions
+from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS
 
 from ..conftest import Refused
@@ -60,10 +61,12 @@ def test_a_run_is_what_its_weights_sampled(
     rows = list(completions.read(run / COMPLETIONS))
     lines = _said(run, capsys)
     kept = [row for row in rows if row["rollout_step"] in (0, 2)]
-    assert [line.split(":")[0] for line in lines[:-1]] == ["step 0", "step 2"]
-    assert all(line.endswith("drawn again, every token and every bit of its log-probability") for line in lines[:-1])
+    assert [line.split(":")[0] for line in lines[:-2]] == ["step 0", "step 2"]
+    assert all(line.endswith("drawn again, every token and every bit of its log-probability") for line in lines[:-2])
     tokens = sum(len(row["completion_ids"]) for row in kept)
-    assert lines[-1] == f"{run}: 0 of {tokens} tokens differ in any bit: these weights sampled what is recorded"
+    assert lines[-2].startswith(f"certificate: {len(rows)} completions, their rewards and the metrics of steps 0 to 4 ")
+    assert lines[-1].startswith(f"{run}: {len(kept)} of {len(rows)} completions were drawn again, and 0 of their ")
+    assert lines[-1].endswith(f"{tokens} tokens differ in any bit: these weights sampled what is recorded")
 
 
 def _rewritten(run: Path, change: Any) -> None:
@@ -74,10 +77,22 @@ def _rewritten(run: Path, change: Any) -> None:
     (run / COMPLETIONS).write_bytes(b"".join(members))
 
 
-def _differs(run: Path) -> str:
-    with pytest.raises(RunFailed, match="checkpoints did not sample what is recorded") as failed:
+def _differs(run: Path, places: int = 1) -> str:
+    """What the line of the checkpoints says, without the chain, which finds everything."""
+    _without_certificate(run)
+    with pytest.raises(RunFailed, match=f"not what was recorded, in {places} places: ") as failed:
         verify_command(run, None)
     return str(failed.value)
+
+
+def _without_certificate(run: Path) -> None:
+    """As a version before recorded it."""
+    (run / CERTIFICATE).unlink()
+    for path in run.glob("checkpoints/*/trainer/certificate.json"):
+        path.unlink()
+        manifest = json.loads((path.parents[1] / "manifest.json").read_text())
+        del manifest["trainer/certificate.json"]
+        (path.parents[1] / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_a_log_probability_that_was_changed_by_one_bit_is_found(run: Path) -> None:
@@ -107,13 +122,14 @@ def test_other_weights_are_found(run: Path, tmp_path: Path, base_model: Path) ->
     other = _trained(tmp_path / "other", base_model, optimizer={"learning_rate": 2e-3})
     shutil.rmtree(run / "checkpoints" / "step-000002")
     shutil.copytree(other / "checkpoints" / "step-000002", run / "checkpoints" / "step-000002")
-    assert "1 of 2 checkpoints did not sample" in _differs(run)
+    assert "step 2: 16 completions" in _differs(run)
 
 
 def test_another_seed_is_found(run: Path) -> None:
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("seed: 0", "seed: 1"))
-    _differs(run)
+    with pytest.raises(RunFailed, match=r"in 3 places: config\.yaml is not the config that step 4 was done with"):
+        verify_command(run, None)
 
 
 def test_a_damaged_checkpoint_is_found(run: Path) -> None:
@@ -127,12 +143,13 @@ def test_a_damaged_checkpoint_is_found(run: Path) -> None:
 def test_rows_that_do_not_say_when_they_were_sampled_are_left_out(run: Path) -> None:
     """As versions before wrote them: they are not of step 0 for that."""
     _rewritten(run, lambda row: {key: value for key, value in row.items() if key != "rollout_step"})
+    _without_certificate(run)
     with pytest.raises(IsobitError, match="none of its checkpoints sampled completions that are recorded"):
         verify_command(run, None)
 
 
 def test_whole_groups_up_to_a_number(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [line.partition(" completions")[0] for line in _said(run, capsys, 5)[:-1]] == ["step 0: 8", "step 2: 8"]
+    assert [line.partition(" completions")[0] for line in _said(run, capsys, 5)[:-2]] == ["step 0: 8", "step 2: 8"]
 
 
 def test_another_machine_is_named(run: Path) -> None:
@@ -140,7 +157,7 @@ def test_another_machine_is_named(run: Path) -> None:
     (run / "machine.json").write_text(json.dumps(facts | {"torch": "2.0.0"}))
     verify_command(run, 4)
     _rewritten(run, lambda row: row | {"rollout_logprobs": [-0.5] * len(row["rollout_logprobs"])})
-    assert "(recorded with another torch, where bits may differ)" in _differs(run)
+    assert "(recorded with another torch, where bits may differ)" in _differs(run, 2)
 
 
 def test_what_cannot_be_verified_is_refused(
@@ -151,6 +168,7 @@ def test_what_cannot_be_verified_is_refused(
     assert "sampled none; verify /runs/first" in refused("verify", run)
     (run / "rollouts_from.txt").unlink()
     _rewritten(run, lambda row: {key: value for key, value in row.items() if key != "completion_ids"})
+    _without_certificate(run)
     assert "none of its checkpoints sampled completions that are recorded" in refused("verify", run)
     calibrated = _trained(tmp_path / "calibrated", base_model, precision="fp8-rollout-kv", steps=1)
     with pytest.raises(IsobitError, match="scales that were calibrated during the run"):

@@ -90,7 +90,12 @@ class Run:
         )
         state = {"step": step, "offsets": {}}
         return save_checkpoint(
-            directory, parts, state, {"scales": torch.arange(6.0).view(2, 3), "tokens": torch.arange(3)}, keep_last=2
+            directory,
+            parts,
+            state,
+            {"scales": torch.arange(6.0).view(2, 3), "tokens": torch.arange(3)},
+            "0" * 64,
+            keep_last=2,
         )
 
     @staticmethod
@@ -447,7 +452,7 @@ def test_what_is_not_finite_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
             lo, hi = shards.own(name)
             if lo <= row < hi:
                 rows[name].data[row - lo] = math.inf
-        return not_finite(model), problem_of(path, tmp_path, ranks)
+        return not_finite(model), problem_of(path, ranks)
 
     for size in (1, 2, 3):
         assert run(size, work) == [("layers.1.down", None)] * size
@@ -455,7 +460,7 @@ def test_what_is_not_finite_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
     tensors["model.norm.weight"][3] = math.nan
     save_file(tensors, path / "model.safetensors")
     for size in (1, 2, 3):
-        found = run(size, lambda ranks: problem_of(path, tmp_path, ranks))
+        found = run(size, lambda ranks: problem_of(path, ranks))
         assert found == ["model.norm.weight in model.safetensors is not finite"] * size
 
 

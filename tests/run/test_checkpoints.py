@@ -6,10 +6,13 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from isobit import cli
 from isobit.config import load_config
@@ -48,6 +51,30 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert newest(tmp_path) == (tmp_path / "step-000100", [])
     save(tmp_path, 100, content("again"), keep_last=2)
     assert (tmp_path / "step-000100" / "model.safetensors").read_text() == "again"
+
+
+@given(
+    keep_last=st.integers(1, 12),
+    steps=st.lists(st.integers(0, 10_000_000), min_size=1, max_size=12, unique=True),
+    harm=st.lists(st.sampled_from(["no", "damaged", "set aside"]), min_size=12, max_size=12),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_number_is_kept_of_any_number_of_checkpoints(keep_last: int, steps: list[int], harm: list[str]) -> None:
+    """After each save: the one just written, and of the others the newest, also where some are damaged (they count
+    until a run that goes on sets them aside) or were set aside (they do not)."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept: list[int] = []
+        for step, what in zip(steps, harm):
+            path = save(Path(folder), step, content(str(step)), keep_last)
+            others = sorted(other for other in kept if other != step)
+            kept = [*others[max(len(others) - (keep_last - 1), 0) :], step]
+            assert [checkpoints.step_of(each) for each in all_checkpoints(Path(folder))] == sorted(kept)
+            assert damage(path) is None
+            if what == "damaged":
+                flip(path)
+            elif what == "set aside":
+                path.rename(path.with_name(f".damaged-{path.name}"))
+                kept.remove(step)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:

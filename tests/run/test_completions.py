@@ -62,11 +62,11 @@ def test_log_probabilities_are_short_and_the_same_bits() -> None:
     values = np.concatenate([words.view(np.float32), np.float32([0.0, -0.0, 1e-45, 3.4028235e38])])
     values = values[np.isfinite(values)]
     plain = values.astype(np.float64).tolist()
-    row = {"rollout_logprobs": _compact(plain), "policy_logprobs": SAME}
+    row = {"step": 1, "rollout_logprobs": _compact(plain), "policy_logprobs": SAME}
     found = parse(json.dumps(row).encode())
     assert struct.pack(f"{len(plain)}d", *found["rollout_logprobs"]) == struct.pack(f"{len(plain)}d", *plain)
     assert found["policy_logprobs"] == found["rollout_logprobs"]
-    shorter = parse(json.dumps({"rollout_logprobs": [float(f"{x:.8g}") for x in plain]}).encode())
+    shorter = parse(json.dumps({"step": 1, "rollout_logprobs": [float(f"{x:.8g}") for x in plain]}).encode())
     assert shorter["rollout_logprobs"] != plain
     with pytest.raises(AssertionError, match="are float32"):
         _compact([0.1])

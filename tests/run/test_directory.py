@@ -9,17 +9,17 @@ import pytest
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import durable
+from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS
 from isobit.run.directory import (
     METRICS,
     QUANTIZATION,
     Interruption,
     RunDirectory,
-    ends,
     read_jsonl,
     refuse_existing,
-    too_short,
 )
+from isobit.run.ends import ends
 
 
 def test_a_new_directory_is_locked(tmp_path: Path) -> None:
@@ -33,30 +33,37 @@ def test_a_new_directory_is_locked(tmp_path: Path) -> None:
 def test_files_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", "") as run:
         run.write_metrics({"step": 1.0})
-        kept = ends(run.directory, run.written())
+        kept, _ = ends(run.directory, {"step": 1, **run.written()})
         run.write_metrics({"step": 2.0})
         run.write_completions([{"step": 2, "completion": "ü"}])
     with RunDirectory(tmp_path / "run", kept) as run:
         run.write_metrics({"step": 2.0, "grad_norm": float("nan")})
-        assert run.written() == {"rows": 2, "offsets": {COMPLETIONS: 0, QUANTIZATION: 0}}
-        assert ends(run.directory, run.written())[METRICS] > kept[METRICS]
-        before = {"offsets": {METRICS: 7, COMPLETIONS: 0}}  # as isobit 0.1 wrote it
-        assert ends(run.directory, before) == {METRICS: 7, COMPLETIONS: 0, QUANTIZATION: 0}
-        assert too_short(run.directory, run.written()) is None
-        assert too_short(run.directory, {**run.written(), "rows": 3}) == "metrics.jsonl has 2 rows, and had 3 then"
+        assert run.written() == {"rows": 2, "offsets": {COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}}
+        state = {"step": 2, **run.written()}
+        found, lost = ends(run.directory, state)
+        assert found[METRICS] > kept[METRICS]
+        assert lost == []
+        assert ends(run.directory, state | {"unrecorded": {}, "rows": 1}) == (kept, [])
+        before = {"step": 2, "offsets": {METRICS: 7, COMPLETIONS: 0}}  # as isobit 0.1 wrote it
+        assert ends(run.directory, before)[0] == {METRICS: 7, COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}
+        said = "metrics.jsonl has 2 rows up to step 2, and had 3; the run goes on, and its weights are sound"
+        assert ends(run.directory, state | {"rows": 3})[1] == [f"{run.directory}: {said}"]
     assert list(read_jsonl(tmp_path / "run" / METRICS)) == [{"step": 1.0}, {"step": 2.0, "grad_norm": None}]
     assert (tmp_path / "run" / COMPLETIONS).read_bytes() == b""
     with pytest.raises(IsobitError, match=r"metrics\.jsonl is shorter than its checkpoint says"):
         RunDirectory(tmp_path / "run", {METRICS: 10_000})
 
 
-def test_half_a_line_at_the_end_is_left_out_and_a_broken_one_named(tmp_path: Path) -> None:
+def test_half_a_line_at_the_end_is_left_out_and_a_broken_one_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert list(read_jsonl(path)) == [{"step": 1}, {"step": 2}]
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(IsobitError, match="line 2: not valid JSON"):
-        list(read_jsonl(path))
+    assert capsys.readouterr().err == ""
+    assert list(read_jsonl(path)) == [{"step": 1}, {"step": 3}]
+    assert "rows.jsonl: 1 row cannot be read and left out; line 2: not valid JSON" in capsys.readouterr().err
     with pytest.raises(IsobitError, match="cannot read"):
         list(read_jsonl(tmp_path / "gone.jsonl"))
 

@@ -1,6 +1,10 @@
-"""What a run goes on from: its newest checkpoint that is whole, finite and fits its files; alone in its directory."""
+"""What a run goes on from: its newest checkpoint that is whole and finite, whatever its logs have become; alone in its
+directory."""
 
+import hashlib
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,10 @@ from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
 from isobit.rl.optim import Optimizer
-from isobit.run.checkpoints import _digest, all_checkpoints
-from isobit.run.directory import METRICS, Lock, RunDirectory
+from isobit.run.certificate import CERTIFICATE
+from isobit.run.checkpoints import _digest, all_checkpoints, newest
+from isobit.run.completions import COMPLETIONS, lines, members, parse
+from isobit.run.directory import METRICS, Lock, RunDirectory, read_jsonl
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 
@@ -34,23 +40,108 @@ def spoil(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest | {path.name: _digest(path)}))
 
 
-def cut(run: Path) -> None:
-    path = run / METRICS
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def test_it_falls_back_to_a_checkpoint_that_is_finite_and_fits(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_falls_back_to_a_checkpoint_that_is_finite(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = fingerprint(run)
-    for harm, said in (
-        (lambda: spoil(all_checkpoints(run / "checkpoints")[-1]), "is not finite"),
-        (lambda: cut(run), "metrics.jsonl has"),
-    ):
-        harm()
-        assert resume(run).exit_code == 0
-        line = next(line for line in capsys.readouterr().err.splitlines() if "step-000004 is damaged" in line)
-        assert said in line
-        assert fingerprint(run) == whole
+    spoil(all_checkpoints(run / "checkpoints")[-1])
+    assert resume(run).exit_code == 0
+    line = next(line for line in capsys.readouterr().err.splitlines() if "step-000004 is damaged" in line)
+    assert "is not finite" in line
+    assert fingerprint(run) == whole
     assert (run / "checkpoints" / ".damaged-step-000004").is_dir()
+
+
+def _metrics(change: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], None]:
+    def harm(run: Path) -> None:
+        path = run / METRICS
+        path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+
+    return harm
+
+
+def _flip_completions(run: Path) -> None:
+    member = list(members(run / COMPLETIONS))[1]
+    content = bytearray((run / COMPLETIONS).read_bytes())
+    content[member.start + member.length // 2] ^= 1
+    (run / COMPLETIONS).write_bytes(content)
+
+
+def _shorten(name: str) -> Callable[[Path], None]:
+    return lambda run: (run / name).write_bytes((run / name).read_bytes()[:-3])
+
+
+_DEEP = b'{"step": 1, "a": ' + b"[" * 100_000 + b"\n"
+LOGS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "emptied": (_metrics(lambda rows: []), "metrics.jsonl has 0 rows up to step 4, and had 5"),
+    "gone": (lambda run: (run / METRICS).unlink(), "metrics.jsonl has 0 rows up to step 4, and had 5"),
+    "half a line": (_metrics(lambda rows: [*rows[:-1], rows[-1][:-9]]), "has 4 rows up to step 4, and had 5"),
+    "a text value": (
+        _metrics(lambda rows: [*rows[:2], b'{"step": 2, "grad_norm": "high"}\n', *rows[3:]]),
+        "has 4 rows up to step 4, and had 5",
+    ),
+    "nested": (_metrics(lambda rows: [*rows[:2], _DEEP, *rows[3:]]), "has 4 rows up to step 4, and had 5"),
+    "garbage in the middle": (
+        _metrics(lambda rows: [*rows[:2], b"\0\xff\n" * 3, *rows[3:]]),
+        "has 4 rows up to step 4",
+    ),
+    "no JSON and no UTF-8": (_metrics(lambda rows: [b"\xff\n", b"{\n", b"[]\n", b"1\n"]), "has 0 rows up to step 4"),
+    "zeros at the end": (_metrics(lambda rows: [*rows, b"\0" * 4096]), ""),
+    "a flipped bit in completions": (_flip_completions, "completions.jsonl.gz: completions are damaged, of step 2"),
+    "completions cut off": (_shorten(COMPLETIONS), "completions.jsonl.gz has "),
+    "quantization cut off": (_shorten("quantization.jsonl"), "quantization.jsonl has "),
+    "the certificate cut off": (_shorten(CERTIFICATE), "certificate.jsonl has "),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_costs_its_rows_and_not_the_run(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest checkpoint is taken, whose weights are sound; a line says what is lost; later steps are recorded."""
+    whole, before = fingerprint(run), newest(run / "checkpoints")
+    harm, said = LOGS[name]
+    harm(run)
+    capsys.readouterr()
+    assert resume(run, ["steps=6"]).exit_code == 0
+    err = capsys.readouterr().err
+    assert said in err
+    assert "damaged (" not in err  # of a checkpoint
+    assert ("the run goes on, and its weights are sound" in err) == bool(said)
+    assert before[0] in all_checkpoints(run / "checkpoints")
+    assert hashlib.sha256((before[0] / "model.safetensors").read_bytes()).hexdigest() == whole["model.safetensors"]
+    steps = [int(row["step"]) for row in read_jsonl(run / METRICS)]
+    assert steps[-2:] == [5, 6]
+    assert steps == sorted(set(steps))
+    last = list(members(run / COMPLETIONS))[-1]
+    assert [parse(line)["step"] for line in lines(run / COMPLETIONS, last)] == [6] * 16
+
+
+def test_checkpoints_that_are_gone_are_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that has recorded a step does not begin again without a word; one that has not begins again."""
+    files = {name: (run / name).read_bytes() for name in (METRICS, COMPLETIONS, CERTIFICATE)}
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(
+        IsobitError, match=r"its checkpoints are gone, after step 4: bring .*checkpoints back, or begin"
+    ) as said:
+        resume(run)
+    assert "--out" in str(said.value)
+    assert {name: (run / name).read_bytes() for name in files} == files
+    for name in files:  # any of them is enough to know
+        for other in files:
+            (run / other).write_bytes(files[other] if other == name else b"")
+        with pytest.raises(IsobitError, match="its checkpoints are gone"):
+            resume(run)
+    (run / CERTIFICATE).write_bytes(files[CERTIFICATE].splitlines(keepends=True)[0])
+    (run / METRICS).write_bytes(files[METRICS].splitlines(keepends=True)[0])  # the evaluation before step 1
+    (run / COMPLETIONS).write_bytes(b"")
+    assert resume(run).exit_code == 0
+
+
+def test_going_back_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    whole = (run / COMPLETIONS).read_bytes()
+    assert resume(run).exit_code == 0
+    assert (
+        f"{run} goes on after step 2: steps up to 4, which it had recorded, are done again" in capsys.readouterr().err
+    )
+    assert (run / COMPLETIONS).read_bytes() == whole
 
 
 def test_a_second_process_touches_nothing(run: Path) -> None:

@@ -127,11 +127,11 @@ def test_a_tail_stops_at_what_is_not_whole(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     tail = Tail(path)
     assert list(tail) == []
-    path.write_text('{"a": 1}\n{"a"')
-    assert list(tail) == [{"a": 1}]
+    path.write_text('{"step": 1}\n{"st')
+    assert list(tail) == [{"step": 1}]
     with path.open("a") as file:
-        file.write(": 2}\n")
-    assert list(tail) == [{"a": 2}]
+        file.write('ep": 2}\n')
+    assert list(tail) == [{"step": 2}]
 
 
 def test_a_damaged_state_is_said(run: Path) -> None:

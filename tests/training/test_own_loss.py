@@ -7,7 +7,7 @@ import pytest
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.training.train import resume, train
+from isobit.training.train import train
 from tests.runs import write_config
 
 CLIP = """
@@ -62,19 +62,6 @@ def test_the_named_ones_written_anew_train_to_the_same_bits(files: Path, base_mo
     assert [row["loss/ratio"] for row in rows if row["step"] > 0] == [1.0, 1.0]
     facts = json.loads((all_own / "machine.json").read_text())["functions"]
     assert {key: len(found) for key, found in facts.items()} == {"algorithm.loss": 1, "algorithm.advantage": 1}
-
-
-def test_a_resumed_run_says_that_its_loss_is_another(
-    files: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = run(files, base_model, "own", f"algorithm.loss={files}/losses.py:loss")
-    resume(directory, ["steps=3"], quiet=False)
-    assert "algorithm.loss" not in capsys.readouterr().err  # the control: the same text
-    (files / "losses.py").write_text(CLIP.replace("loss = -", "loss = -2 * "))
-    resume(directory, ["steps=4"], quiet=False)
-    assert "warning: algorithm.loss: its file has changed since the run began" in capsys.readouterr().err
-    facts = json.loads((directory / "machine.json").read_text())["functions"]
-    assert len(set(facts["algorithm.loss"])) == 2
 
 
 def test_a_loss_that_cannot_be_split_costs_nothing(files: Path, base_model: Path) -> None:

@@ -19,6 +19,8 @@ from isobit.run.private import PrivateFolder, say
 __all__ = ["app", "evaluation", "machine", "main", "models", "pages", "planning", "training"]
 
 
+_OF_A_PLACE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EROFS)
+"""What is wrong with a place of the user's, wherever it was met."""
 _LESS_MEMORY = (
     "less is taken with smaller optimizer.micro_batch_tokens, engine.kv_pages or adapter.rank, and with "
     "optimizer.activation_checkpointing (isobit plan counts it); a run goes on from its last checkpoint with --resume"
@@ -32,9 +34,9 @@ def main() -> None:
     except IsobitError as error:
         _end(error)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in _OF_A_PLACE or error.filename is None:
             raise
-        _end(IsobitError(f"{brief(error.filename)}: {error.strerror}"))
+        _end(IsobitError(f"{brief(error.filename, 300)}: {error.strerror}"))
     except (MemoryError, RuntimeError) as error:
         asked = failed_allocation(error)
         if asked is None:

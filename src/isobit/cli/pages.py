@@ -73,9 +73,12 @@ def verify(
     samples: Annotated[
         int | None, typer.Option(min=1, help="of each checkpoint at least so many, in whole groups; default: all")
     ] = None,
+    certificate: Annotated[
+        str | None, typer.Option(metavar="HASH", help="of a step, as the run printed it: is it of this run?")
+    ] = None,
 ) -> None:
     """Draw a run's completions again from its checkpoints, and compare every token and log-probability with what the
-    run recorded, bit for bit.
+    run recorded, bit for bit; and everything else that it recorded with its chain of hashes.
 
     \b
     isobit verify runs/quickstart
@@ -83,4 +86,4 @@ def verify(
     """
     from isobit.commands.verify import verify_command
 
-    verify_command(run, samples)
+    verify_command(run, samples, certificate)

@@ -76,6 +76,7 @@ def _train(
     redo: bool = False,
 ) -> int:
     from isobit.config import load_config
+    from isobit.config.reading import override
     from isobit.run.directory import CONFIG, require_run
 
     if redo and (config is None or dry_run):
@@ -91,7 +92,7 @@ def _train(
         require_run(recorded)
     path = config if recorded is None else recorded / CONFIG
     assert path is not None
-    loaded = load_config(path, [*overrides, *([f"run.dir={out}"] if out is not None else [])])
+    loaded = load_config(path, [*overrides, *([override("run.dir", out)] if out is not None else [])])
     if redo and os.environ.get("RANK", "0") == "0":
         from isobit.training.redo import clear_finished
 
@@ -134,11 +135,12 @@ def sft(
     Interrupted (Ctrl-C), it finishes its step and writes the model as it is then.
     """
     from isobit.config import load_sft_config
+    from isobit.config.reading import override
     from isobit.run.directory import Interruption
 
     changes = list(overrides or [])
     if out is not None:
-        changes.append(f"out={out}")
+        changes.append(override("out", out))
     loaded = load_sft_config(config, changes)
     from isobit.training.sft import supervised_run  # only here: a mistake in a config needs none of it
 

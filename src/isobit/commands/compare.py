@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from isobit.config import CompareConfig, Config, load_config
+from isobit.config.reading import override
 from isobit.errors import IsobitError, RunFailed
 from isobit.report.comparison import OUTCOME, write_comparison
 from isobit.run import directory as runs
@@ -31,7 +32,7 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
                 *config.changes,
                 f"precision={json.dumps(preset)}",
                 f"seed={seed}",
-                f"run.dir={out / folder_name(preset) / f'seed-{seed}'}",
+                override("run.dir", out / folder_name(preset) / f"seed-{seed}"),
                 "run.report=false",
                 "run.keep_last=1",
                 "evaluation.keep_best=false",

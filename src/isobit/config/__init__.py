@@ -8,7 +8,7 @@ from isobit.config.load import (
     load_sft_config,
     parse_config,
 )
-from isobit.config.resuming import RESUMABLE, check_resumed
+from isobit.config.resuming import RESUMABLE, check_resumed, lasting
 from isobit.config.schema import ArchitectureConfig, CompareConfig, Config, SftConfig
 from isobit.config.sections import SamplingConfig
 
@@ -21,6 +21,7 @@ __all__ = [
     "SftConfig",
     "check_resumed",
     "dump_config",
+    "lasting",
     "load_compare_config",
     "load_config",
     "load_run_config",

@@ -3,6 +3,7 @@
 Left out: whether keys and values are right, which the schema says.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,15 +34,20 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
         values, where = _settings(source), "settings"
     else:
         raise IsobitError(f"config: expected the path of a YAML file or a mapping of settings, got {source!r:.80}")
-    if isinstance(overrides, (str, Mapping)) or not all(isinstance(override, str) for override in overrides):
+    if isinstance(overrides, (str, Mapping)) or not all(isinstance(each, str) for each in overrides):
         raise IsobitError(f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r:.80}')
     algorithm = values.get("algorithm")
     whole = isinstance(algorithm, Mapping) and set(options_of(Objective)) <= set(algorithm)
-    if whole and any(override.startswith("algorithm.preset=") for override in overrides):
+    if whole and any(each.startswith("algorithm.preset=") for each in overrides):
         values["algorithm"] = without_preset(algorithm)  # a run's own config, which says every part of its preset
-    for override in overrides:
-        _override(values, override)
+    for each in overrides:
+        _override(values, each)
     return values, where
+
+
+def override(key: str, value: object) -> str:
+    """`key=value` of a text, as it stands: a path may hold what YAML reads as a comment, a number or a mapping."""
+    return f"{key}={json.dumps(str(value), ensure_ascii=False)}"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -70,25 +76,25 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _override(values: dict[str, Any], override: str) -> None:
-    key, sign, text = override.partition("=")
+def _override(values: dict[str, Any], given: str) -> None:
+    key, sign, text = given.partition("=")
     if not sign or not _KEY.fullmatch(key):
-        raise IsobitError(f"override {brief(override)!r}: expected key.sub=value, such as sampling.temperature=0.8")
+        raise IsobitError(f"override {brief(given)!r}: expected key.sub=value, such as sampling.temperature=0.8")
     try:
         value = strict_yaml.load(text)
     except strict_yaml.DuplicateKey as error:
-        raise IsobitError(f"override {brief(override)!r}: key {brief(error.key)!r} comes twice; leave one") from None
+        raise IsobitError(f"override {brief(given)!r}: key {brief(error.key)!r} comes twice; leave one") from None
     except yaml.YAMLError:
         value = text
     if key.rpartition(".")[2] == "precision" and isinstance(value, str) and "[" in value and not value.endswith("]"):
         raise IsobitError(
-            f"override {brief(override)!r}: its [ is not closed; expected {key}=PRESET[option=value, option=value], in "
+            f"override {brief(given)!r}: its [ is not closed; expected {key}=PRESET[option=value, option=value], in "
             "quotes where a shell would cut it at a space"
         )
     section = key.partition(".")[0]
     if section != key:
         _expand(values, section)
-    _set(values, key, value, f"override {brief(override)!r}")
+    _set(values, key, value, f"override {brief(given)!r}")
 
 
 def _expand(values: dict[str, Any], name: str) -> None:

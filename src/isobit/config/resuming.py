@@ -1,6 +1,7 @@
 """What a run that goes on may change of its own config: declared once, for the check, its message, `--help`, docs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from isobit.errors import IsobitError
 
@@ -22,3 +23,13 @@ def check_resumed(overrides: Sequence[str]) -> None:
             raise IsobitError(
                 f"override {override!r}: a resumed run repeats its own config; only these may change: {RESUMABLE}"
             )
+
+
+def lasting(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The plain values of a config without what a run that goes on may change."""
+    free = {*_KEYS, *_SECTIONS}
+    return {
+        key: lasting(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if f"{prefix}{key}" not in free
+    }

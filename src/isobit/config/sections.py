@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, printable
 from isobit.options.declare import OneOf, Such, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
+from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
 
 PrecisionValue = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
@@ -211,4 +212,12 @@ class RunConfig:
     rank_timeout_s: Annotated[
         float, above(0), "how long a rank waits for the others; more than the longest rollout of one of them"
     ] = 1800.0
+    on_change: Annotated[
+        Literal["stop", "warn"],
+        "what a resume does where data, rewards, templates or a model that it reads are not those the run began with",
+    ] = "stop"
     report: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.dir or printable(self.dir) != self.dir or set("\n\t") & set(self.dir):
+            raise OptionError(("dir",), f"expected a path without control characters, got {self.dir!r:.80}")

@@ -17,7 +17,7 @@ from isobit.report.panels import with_derived
 from isobit.report.series import MetricRows, Series, points
 from isobit.report.tables import html_table, text_table
 from isobit.run import durable
-from isobit.run.directory import METRICS, read_jsonl
+from isobit.run.directory import METRICS, object_in, read_jsonl
 
 OUTCOME = "outcome.json"
 PAGE, DATA = "comparison.html", "comparison.json"
@@ -76,11 +76,11 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
 def _read(name: str, paths: Sequence[Path]) -> FlowRuns:
     runs, failures = [], []
     for path in paths:
-        outcome = json.loads((path / OUTCOME).read_text(encoding="utf-8"))
+        outcome = object_in(path / OUTCOME) or {"finished": False, "reason": f"{path / OUTCOME} cannot be read"}
         rows = list(read_jsonl(path / METRICS)) if (path / METRICS).is_file() else []
         runs.append([with_derived(row) for row in rows])
-        if not outcome["finished"]:
-            failures.append(f"{name}, {path.name}: stopped: {outcome['reason']}")
+        if outcome.get("finished") is not True:
+            failures.append(f"{name}, {path.name}: stopped: {outcome.get('reason')}")
     return FlowRuns(name, runs, failures)
 
 

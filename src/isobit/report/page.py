@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobit.data.foreign import read_bytes, reason_of
 from isobit.errors import IsobitError
 from isobit.report import panels
 from isobit.report.charts import draw, draw_all
@@ -28,6 +29,7 @@ from isobit.run.directory import CONFIG, METRICS, QUANTIZATION, read_jsonl, requ
 
 SCRIPTS = ("charts.js", "tabs.js", "heatmap.js", "prompts.js", "completions.js")
 _COMPLETION_BYTES, _PROMPT_BYTES = 2_400_000, 400_000
+_MOST_CONFIG = 1 << 20
 _STATIC_SAMPLES, _STATIC_LENGTH = 3, 600
 
 
@@ -93,12 +95,19 @@ def _read(directory: Path, name: str, sharing: int) -> _Run:
     intervals = rollouts.reward_intervals()
     return _Run(
         name,
-        (directory / CONFIG).read_text(encoding="utf-8"),
+        _config(directory / CONFIG),
         Series(name, [_with_band(row, intervals, rollouts) for row in rows]),
         heat_maps(list(read_jsonl(recorded)) if recorded.is_file() else []),
         prompt_table(rollouts, _PROMPT_BYTES // sharing),
         sample_completions(rollouts, directory, _COMPLETION_BYTES // sharing),
     )
+
+
+def _config(path: Path) -> str:
+    try:
+        return read_bytes(path, _MOST_CONFIG).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"cannot read config {path}: {reason_of(error)}") from None
 
 
 def _with_band(row: dict[str, Any], intervals: Mapping[int, float], rollouts: RolloutIndex) -> dict[str, Any]:

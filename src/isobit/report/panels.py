@@ -133,6 +133,7 @@ def with_derived(row: dict[str, float | None]) -> dict[str, float | None]:
 def by_position(run: Series) -> Series:
     """The run's BY_POSITION: a row for each power of two, its place in the completion, in place of a step."""
     names = {name for row in run.rows for name in row if name.startswith(POSITIONS)}
-    values = {int(name.removeprefix(POSITIONS)): points(run.rows, name)[1] for name in names}
+    known = [name for name in names if name.removeprefix(POSITIONS).isdecimal()]
+    values = {int(name.removeprefix(POSITIONS)): points(run.rows, name)[1] for name in known}
     rows = [{"step": float(n), "mismatch/kl_k3": sum(v) / len(v)} for n, v in sorted(values.items()) if v]
     return Series(run.name, rows)

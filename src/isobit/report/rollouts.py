@@ -10,17 +10,19 @@ import math
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.report.intervals import mean_interval
-from isobit.run.completions import Member, lines, members, parse
+from isobit.run.completions import Member, is_reward, lines, members, parse
+from isobit.run.rows import BadRow, check_step, warn
 
 _LISTS = re.compile(rb',"(?:prompt_ids|completion_(?:ids|mask)|(?:rollout|policy)_logprobs|reference_kl)":\[[^\]]*\]')
 """Lists of numbers. Within a text every quote has a backslash before it, so these bytes are never part of one."""
+_MOST_TOKENS = 1 << 31
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Visit:
 @dataclass
 class RolloutIndex:
     """Visits by prompt text, in order; and for each step the places and the rewards of its whole rows, of `whole_bytes`
-    together: a sampled run has others, which count and cannot be shown.
+    together: a sampled run has others, which count and cannot be shown. `lost`: rows and steps that cannot be read.
 
     `solved_from`: the reward from which a completion counts as solved: 1, or the highest there is, if that is less.
     """
@@ -49,6 +51,7 @@ class RolloutIndex:
     visits: dict[str, list[Visit]] = field(default_factory=dict)
     steps: dict[int, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
     count: int = 0
+    lost: int = 0
     whole_bytes: int = 0
     members: list[tuple[int, Member]] = field(default_factory=list)
     solved_from: float = 1.0
@@ -73,21 +76,24 @@ class RolloutIndex:
             index = bisect_right(starts, place) - 1
             if index != opened:
                 opened, found = index, lines(self.path, self.members[index][1])
-            yield parse(found[place - starts[index]])
+            row = parse(found[place - starts[index]])
+            if _shows(row):
+                yield row
 
 
 def read_rollouts(path: Path) -> RolloutIndex:
-    """Read the file, if it is there; a half-written last step is left out. Raises IsobitError for a line that is not a
-    row of completions."""
+    """Read the file, if it is there; a half-written last step is left out. A line on stderr says how many rows and
+    steps are none, or are damaged. Raises IsobitError for a file that may not be read."""
     found, groups = RolloutIndex(path), dict[tuple[str, int, int], list[float]]()
     for line in _lines(found):
-        number = found.count + 1
         try:
-            row = json.loads(_LISTS.sub(b"", line))
-            prompt, step, index = str(row.get("prompt") or ""), int(row["step"]), int(row.get("prompt_index") or 0)
-            reward = None if row.get("reward") is None else float(row["reward"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise IsobitError(f"{path}, line {number}: not a row of completions") from None
+            row = _row(line)
+        except BadRow:
+            found.lost += 1
+            found.count += 1
+            continue
+        prompt, step, index = str(row.get("prompt") or ""), row["step"], row.get("prompt_index") or 0
+        reward = None if row.get("reward") is None else float(row["reward"])
         if "completion" in row:
             places, rewards = found.steps.setdefault(step, (array("q"), array("d")))
             places.append(found.count)
@@ -99,6 +105,8 @@ def read_rollouts(path: Path) -> RolloutIndex:
             found.lowest, found.highest = min(found.lowest, reward), max(found.highest, reward)
         found.count += 1
     found.solved_from = min(1.0, found.highest)
+    if found.lost:
+        warn(f"{path}: rows or steps that cannot be read: {found.lost:,}; they are left out")
     for (prompt, step, _), scored in groups.items():
         if scored:
             solved = sum(reward >= found.solved_from for reward in scored)
@@ -107,10 +115,38 @@ def read_rollouts(path: Path) -> RolloutIndex:
 
 
 def _lines(found: RolloutIndex) -> Iterator[bytes]:
-    """All rows; where each step begins is kept on the way."""
+    """All rows; where each step begins is kept on the way. A step that is damaged is counted as lost."""
+    for member in members(found.path):
+        try:
+            rows = lines(found.path, member)
+        except IsobitError:
+            found.lost += 1
+            continue
+        found.members.append((found.count, member))
+        yield from rows
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """A row without its lists of numbers. Raises BadRow."""
     try:
-        for member in members(found.path):
-            found.members.append((found.count, member))
-            yield from lines(found.path, member)
-    except OSError as error:
-        raise IsobitError(f"cannot read {found.path}: {error.strerror}") from None
+        row = json.loads(_LISTS.sub(b"", line))
+    except (ValueError, RecursionError):
+        raise BadRow("not valid JSON") from None
+    if not isinstance(row, dict) or not is_reward(row.get("reward")):
+        raise BadRow("not a row of completions")
+    check_step(row)
+    if any(type(row.get(name) or 0) is not int for name in ("step", "prompt_index", "sample_index")):
+        raise BadRow("not a row of completions")
+    return row
+
+
+def _shows(row: Mapping[str, Any]) -> bool:
+    """Whether a whole row can be shown: its tokens are ids, its log-probabilities go with them, its rewards are
+    numbers."""
+    ids, rollout, policy = (row.get(name) or [] for name in ("completion_ids", "rollout_logprobs", "policy_logprobs"))
+    prompt, rewards = row.get("prompt_ids") or [], row.get("rewards") or {}
+    if not isinstance(ids, list) or not isinstance(prompt, list) or not isinstance(rewards, dict):
+        return False
+    tokens = all(type(token) is int and 0 <= token < _MOST_TOKENS for token in (*prompt, *ids))
+    together = len(rollout) in (0, len(ids)) and len(policy) in (0, len(ids))
+    return tokens and together and isinstance(row.get("completion"), str) and all(map(is_reward, rewards.values()))

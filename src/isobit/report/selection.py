@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from isobit.data.foreign import check_readable
 from isobit.report.rollouts import RolloutIndex
 from isobit.run.directory import CHECKPOINTS
 
@@ -168,6 +169,7 @@ class _Pieces:
 def _tokenizer(directory: Path) -> Tokenizer | None:
     for path in sorted((directory / CHECKPOINTS).glob("step-*/tokenizer.json"), reverse=True):
         try:
+            check_readable(path)
             return Tokenizer.from_file(str(path))
         except Exception:  # tokenizers raises plain Exception; the page then does without
             continue

@@ -9,16 +9,18 @@ a checkpoint (the caller writes it).
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from isobit.errors import IsobitError, RunFailed
+from isobit.data.foreign import BadJson, check_readable, parse_json, read_bytes, reason_of
+from isobit.errors import IsobitError, RunFailed, brief
 from isobit.run import durable
 
-_MANIFEST = "manifest.json"
+_MANIFEST, _MOST_BYTES = "manifest.json", 1 << 24
 _PREFIX, _WRITING, _REPLACED, _DAMAGED = "step-", ".writing-", ".replaced-", ".damaged-"
 Problem = Callable[[Path], str | None]
 """What is wrong with a checkpoint, or None."""
@@ -67,7 +69,7 @@ def save(directory: Path, step: int, write: Callable[[Path], None], keep_last: i
     replace(final, write, ranks=ranks)
     if ranks.rank == 0:
         others = [path for path in all_checkpoints(directory) if path != final]
-        for old in others[: len(others) - keep_last + 1]:
+        for old in others[: max(len(others) - keep_last + 1, 0)]:  # a negative end would count from the newest
             with suppress(OSError):  # that it stays harms nobody, and the next one tries again
                 shutil.rmtree(old.rename(directory / f"{_WRITING}{old.name}"))
     return final
@@ -196,22 +198,32 @@ def damage(path: Path, ranks: Ranks = ONE) -> str | None:
 def _manifest(path: Path) -> tuple[dict[str, str], dict[str, int], str | None]:
     """The manifest of a checkpoint, the sizes of its files, 0 where there is none, and what is wrong with it."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-        sizes = {name: (path / name).stat().st_size if (path / name).is_file() else 0 for name, _ in manifest.items()}
+        manifest = parse_json(read_bytes(path / _MANIFEST, _MOST_BYTES).decode("utf-8"))
+        if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
+            return {}, {}, f"{_MANIFEST} cannot be read: it is no list of files and their SHA-256"
+        if foreign := [name for name in manifest if not _inside(name)]:
+            return {}, {}, f"{_MANIFEST} names {brief(foreign[0])!r}, which is no file of a checkpoint"
+        sizes = {name: (path / name).stat().st_size if (path / name).is_file() else 0 for name in manifest}
     except FileNotFoundError:
         return {}, {}, f"{_MANIFEST} is missing"
-    except (OSError, ValueError, AttributeError) as error:
-        return {}, {}, f"{_MANIFEST} cannot be read: {error}"
+    except (OSError, UnicodeDecodeError, BadJson) as error:
+        return {}, {}, f"{_MANIFEST} cannot be read: {reason_of(error)}"
     return manifest, sizes, None if manifest else f"{_MANIFEST} names no files"
+
+
+def _inside(name: str) -> bool:
+    """Whether this is the path of a file in a checkpoint, at most a folder deep."""
+    return re.fullmatch(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]{0,200}", name) is not None
 
 
 def _mismatch(path: Path, digest: str) -> str | None:
     try:
+        check_readable(path)
         return None if _digest(path) == digest else f"{path.name} does not match its checksum"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
-        return f"{path.name} cannot be read: {error}"
+        return f"{path.name} cannot be read: {reason_of(error)}"
 
 
 def _digest(path: Path) -> str:

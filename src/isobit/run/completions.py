@@ -5,15 +5,19 @@ completion. Each says its own length in an extra field of its header (2.3.1.1), 
 those before it, appended, and cut off again, exactly. Left out: what is in a row (`training/recording.py`).
 """
 
+import hashlib
 import json
 import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from isobit.errors import IsobitError
+from isobit.data.foreign import check_readable, exists, reason_of
+from isobit.errors import IsobitError, brief
+from isobit.run.rows import LARGEST
 
 COMPLETIONS = "completions.jsonl.gz"
 SAME = "same"
@@ -22,6 +26,9 @@ _LEVEL = 3
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _HEAD = struct.Struct("<4sIBBH2sHQ")  # magic with method and flags, time, level, system, extra: length, name, size
 _MAGIC, _SYSTEM, _FIELD = b"\x1f\x8b\x08\x04", 255, b"IB"
+_PREFIX = _HEAD.pack(_MAGIC, 0, 0, _SYSTEM, 12, _FIELD, 8, 0)[:-8]
+"""Begins every member."""
+_MOST_RATIO = 400
 _TAIL = struct.Struct("<II")  # CRC-32 and length of what is packed
 
 
@@ -32,14 +39,16 @@ class Member(NamedTuple):
     length: int
 
 
-def pack(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """The member of a step, the same bytes for the same rows; nothing for no rows."""
+def pack(rows: Iterable[Mapping[str, Any]], digest: "hashlib._Hash | None" = None) -> bytes:
+    """The member of a step, the same bytes for the same rows; nothing for no rows. `digest` is given its lines."""
     squeeze = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     parts, checksum, length = list[bytes](), 0, 0
     for row in rows:
         line = (_encode(row) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON's escape
         checksum, length = zlib.crc32(line, checksum), length + len(line)
         parts.append(squeeze.compress(line))
+        if digest is not None:
+            digest.update(line)
     if not length:
         return b""
     body = b"".join([*parts, squeeze.flush()])
@@ -49,48 +58,100 @@ def pack(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def members(path: Path, start: int = 0) -> Iterator[Member]:
-    """The members from a place on; one that is not whole yet, or that a kill left half-written, ends them.
+    """The members from a place on; one that is not whole yet, or that a kill left half-written, ends them. Where bytes
+    are damaged, what lies between the members before and after them is one, which `lines` refuses.
 
-    Raises IsobitError for a file that is not a run's.
+    Raises IsobitError for a file that is not a run's, or that may not be read.
     """
-    if not path.is_file():
+    if not exists(path):
         return
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        while start + _HEAD.size <= size:
-            file.seek(start)
-            found = _HEAD.unpack(file.read(_HEAD.size))
-            if found[0] != _MAGIC or found[5] != _FIELD or found[7] <= _HEAD.size:
-                raise IsobitError(f"{path}: not completions as a run records them, at byte {start}")
-            if start + found[7] > size:
-                return
-            yield Member(start, found[7])
-            start += found[7]
+    try:
+        size = check_readable(path)
+        with path.open("rb") as file:
+            while start + _HEAD.size <= size:
+                end = _end(file, start, size)
+                if end is None and (start == 0 and not _begins(file, 0, size)):
+                    raise IsobitError(f"{path}: not completions as a run records them, at byte 0")
+                if end is None:
+                    return
+                yield Member(start, end - start)
+                start = end
+    except OSError as error:
+        raise IsobitError(f"cannot read {path}: {reason_of(error)}") from None
+
+
+def _end(file: IO[bytes], start: int, size: int) -> int | None:
+    """Where the member that begins at a place ends; None where it is not whole."""
+    file.seek(start)
+    head = file.read(_HEAD.size)
+    said = start + int(_HEAD.unpack(head)[7]) if head.startswith(_PREFIX) else 0
+    if start + _HEAD.size < said <= size and (said == size or _begins(file, said, size)):
+        return said
+    place, kept = start + 1, b""
+    file.seek(place)
+    while part := file.read(1 << 20):  # what it says is wrong, or what comes after it: the next that begins, anywhere
+        block = kept + part
+        if (at := block.find(_PREFIX)) >= 0:
+            return said if start + _HEAD.size < said < place + at else place + at
+        kept = block[-len(_PREFIX) + 1 :]
+        place += len(block) - len(kept)
+    if said:
+        return said if start + _HEAD.size < said < size else None
+    return size if start else None
+
+
+def _begins(file: IO[bytes], place: int, size: int) -> bool:
+    """Whether a member begins at a place, or as much of one as there is."""
+    file.seek(place)
+    found = file.read(len(_PREFIX))
+    return bool(found) and _PREFIX.startswith(found) and (len(found) == len(_PREFIX) or place + len(found) == size)
+
+
+def end(path: Path) -> int:
+    """Where the last whole member ends; 0 without a file."""
+    return max((sum(member) for member in members(path)), default=0)
 
 
 def lines(path: Path, member: Member) -> list[bytes]:
-    """The rows of a step, unparsed. Raises IsobitError if they are damaged."""
+    """The rows of a step, unparsed. Raises IsobitError if they are damaged, or more than a run would write."""
     with path.open("rb") as file:
-        return _lines(file, path, member)
-
-
-def _lines(file: IO[bytes], path: Path, member: Member) -> list[bytes]:
-    file.seek(member.start)
+        file.seek(member.start)
+        packed = file.read(member.length)
+    unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)
     try:
-        return zlib.decompress(file.read(member.length), wbits=zlib.MAX_WBITS | 16).splitlines()
+        found = unpack.decompress(packed, max(_MOST_RATIO * len(packed), 1 << 26))
     except zlib.error as error:
         raise IsobitError(f"{path}: damaged at byte {member.start}: {error}") from None
+    if not packed.startswith(_PREFIX) or int(_HEAD.unpack_from(packed)[7]) != len(packed) or unpack.unused_data:
+        raise IsobitError(f"{path}: damaged at byte {member.start}: its header is not the one that was written")
+    if not unpack.eof:
+        reason = f"it unpacks to more than {_MOST_RATIO} times its size" if unpack.unconsumed_tail else "it is cut off"
+        raise IsobitError(f"{path}: damaged at byte {member.start}: {reason}")
+    return found.split(b"\n")[:-1]
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """A row, its log-probabilities as they were: text of a float32 is short, and reads back as that float32."""
-    row: dict[str, Any] = json.loads(line)
-    if row.get("rollout_logprobs") is not None:
-        row["rollout_logprobs"] = array("f", row["rollout_logprobs"]).tolist()
-    policy = row.get("policy_logprobs")
-    if policy is not None:
-        row["policy_logprobs"] = row["rollout_logprobs"] if policy == SAME else array("f", policy).tolist()
+    """A row, its log-probabilities as they were: text of a float32 is short, and reads back as that float32. Raises
+    IsobitError for what is no row of completions."""
+    try:
+        row = json.loads(line)  # half a surrogate pair, which a tokenizer may give, is read as it was written
+        if type(row["step"]) is not int:
+            raise TypeError
+        if row.get("rollout_logprobs") is not None:
+            row["rollout_logprobs"] = array("f", row["rollout_logprobs"]).tolist()
+        policy = row.get("policy_logprobs")
+        if policy is not None:
+            row["policy_logprobs"] = row["rollout_logprobs"] if policy == SAME else array("f", policy).tolist()
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise IsobitError(f"not a row of completions: {brief(line[:200].decode('utf-8', 'replace'))}") from None
+    assert isinstance(row, dict)
     return row
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a row's reward is one: a number that is finite, or None."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
+    return value is None or number
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -100,17 +161,21 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class CompletionTail(Iterator[dict[str, Any]]):
-    """The rows of a file that grows; stops where there are no more, and goes on from there."""
+    """The rows of a file that grows; stops where there are no more, and goes on from there. What is damaged is left
+    out."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place = path, 0
         self._waiting: list[bytes] = []
 
     def __next__(self) -> dict[str, Any]:
-        while not self._waiting:
-            member = next(members(self._path, self._place), None)
-            if member is None:
-                raise StopIteration
-            self._place = member.start + member.length
-            self._waiting = lines(self._path, member)[::-1]
-        return parse(self._waiting.pop())
+        while True:
+            while not self._waiting:
+                member = next(members(self._path, self._place), None)
+                if member is None:
+                    raise StopIteration
+                self._place = member.start + member.length
+                with suppress(IsobitError):  # a step that is damaged has no rows
+                    self._waiting = lines(self._path, member)[::-1]
+            with suppress(IsobitError):
+                return parse(self._waiting.pop())

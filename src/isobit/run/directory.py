@@ -1,41 +1,48 @@
 """A run directory: its files, its lock, and how a run is interrupted.
 
 `config.yaml`, `machine.json` (the hardware and versions used), `rollouts_from.txt` (the run whose rollouts it learns
-from, if it samples none), `metrics.jsonl` (an object a step),
+from, if it samples none), `inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
 `completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object every few steps: the
-weights by layer and tensor), `checkpoints/`. A resumed run cuts these files back to where its checkpoint was made, so
-that they end as if it had never stopped. Left out: what is in a checkpoint (`training/session.py`) and how it becomes
-atomic (`checkpoints.py`).
+weights by layer and tensor), `certificate.jsonl` (a chain of hashes: `certificate.py`), `checkpoints/`. A resumed run
+cuts these files back to where its checkpoint was made, so that they end as if it had never stopped. Left out: what is
+in a checkpoint (`training/parts.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
+import errno
 import fcntl
+import hashlib
 import json
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from isobit.data.foreign import BadJson, exists, parse_json, read_bytes, reason_of
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import checkpoints, durable, metrics
+from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS, pack
+from isobit.run.rows import MOST_STEPS, Say, kept_until, metric_row, quantization_row, read_rows, warn
 
-CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, ROLLOUTS_FROM = (
+CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, INPUTS, ROLLOUTS_FROM = (
     "config.yaml",
     "metrics.jsonl",
     "quantization.jsonl",
     "checkpoints",
     "report.html",
     "machine.json",
+    "inputs.json",
     "rollouts_from.txt",
 )
-NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0}
+NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}
 """Lengths of the files of a new run that grow."""
 LOCK, BEST = ".lock", "best"
+_MOST_BYTES = 1 << 24
 REWARDS_LOG = "rewards.log"
 """What reward functions print; grows over a resume."""
 
@@ -46,7 +53,7 @@ class Lock:
 
     def __init__(self, directory: Path) -> None:
         try:
-            self._file = (directory / LOCK).open("w")
+            self._file = _own_file(directory / LOCK, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
         try:
@@ -58,6 +65,35 @@ class Lock:
     def close(self) -> None:
         """Let others in."""
         self._file.close()
+
+
+def in_use(directory: Path) -> bool:
+    """Whether a process holds the run's lock."""
+    try:
+        with _own_file(directory / LOCK, os.O_RDONLY) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or nothing that a run made
+        return False
+    return False
+
+
+def _own_file(path: Path, flags: int) -> IO[bytes]:
+    """A file of a run: a regular one, and no link to what is elsewhere, which a stranger's directory could have in its
+    place. Raises OSError."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link; a run writes into files of its own") from None
+        raise
+    mode = "rb" if flags == os.O_RDONLY else "ab" if flags & os.O_APPEND else "wb"
+    file = open(descriptor, mode)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError(0, f"{path.name} is not a regular file")
+    return file
 
 
 class RunDirectory:
@@ -76,7 +112,7 @@ class RunDirectory:
             except OSError as error:
                 raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
         self._files = {name: _open_at(directory / name, offset) for name, offset in offsets.items()}
-        self._rows = num_rows(directory / METRICS)
+        self._rows = kept_until(directory / METRICS, MOST_STEPS)[1]
 
     @staticmethod
     def create(directory: Path, config_text: str, rollouts_from: Path | None = None) -> "RunDirectory":
@@ -102,13 +138,13 @@ class RunDirectory:
         self._lock.close()
 
     def record_machine(self, facts: Mapping[str, object]) -> list[str]:
-        """Keep what the run is computed by; returns a line for each of the user's `functions` whose file has changed
-        since. Raises IsobitError where the run would go on by another `backend`, with other bits."""
+        """Keep what the run is computed by; returns a line where nobody knows what it began with. Raises IsobitError
+        where the run would go on by another `backend`, with other bits."""
         path = self.directory / MACHINE
-        before = _object(path)
+        before = object_in(path)
         if before is None or "backend" not in before:
             missing = [] if before is None else [f"warning: {path} cannot be read: what the run began on is not known"]
-            self._replace(MACHINE, json.dumps(facts, indent=1) + "\n")
+            self.write_object(MACHINE, facts)
             return missing
         if before["backend"] != facts["backend"]:
             raise IsobitError(
@@ -120,25 +156,19 @@ class RunDirectory:
                 f"run {self.directory} added its products in the order {before['order']}, and here it would go on in "
                 f"{facts['order']}, with other bits; resume it with the version of isobit that began it"
             )
-        formats = facts.get("formats", {})
+        formats, began = facts.get("formats", {}), before.get("formats", {})
         assert isinstance(formats, dict)
-        for name, was in before.get("formats", {}).items():
+        for name, was in began.items() if isinstance(began, dict) else ():
             if formats.get(name, was) != was:
                 raise IsobitError(
                     f"run {self.directory} began with {name} {was}, and under the same precision this version of "
                     f"isobit has {formats[name]}; resume it with the version that began it"
                 )
-        lines, now = [], facts.get("functions", {})
-        assert isinstance(now, dict)
-        for key, digests in before.get("functions", {}).items():
-            if key in now and digests[-1:] != now[key]:
-                digests += now[key]
-                lines.append(
-                    f"warning: {key}: its file has changed since the run began; from here on the new one counts"
-                )
-        if lines:
-            self._replace(MACHINE, json.dumps(before, indent=1) + "\n")
-        return lines
+        return []
+
+    def write_object(self, name: str, values: Mapping[str, object]) -> None:
+        """A small file of JSON, put in the place of the one before."""
+        self._replace(name, json.dumps(values, indent=1) + "\n")
 
     @property
     def checkpoints(self) -> Path:
@@ -164,9 +194,17 @@ class RunDirectory:
         self._write(METRICS, [metrics.plain(values)])
         self._rows += 1
 
-    def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """The completions of one step; called once for each."""
-        self._append(COMPLETIONS, pack(rows))
+    def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
+        """The completions of one step; called once for each. Returns the SHA-256 of their lines, None for no rows."""
+        digest = hashlib.sha256()
+        member = pack(rows, digest)
+        self._append(COMPLETIONS, member)
+        return digest.hexdigest() if member else None
+
+    def write_certificate(self, row: Mapping[str, Any]) -> str:
+        """The row of one step; returns its hash."""
+        self._write(CERTIFICATE, [row])
+        return str(row["hash"])
 
     def write_quantization(self, step: int, tensors: Mapping[str, Any]) -> None:
         self._write(QUANTIZATION, [{"step": step, "tensors": tensors}])
@@ -240,62 +278,38 @@ def occupied(directory: Path) -> str | None:
 
 def rollouts_from(directory: Path) -> Path | None:
     """The run whose rollouts a run learns from; None if it samples its own."""
-    try:
-        text = (directory / ROLLOUTS_FROM).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    path = directory / ROLLOUTS_FROM
+    if not exists(path):
         return None
-    return Path(text.rstrip("\n"))
+    try:
+        return Path(read_bytes(path, 1 << 16).decode("utf-8").rstrip("\n"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def began_by(directory: Path) -> dict[str, Any]:
     """What a run is computed by, as `RunDirectory.record_machine` kept it when it began; empty if that is not known."""
-    return _object(directory / MACHINE) or {}
+    return object_in(directory / MACHINE) or {}
 
 
-def _object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file: empty if there is something else in it, None without a file."""
+def object_in(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file: empty if there is something else in it, or nothing that can be read; None without a
+    file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(read_bytes(path, _MOST_BYTES).decode("utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (OSError, UnicodeDecodeError, BadJson):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def num_rows(path: Path) -> int:
-    """Whole lines of a JSONL file; 0 without one."""
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        return sum(line.endswith(b"\n") for line in file)
-
-
-def ends(directory: Path, state: Mapping[str, Any]) -> dict[str, int]:
-    """The bytes that the files that grow had when a checkpoint took its `state`: what `RunDirectory.written` says."""
-    found = NOTHING_WRITTEN | state["offsets"]
-    if state.get("rows"):  # isobit 0.1 counted bytes of metrics.jsonl too
-        with (directory / METRICS).open("rb") as file:
-            found[METRICS] = sum(map(len, islice(file, state["rows"])))
-    return found
-
-
-def too_short(directory: Path, state: Mapping[str, Any]) -> str | None:
-    """Which of the files that grow has lost what a checkpoint's `state` says it has, or None."""
-    rows = num_rows(directory / METRICS)
-    if rows < state.get("rows", 0):
-        return f"{METRICS} has {rows:,} rows, and had {state['rows']:,} then"
-    for name, offset in state["offsets"].items():
-        path = directory / name
-        size = path.stat().st_size if path.is_file() else 0
-        if size < offset:
-            return f"{name} has {size:,} bytes, and had {offset:,} then"
-    return None
-
-
 def _open_at(path: Path, offset: int) -> IO[bytes]:
-    file = path.open("ab")
-    if file.tell() < offset:
+    try:
+        file = _own_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    except OSError as error:
+        raise IsobitError(f"cannot write {path}: {error.strerror}") from None
+    if file.seek(0, 2) < offset:
         file.close()
         raise IsobitError(f"{path} is shorter than its checkpoint says ({offset} bytes): it was changed")
     file.truncate(offset)
@@ -303,41 +317,15 @@ def _open_at(path: Path, offset: int) -> IO[bytes]:
     return file
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; a half-written last line, of a run that was killed, is left out."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    yield _row(line, f"{path}, line {number}")
-    except OSError as error:
-        raise IsobitError(f"cannot read {path}: {error.strerror}") from None
-
-
-def row_at(path: Path, offset: int) -> tuple[dict[str, Any], int] | None:
-    """The row of a JSONL file that begins at a byte, and where it ends; None if no whole one does."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        file.seek(offset)
-        line = file.readline()
-    if not line.endswith(b"\n"):
-        return None
-    with suppress(IsobitError):
-        return _row(line, str(path)), offset + len(line)
-    return None
-
-
-def _row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        return json.loads(line)
-    except ValueError:
-        raise IsobitError(f"{where}: not valid JSON") from None
+def read_jsonl(path: Path, say: Say = warn) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl, or of quantization.jsonl; what is none is left out, and `say` is told in a line at the
+    end. Raises IsobitError where there is no file, or none that may be read."""
+    return read_rows(path, quantization_row if path.name == QUANTIZATION else metric_row, say)
 
 
 def require_run(directory: Path) -> None:
     """Raises IsobitError unless this looks like a run directory."""
-    if not (directory / CONFIG).is_file():
+    if not (exists(directory / CONFIG) and (directory / CONFIG).is_file()):
         raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
 
 

@@ -45,7 +45,8 @@ def write_text(path: Path, text: str) -> None:
     old one alone. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        partial.unlink(missing_ok=True)  # of a write that was cut off; or a link to what is elsewhere
+        with partial.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

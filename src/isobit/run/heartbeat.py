@@ -14,8 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from isobit.data.foreign import BadJson, parse_json, read_bytes
+
 LOGS = "logs"
 _EVERY_S = 0.5
+_MOST_BYTES, _MOST_RANKS, _LARGEST = 1 << 16, 4096, 1e15
+_KINDS = {"rank": int, "host": str, "step": int, "phase": str, "since": float, "memory_mib": float}
 
 
 def log_path(run: Path, rank: int) -> Path:
@@ -55,9 +59,16 @@ class Heartbeat:
 
 
 def beats(run: Path) -> list[dict[str, Any]]:
-    """The newest of every rank, by rank; none for a run of one process."""
+    """The newest of every rank, by rank; none for a run of one process. A file that says something else is none."""
     found = []
-    for path in sorted((run / LOGS).glob("rank-*.json")):
-        with suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text()))
+    for path in sorted((run / LOGS).glob("rank-*.json"))[:_MOST_RANKS]:
+        with suppress(OSError, UnicodeDecodeError, BadJson):
+            beat = parse_json(read_bytes(path, _MOST_BYTES).decode("utf-8"))
+            if isinstance(beat, dict) and all(_is(beat.get(name), kind) for name, kind in _KINDS.items()):
+                found.append(beat)
     return found
+
+
+def _is(value: Any, kind: type) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+    return isinstance(value, str) if kind is str else number

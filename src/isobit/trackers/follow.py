@@ -23,10 +23,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from isobit.data.foreign import check_readable, exists, reason_of
 from isobit.errors import IsobitError
 from isobit.run import durable
 from isobit.run.completions import COMPLETIONS, CompletionTail
-from isobit.run.directory import METRICS
+from isobit.run.directory import METRICS, object_in
+from isobit.run.rows import BadRow, metric_row, next_line
 from isobit.trackers.base import COMPLETION_COLUMNS, Place, Tracker
 from isobit.trackers.table import make_tracker
 
@@ -81,8 +83,8 @@ class Follower:
             if row["step"] > step:
                 self._held = row
                 break
-            if row["step"] == step and len(found) < self._rows_wanted and "completion" in row:
-                found.append([row[column] for column in COMPLETION_COLUMNS])
+            if row["step"] == step and len(found) < self._rows_wanted and isinstance(row.get("completion"), str):
+                found.append([row.get(column) for column in COMPLETION_COLUMNS])
         return found
 
     def _keep(self) -> None:
@@ -90,7 +92,8 @@ class Follower:
 
 
 class Tail(Iterator[dict[str, Any]]):
-    """The objects of a JSONL file that grows; stops at a line that is not whole yet, and goes on from there."""
+    """The rows of a metrics.jsonl that grows; stops at a line that is not whole yet, and goes on from there. What is no
+    row is left out."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -98,27 +101,30 @@ class Tail(Iterator[dict[str, Any]]):
 
     def __next__(self) -> dict[str, Any]:
         if self._file is None:
-            if not self._path.exists():
+            if not exists(self._path):
                 raise StopIteration
-            self._file = self._path.open("rb")
-        start = self._file.tell()
-        line = self._file.readline()
-        if not line.endswith(b"\n"):
-            self._file.seek(start)
-            raise StopIteration
-        row: dict[str, Any] = json.loads(line)
-        return row
+            try:
+                check_readable(self._path)
+                self._file = self._path.open("rb")
+            except OSError as error:
+                raise IsobitError(f"cannot read {self._path}: {reason_of(error)}") from None
+        while (line := next_line(self._file)) is not None:
+            with suppress(BadRow):
+                return metric_row(line)
+        raise StopIteration
 
 
 def read_state(run: Path, name: str) -> dict[str, Any]:
-    """`last` and `kept` of a tracker, as an earlier process left them; empty if none did."""
-    try:
-        state: dict[str, Any] = json.loads((run / TRACKING / f"{name}.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """`last` and `kept` of a tracker, as an earlier process left them; empty if none did. Raises IsobitError for what
+    no process has left."""
+    path = run / TRACKING / f"{name}.json"
+    if not exists(path):
         return {}
-    except (OSError, ValueError) as error:
-        raise IsobitError(f"{run / TRACKING / name}.json cannot be read: {error}") from None
-    return state
+    found = object_in(path) or {}
+    last, kept = found.get("last"), found.get("kept")
+    if type(last) is not int or not isinstance(kept, dict) or not all(isinstance(v, str) for v in kept.values()):
+        raise IsobitError(f"{path} cannot be read: it is not what a tracker keeps; move it away to send the run anew")
+    return {"last": last, "kept": kept}
 
 
 def main() -> None:

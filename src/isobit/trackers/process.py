@@ -195,7 +195,7 @@ class _TrackerProcess:
 def send_run(run: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     """Bring the trackers of a run that is over up to date. Returns an exit code: 1 if one did not take everything.
 
-    Raises IsobitError as `check_trackers` does, and for a damaged `metrics.jsonl`.
+    Raises IsobitError as `check_trackers` does.
     """
     check_trackers(settings)
     last = max((int(row["step"]) for row in read_jsonl(run / METRICS)), default=-1)

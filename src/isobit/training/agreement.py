@@ -1,6 +1,5 @@
 """What a run does when a token differs that must not: the line that ends it, or the one that warns."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -80,6 +79,5 @@ def unlike(recorded: Path, config: Config, machine: Mapping[str, object]) -> lis
     if level(before.consistency) == level(config.consistency):
         free.add("consistency")  # the machine's order says whether it is the same one
     sections = [n for n in options_of(Config) if n not in free and getattr(before, n) != getattr(config, n)]
-    path, said = recorded / runs.MACHINE, {"why", "consistency", "bitwise"}  # the last two by the config
-    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    facts, said = runs.began_by(recorded), {"why", "consistency", "bitwise"}  # the last two by the config
     return sections + [name for name, value in machine.items() if name not in said and facts.get(name, value) != value]

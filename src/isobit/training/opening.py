@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from isobit.config import Config, check_resumed, dump_config, load_run_config
+from isobit.config.reading import override
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
@@ -22,13 +23,16 @@ from isobit.rl.collect import StepBatch
 from isobit.rl.samples import Group, groups_from_json
 from isobit.run import checkpoints, metrics
 from isobit.run import directory as runs
+from isobit.run import ends as files
 from isobit.run.directory import FollowedDirectory, RunDirectory
+from isobit.run.rows import warn
 from isobit.run.source import source_digest
 from isobit.training.agreement import unlike
 from isobit.training.assembly import open_parts
 from isobit.training.beside import open_fleet
+from isobit.training.inputs import Inputs, check_inputs, inputs_of, record_inputs
 from isobit.training.objects import Given, Objects
-from isobit.training.parts import Parts, load_state, problem_of
+from isobit.training.parts import Parts, head_of, load_state, problem_of
 from isobit.training.recorder import evaluated_only_as_the_last
 from isobit.training.recording import recorded_groups
 from isobit.training.session import Session
@@ -40,8 +44,10 @@ def open_session(config: Config, objects: Objects, *, quiet: bool, ranks: Ranks 
     directory = Path(config.run.dir)
     ranks.on_first(lambda: runs.refuse_existing(directory))
     config = _of_ranks(config, ranks)
+    inputs = ranks.on_first(lambda: inputs_of(config)) or {}
     parts = _open_all(config, quiet, objects, ranks)
     run = _directory(directory, ranks, lambda: RunDirectory.create(directory, dump_config(parts.config)))
+    ranks.on_first(lambda: record_inputs(run, inputs))
     return Session(parts, run, State(), quiet=quiet, objects=objects)
 
 
@@ -85,28 +91,40 @@ def _resumed(
     run_dir: Path, overrides: Sequence[str], given: Given, lock: runs.Lock | None, ranks: Ranks, *, quiet: bool
 ) -> Session:
     """The directory is this run's alone before anything in it is read or cleared away."""
-    config = load_run_config(run_dir, [f"run.dir={run_dir}", *overrides])
+    config = load_run_config(run_dir, [override("run.dir", run_dir), *overrides])
     objects, config = given.again(config), _of_ranks(config, ranks)
     source = runs.rollouts_from(run_dir)
+    inputs = ranks.on_first(lambda: inputs_of(config)) or {}
+    changed = ranks.on_first(lambda: check_inputs(run_dir, inputs, config.run.on_change)) or []
     samples, began = source is None, runs.began_by(run_dir if source is None else source)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
+        ranks.on_first(lambda: _refuse_lost(run_dir))
         parts = _open_all(config, quiet, objects, ranks, began, samples=samples)
         recorded = None if samples else _recorded(run_dir, config, parts, 0)
         run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, runs.NOTHING_WRITTEN, dump_config(config), lock))
+        ranks.on_first(lambda: _go_on_with(run, inputs, changed))
         return Session(parts, run, State(), quiet=quiet, objects=objects, recorded=recorded)
-    path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, run_dir, ranks), ranks)
+    path = runs.newest_checkpoint(run_dir, lambda checkpoint: problem_of(checkpoint, ranks), ranks)
     parts = _open_all(config, quiet, objects, ranks, began, path, samples)
     counted = load_state(path, parts)
     pending = groups_from_json(counted["pending"])
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
     parts.replay.groups = groups_from_json(counted["replay"])
-    state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"))
+    head = ranks.from_first(lambda: head_of(path))
+    state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"), head=head)
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     ranks.on_first(lambda: checkpoints.go_on_from(path))
-    ends = ranks.from_first(lambda: runs.ends(run_dir, counted))
+    ends, lost = ranks.from_first(lambda: files.ends(run_dir, counted))
+    if (done := ranks.from_first(lambda: files.last_step(run_dir))) > state.step:
+        lost = [
+            *lost,
+            f"{run_dir} goes on after step {state.step}: steps up to {done}, which it had recorded, are done again",
+        ]
+    changed = [*changed, *lost]
     finished = _take_the_last_row(run_dir, config, state, ends, ranks)
     run = _directory(run_dir, ranks, lambda: RunDirectory(run_dir, ends, dump_config(config), lock))
+    ranks.on_first(lambda: _go_on_with(run, inputs, changed))
     recorded = None if samples else _recorded(run_dir, config, parts, state.step)
     session = Session(parts, run, state, quiet=quiet, objects=objects, recorded=recorded)
     session.saver.saved_step = state.step
@@ -117,12 +135,29 @@ def _resumed(
     return session
 
 
+def _go_on_with(run: RunDirectory, inputs: Inputs, lines: Sequence[str]) -> None:
+    """For the first rank: say what is not as it was, and keep the hashes of the files that count from here on."""
+    for line in lines:
+        warn(line)
+    record_inputs(run, inputs)
+
+
+def _refuse_lost(run_dir: Path) -> None:
+    """Raise IsobitError where a run without a checkpoint has recorded a step: what it had learned is gone."""
+    if step := files.last_step(run_dir):
+        again = f"isobit train {run_dir / runs.CONFIG} --out DIR"
+        raise IsobitError(
+            f"{run_dir}: its checkpoints are gone, after step {step}: bring {run_dir / runs.CHECKPOINTS} back, or "
+            f"begin anew in another directory: {again}"
+        )
+
+
 def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[str, int], ranks: Ranks) -> bool:
     """Whether the run has finished after its checkpoint, with an evaluation of its last step: the row is written after
     everything else, and stays. If it is to be recorded anew, its times, which no checkpoint holds, are taken over."""
     if state.unrecorded is None:
         return False
-    found = ranks.from_first(lambda: runs.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
+    found = ranks.from_first(lambda: files.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
     if found is None or found[0].get("step") != state.step:
         return False
     row, end = found
@@ -173,13 +208,14 @@ def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: b
     if steps == 0:
         raise IsobitError(f"{recorded}: no step was recorded")
     groups = recorded_groups(recorded, load_run_config(recorded))
-    config = load_run_config(recorded, [f"steps={steps}", *overrides, f"run.dir={out}"])
+    config = load_run_config(recorded, [f"steps={steps}", *overrides, override("run.dir", out)])
     _refuse_more_steps(config, recorded)
     ranks.on_first(lambda: runs.refuse_existing(out))
     config = _of_ranks(config, ranks)
     parts = open_parts(config, quiet=quiet, ranks=ranks, began=runs.began_by(recorded))
     other = _unlike(recorded, config, parts)
     run = _directory(out, ranks, lambda: RunDirectory.create(out, dump_config(parts.config), recorded))
+    ranks.on_first(lambda: record_inputs(run, inputs_of(config)))
     session = Session(parts, run, State(), quiet=quiet, recorded=groups)
     if other:
         session.display.note(f"tokens may differ from those of {recorded}: it had another {', '.join(other)}")

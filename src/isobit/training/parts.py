@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from isobit.config import Config
+from isobit.data.foreign import BadJson, check_readable, exists, parse_json, read_bytes, reason_of
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import Part, file_tensors, write_file
 from isobit.engine.calibration import Calibrator
@@ -30,16 +31,19 @@ from isobit.rl.functions import digests
 from isobit.rl.learner import Learner, LearnerState
 from isobit.rl.optim import Optimizer
 from isobit.rl.replay import ReplayBuffer
+from isobit.rl.samples import groups_from_json
 from isobit.run import checkpoints
-from isobit.run.directory import too_short
+from isobit.run.certificate import GENESIS
+from isobit.run.directory import METRICS, NOTHING_WRITTEN
 from isobit.tasks import Task
 from isobit.training.scoring import Scorer
 
-_MIB = 1024 * 1024
+_COUNTS = ("step", "cursor", "weights_version", "bad_steps_in_a_row")
+_MIB, _MOST_HEAD_BYTES = 1024 * 1024, 4096
 _TRAINER = "trainer"
 MASTERS = "fp32"
 """What `optimizer.masters` is where a checkpoint does not say."""
-_OPTIMIZER, _KV = "optimizer.safetensors", "kv_scales.safetensors"
+_OPTIMIZER, _KV, _HEAD = "optimizer.safetensors", "kv_scales.safetensors", "certificate.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +146,15 @@ class Parts:
 
 
 def save_checkpoint(
-    directory: Path, parts: Parts, state: dict[str, Any], scales: Mapping[str, torch.Tensor], keep_last: int
+    directory: Path,
+    parts: Parts,
+    state: dict[str, Any],
+    scales: Mapping[str, torch.Tensor],
+    head: str,
+    keep_last: int,
 ) -> Path:
-    """A directory of the masters (`Parts.save_model`), with optimizer, state and a calibrated cache's scales beside it.
-    Every rank writes what it keeps, the first one what all have."""
+    """A directory of the masters (`Parts.save_model`), with optimizer, state, a calibrated cache's scales and the hash
+    of the certificate's newest row beside it. Every rank writes what it keeps, the first one what all have."""
     ranks = parts.ranks
 
     def write_rest(trainer: Path) -> None:
@@ -153,6 +162,7 @@ def save_checkpoint(
         if parts.calibrator.active:
             write_file(trainer / _KV, {name: Part.whole(tensor) for name, tensor in scales.items()})
         (trainer / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+        (trainer / _HEAD).write_text(json.dumps({"step": state["step"], "hash": head}) + "\n", encoding="utf-8")
 
     def write(folder: Path) -> None:
         trainer = folder / _TRAINER
@@ -170,12 +180,20 @@ def not_finite(model: Model) -> str | None:
     return next((name for name in model.transformer.masters.shards.shapes if name in found), None)
 
 
-def problem_of(checkpoint: Path, run: Path, ranks: Ranks = ALONE) -> str | None:
-    """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or the run's files have
-    lost what had been written by then. The ranks share the weights, and all return the same."""
+def problem_of(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
+    """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or its state is not one.
+    The ranks share the weights, and all return the same."""
     found = ranks.gather(ranks.together(lambda: _broken_weight(checkpoint, ranks)))
-    short = ranks.on_first(lambda: too_short(run, _state(checkpoint)))
-    return next((problem for problem in [*found, *ranks.gather(short)] if problem is not None), None)
+    found += ranks.gather(ranks.on_first(lambda: _broken_state(checkpoint)))
+    return next((problem for problem in found if problem is not None), None)
+
+
+def _broken_state(checkpoint: Path) -> str | None:
+    try:
+        _state(checkpoint)
+    except IsobitError as error:
+        return str(error)
+    return None
 
 
 def _broken_weight(checkpoint: Path, ranks: Ranks) -> str | None:
@@ -190,10 +208,36 @@ def _broken_weight(checkpoint: Path, ranks: Ranks) -> str | None:
 def _state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / _TRAINER / "state.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise IsobitError(f"{path}: cannot be read: {error}") from None
-    return found
+        check_readable(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        counts = [*(found[name] for name in _COUNTS), found.get("rows", 0), *found["offsets"].values()]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise TypeError
+        if not set(found["offsets"]) <= set(NOTHING_WRITTEN) or not ("rows" in found or METRICS in found["offsets"]):
+            raise TypeError  # a run cuts files of its own, and no others
+        for name in ("pending", "replay"):
+            groups_from_json(found[name])
+        bounds, unrecorded = found["clip_bounds"], found.get("unrecorded")
+        if len([float(bound) for bound in bounds]) != 2 or not isinstance(unrecorded, (dict, type(None))):
+            raise TypeError
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
+        raise IsobitError(f"{path}: not the state of a run") from None
+    state: dict[str, Any] = found
+    return state
+
+
+def head_of(checkpoint: Path) -> str:
+    """The hash of the certificate's newest row when a checkpoint was saved; of one from before there were any, GENESIS.
+    Raises IsobitError for what is no hash."""
+    path = checkpoint / _TRAINER / _HEAD
+    if not exists(path):
+        return GENESIS
+    try:
+        return str(parse_json(read_bytes(path, _MOST_HEAD_BYTES).decode("utf-8"))["hash"])
+    except (OSError, ValueError, KeyError, TypeError, BadJson) as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Verb 6, record: a step's metrics and completions, and when they are due an evaluation and a checkpoint."""
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from isobit.config import Config
 from isobit.rl import Sample
 from isobit.rl.collect import StepBatch
 from isobit.rl.learner import Learned
 from isobit.trackers.process import Trackers
+from isobit.training.certificate import Certificate
 from isobit.training.context import Context
 from isobit.training.learning import Learning
 from isobit.training.objects import OnStep
@@ -31,6 +32,7 @@ class Recorder:
     ) -> None:
         self._context, self._policy, self._learning = context, policy, learning
         self._trackers, self._callbacks = trackers, callbacks
+        self._certificate = Certificate(context.parts.config, context.parts.model)
 
     def record(self, batch: StepBatch, learned: Learned) -> None:
         """The step that learned from a batch is done. Raises RunFailed after too many steps in a row without a finite
@@ -42,7 +44,8 @@ class Recorder:
         parts.replay.add(batch.groups)
         staled = staleness_metrics(staleness, len(batch.replayed), len(parts.replay.groups))
         measured = batch_metrics(batch) | staled | dict(learned.metrics) | self._measured()
-        run.write_completions(rows_of(state.step, batch.groups, learned, parts))
+        rollouts = run.write_completions(rows_of(state.step, batch.groups, learned, parts))
+        self.certify(rollouts, measured)
         if self._policy.weights.due(state.step, every.quantization_every):
             by_tensor = self._policy.weights.by_tensor() | self._learning.totals.by_tensor()
             run.write_quantization(state.step, by_tensor)
@@ -56,6 +59,12 @@ class Recorder:
         bad = parts.learner.state.bad_steps_in_a_row
         if bad >= parts.config.optimizer.max_bad_steps:
             saver.fail(f"{bad} optimizer steps in a row had a loss or gradient that is not finite")
+
+    def certify(self, rollouts: str | None, measured: Mapping[str, float]) -> None:
+        """The row of the present step in the certificate."""
+        state = self._context.state
+        row = self._certificate.row(state.step, state.head, rollouts, measured)
+        state.head = self._context.run.write_certificate(row)
 
     def _measured(self) -> dict[str, float]:
         """What the verbs counted, and what the step took."""

@@ -48,7 +48,8 @@ class Saver:
         whole = whole or self._now()
         self.parts.ranks.together(self.run.flush)
         keep_last = self.parts.config.run.keep_last
-        save_checkpoint(self.run.checkpoints, self.parts, whole.to_json(), whole.scales, keep_last)
+        state, head = whole.to_json(), whole.state.head
+        save_checkpoint(self.run.checkpoints, self.parts, state, whole.scales, head, keep_last)
         self.best.settle()
         self.saved_step = whole.state.step
 

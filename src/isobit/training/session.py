@@ -103,6 +103,7 @@ class Session:
             for row in runs.read_jsonl(self.run.directory / runs.METRICS):  # of a resumed run: what it had done
                 self.display.history.add(row)
         if self.saver.saved_step is None:
+            self.recorder.certify(None, {})
             self.display.history.add(self.recorder.evaluate_and_write())
             self.saver.save()
         elif self.state.unrecorded is not None:
@@ -141,6 +142,7 @@ class Session:
             self.display.note(verdict)
         if (line := self.best.line(self.state.step)) is not None:
             self.display.note(line)
+        self.display.note(f"certificate of step {self.state.step}: {self.state.head}")
         if self.interruption.signal is not None:
             again = f"isobit train --resume {self.run.directory}"
             self.display.note(f"stopped after step {self.state.step}; go on with: {again}")

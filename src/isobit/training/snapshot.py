@@ -6,7 +6,7 @@ the copy is saved, and the run goes on from there as if nothing had happened (te
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from isobit.rl import Group
 from isobit.rl.collect import StepBatch
 from isobit.rl.samples import groups_to_json
+from isobit.run.certificate import GENESIS
 from isobit.run.metrics import of_the_machine
 from isobit.training.parts import MASTERS, Parts
 
@@ -23,7 +24,7 @@ class State:
     """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
     `queue`: batches that wait to be learned from, where rollouts run ahead; `unrecorded`: metrics of the newest step,
     if its evaluation failed and they are not in their file; `synced`: whether the working weights are those of the
-    masters now, which no checkpoint holds."""
+    masters now, which no checkpoint holds; `head`: the hash of the certificate's newest row."""
 
     step: int = 0
     cursor: int = 0
@@ -31,6 +32,7 @@ class State:
     queue: list[StepBatch] = field(default_factory=list)
     unrecorded: dict[str, float] | None = None
     synced: bool = False
+    head: str = GENESIS
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Snapshot:
     @staticmethod
     def take(state: State, parts: Parts, written: Mapping[str, Any], best: Any) -> "Snapshot":
         """Of now. Groups and batches are never changed once they are here, so lists are copied and no more."""
-        copied = State(state.step, state.cursor, list(state.pending), list(state.queue), state.unrecorded)
+        copied = replace(state, pending=list(state.pending), queue=list(state.queue))
         rest = {
             "bad_steps_in_a_row": parts.learner.state.bad_steps_in_a_row,
             "clip_bounds": parts.learner.state.clip_bounds,

@@ -4,8 +4,6 @@ Follows metrics.jsonl and completions.jsonl.gz as they grow, and starts over whe
 when the run is done, or its process has ended. Left out: anything that would write into the run directory.
 """
 
-import fcntl
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,40 +14,47 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
+from isobit.data import strict_yaml
+from isobit.data.foreign import check_readable, read_bytes, reason_of
 from isobit.errors import IsobitError
-from isobit.run.completions import COMPLETIONS, Member, lines, members, parse
-from isobit.run.directory import CONFIG, LOCK, METRICS, require_run
+from isobit.run.completions import COMPLETIONS, Member, is_reward, lines, members, parse
+from isobit.run.directory import CONFIG, METRICS, in_use, require_run
 from isobit.run.heartbeat import beats
+from isobit.run.rows import MOST_STEPS, BadRow, metric_row, next_line, warn
 from isobit.view.history import History, Shown
 from isobit.view.screen import screen, summary
 
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S, _MOST_BYTES = 1.0, 1 << 20
 
 
 class GrowingRows:
-    """Reads what is new in a JSONL file; `restarted` is set where the file became shorter."""
+    """Reads what is new in a metrics.jsonl; `restarted` is set where the file became shorter, and `lost` counts lines
+    that are no rows."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.offset, self.restarted = path, 0, False
+        self.path, self.offset, self.restarted, self.lost = path, 0, False, 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The whole lines since the last call."""
+        """The whole lines since the last call. Raises IsobitError for a file that may not be read."""
         self.restarted = False
-        if not self.path.is_file():
+        try:
+            size = check_readable(self.path)
+            if size < self.offset:
+                self.offset, self.restarted, self.lost = 0, True, 0
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                while (line := next_line(file)) is not None:
+                    self.offset = file.tell()
+                    try:
+                        row = metric_row(line)
+                    except BadRow:
+                        self.lost += 1
+                        continue
+                    yield row
+        except FileNotFoundError:
             return
-        with self.path.open("rb") as file:
-            if file.seek(0, 2) < self.offset:
-                self.offset, self.restarted = 0, True
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self.offset += len(line)
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    raise IsobitError(f"{self.path}, byte {self.offset - len(line)}: not a line of JSON") from None
-                yield row
+        except OSError as error:
+            raise IsobitError(f"cannot read {self.path}: {reason_of(error)}") from None
 
 
 class Watched:
@@ -66,10 +71,12 @@ class Watched:
         path = self.directory / CONFIG
         try:
             self._config_time = path.stat().st_mtime_ns
-            config = yaml.safe_load(path.read_text(encoding="utf-8"))
-            precision = config["precision"]
+            config = strict_yaml.load(read_bytes(path, _MOST_BYTES).decode("utf-8"))
+            precision, steps = config["precision"], config["steps"]
             preset = precision if isinstance(precision, str) else f"{precision['preset']}, changed"
-            return History(self.directory.resolve().name, int(config["steps"]), f"{preset}, {config['consistency']}")
+            if type(steps) is not int or not 0 < steps < MOST_STEPS:
+                raise ValueError
+            return History(self.directory.resolve().name, steps, f"{preset}, {config['consistency']}")
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
             raise IsobitError(f"{path} is not the config that a run writes") from None
 
@@ -88,14 +95,18 @@ class Watched:
         return len(rows)
 
     def _last_completions(self) -> list[Shown]:
-        """The completions of the last step in their file, of those that are recorded whole."""
+        """The completions of the last step in their file, of those that are recorded whole; none of a damaged one."""
         path = self.directory / COMPLETIONS
         if self._metrics.restarted or (path.is_file() and path.stat().st_size < sum(self._last_step)):
             self._last_step = Member(0, 0)
-        for member in members(path, self._last_step.start):
-            self._last_step = member
-        rows = map(parse, lines(path, self._last_step)) if self._last_step.length else ()
-        return [Shown(r["reward"], str(r["prompt"]), r["completion"]) for r in rows if "completion" in r]
+        try:
+            for member in members(path, self._last_step.start):
+                self._last_step = member
+            rows = list(map(parse, lines(path, self._last_step))) if self._last_step.length else []
+            whole = [r for r in rows if isinstance(r.get("completion"), str) and is_reward(r.get("reward"))]
+            return [Shown(r["reward"], str(r.get("prompt") or ""), r["completion"]) for r in whole]
+        except IsobitError:
+            return []
 
     @property
     def finished(self) -> bool:
@@ -104,14 +115,12 @@ class Watched:
     @property
     def worked_on(self) -> bool:
         """Whether a process holds the run's lock."""
-        try:
-            with (self.directory / LOCK).open("r") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
+        return in_use(self.directory)
+
+    @property
+    def lost(self) -> int:
+        """Lines of metrics.jsonl that are no rows."""
+        return self._metrics.lost
 
 
 def watch(directory: Path, once: bool = False) -> None:
@@ -119,6 +128,8 @@ def watch(directory: Path, once: bool = False) -> None:
     watched = Watched(directory)
     console = Console()
     watched.look()
+    if watched.lost:
+        warn(f"{directory / METRICS}: rows that cannot be read: {watched.lost:,}; they are left out")
     if once or not console.is_terminal:
         _print(watched, console, once)
         return

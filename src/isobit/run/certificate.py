@@ -1,0 +1,143 @@
+"""`certificate.jsonl`: a chain of hashes over what a run recorded, a row for each step, the first of step 0.
+
+A row has the SHA-256 of the row before it (`previous`) and of what belongs to its step: `weights` after it
+(`training/certificate.py`), the `rollouts` as their lines in completions.jsonl.gz, the `metrics` without times and
+without an evaluation's, the `config` without what a resume may change, and the `build` of isobit. `hash` is the SHA-256
+of all of these. So a row that is changed, deleted, repeated or moved anywhere breaks the chain there, and a checkpoint,
+which has the hash of its step's row, shows rows that are missing at the end. Whoever rewrites a run can compute its
+chain anew: what was said then is known by who kept its last hash (tests/commands/test_forgeries.py).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from isobit import __version__
+from isobit.data.foreign import BadJson, check_readable, parse_json, reason_of
+from isobit.errors import brief
+from isobit.run.metrics import of_the_machine
+
+CERTIFICATE = "certificate.jsonl"
+GENESIS = "0" * 64
+"""What stands for the hash of a row before the first."""
+_EVALUATED = ("accuracy/*", "reward/held_out", "step")
+_SOURCES = ("*.py", "*.cpp", "*.h", "*.jinja")
+_INFINITE = (float("inf"), float("-inf"))
+_LONGEST = 4096
+_KEYS = ("step", "previous", "weights", "rollouts", "metrics", "config", "build")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a row says of its step: hashes; None for `rollouts` of which nothing was recorded."""
+
+    weights: str
+    rollouts: str | None
+    metrics: str
+    config: str
+    build: str
+
+
+def row_of(step: int, previous: str, facts: Facts) -> dict[str, Any]:
+    """The row of a step, with its `hash`."""
+    values: dict[str, Any] = {"step": step, "previous": previous, **vars(facts)}
+    return {**values, "hash": digest(values)}
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value as JSON has it."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def of_metrics(values: Mapping[str, Any]) -> str:
+    """Of a step's metrics, as they were measured or as metrics.jsonl has them: without those of the machine, and those
+    of an evaluation, which a run that is extended may lose."""
+    lasting = {name: value for name, value in values.items() if not of_the_machine(name) and not _evaluated(name)}
+    return digest({name: None if value != value or value in _INFINITE else value for name, value in lasting.items()})
+
+
+def _evaluated(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _EVALUATED)
+
+
+@cache
+def build() -> str:
+    """The version of isobit and the SHA-256 of its source."""
+    package, found = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(path for pattern in _SOURCES for path in package.rglob(pattern)):
+        found.update(f"{path.relative_to(package)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return f"isobit {__version__}, source {found.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The rows of a certificate, by step, and what is wrong with them, in words; `head` is the last row's hash."""
+
+    rows: Mapping[int, Mapping[str, Any]]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> int:
+        return min(self.rows)
+
+    @property
+    def last(self) -> int:
+        return max(self.rows)
+
+    @property
+    def head(self) -> str:
+        return str(self.rows[self.last]["hash"])
+
+
+def read_chain(path: Path) -> Chain | None:
+    """The chain in a file; None where there is no file. Every row must be whole, have the hash of what it says, and
+    follow the one before it."""
+    rows: dict[int, Mapping[str, Any]] = {}
+    problems: list[str] = []
+    try:
+        check_readable(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Chain({}, (f"{path.name} cannot be read: {reason_of(error)}",))
+    previous, expected = GENESIS, None
+    for number, row in enumerate(_parsed(path), 1):
+        what = f"{path.name}, line {number}"
+        if (problem := _wrong(row)) is not None:
+            problems.append(f"{what}: {problem}")
+            continue
+        step = row["step"]
+        if row["previous"] != previous:
+            problems.append(f"{what}: step {step} does not follow the row before it: a row was changed or is missing")
+        elif expected is not None and step != expected:
+            problems.append(f"{what}: step {step} stands where step {expected} belongs")
+        if step in rows:
+            problems.append(f"{what}: step {step} is there twice")
+        rows[step], previous, expected = row, row["hash"], step + 1
+    return Chain(rows, tuple(problems))
+
+
+def _parsed(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST):
+            try:
+                yield parse_json(line.decode("ascii"))
+            except (BadJson, UnicodeDecodeError) as error:
+                yield f"not a row: {reason_of(error)}"
+
+
+def _wrong(row: Any) -> str | None:
+    """Why a row is none, or None."""
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, dict) or row.keys() != {*_KEYS, "hash"}:
+        return f"not a row of a certificate: {brief(row)}"
+    if type(row["step"]) is not int or row["hash"] != digest({key: row[key] for key in _KEYS}):
+        return "its hash is not that of what it says: the row was changed"
+    return None

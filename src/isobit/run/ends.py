@@ -1,0 +1,82 @@
+"""Where the files that grow are cut when a run goes on from a checkpoint, and what of them was lost or damaged.
+
+Weights are sound or not by their own checksums: what became of a log costs its rows, and is said in a line each.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isobit.data.foreign import exists
+from isobit.errors import IsobitError
+from isobit.run import certificate, completions
+from isobit.run.certificate import CERTIFICATE
+from isobit.run.completions import COMPLETIONS
+from isobit.run.directory import METRICS, NOTHING_WRITTEN, read_jsonl
+from isobit.run.rows import BadRow, end_of_lines, kept_until, metric_row, next_line
+
+
+def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """Where each file is to be cut for a run that goes on from a checkpoint of this `state` (what
+    `RunDirectory.written` says, the `step`, and whether its metrics are `unrecorded`), and what has been lost since, a
+    line for each file."""
+    found, lost = NOTHING_WRITTEN | state["offsets"], list[str]()
+    if METRICS not in state["offsets"]:  # isobit 0.1 counted bytes of metrics.jsonl too
+        last = state["step"] - (state.get("unrecorded") is not None)
+        found[METRICS], rows = kept_until(directory / METRICS, last)
+        if rows < state["rows"]:
+            lost.append(f"{METRICS} has {rows:,} rows up to step {last}, and had {state['rows']:,}")
+    for name, offset in state["offsets"].items():
+        path = directory / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size < offset:
+            found[name] = completions.end(path) if name == COMPLETIONS else end_of_lines(path)
+            lost.append(f"{name} has {size:,} bytes, and had {offset:,} at step {state['step']}")
+    lost += damaged_steps(directory / COMPLETIONS, found[COMPLETIONS])
+    return found, [f"{directory}: {line}; the run goes on, and its weights are sound" for line in lost]
+
+
+def damaged_steps(path: Path, until: int) -> list[str]:
+    """A line about the steps whose completions cannot be read any more, up to a byte; none where all can."""
+    before, found = 0, list[str]()
+    for member in completions.members(path):
+        if member.start >= until:
+            break
+        try:
+            rows = [completions.parse(line) for line in completions.lines(path, member)]
+            before = int(rows[0]["step"])
+        except (IsobitError, IndexError):
+            found.append(f"step {before + 1}" if not found or found[-1] != f"step {before + 1}" else "the next")
+    if not found:
+        return []
+    more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
+    return [f"{path.name}: completions are damaged, of {', '.join(found[:3])}{more}"]
+
+
+def last_step(directory: Path) -> int:
+    """The last step that any file of a run has recorded; 0 if none has."""
+    steps = [0]
+    if exists(directory / METRICS):
+        steps += [int(row["step"]) for row in read_jsonl(directory / METRICS, lambda line: None)]
+    chain = certificate.read_chain(directory / CERTIFICATE)
+    steps += [] if chain is None else chain.rows
+    for member in reversed(list(completions.members(directory / COMPLETIONS))):
+        try:
+            steps.append(int(completions.parse(completions.lines(directory / COMPLETIONS, member)[0])["step"]))
+            break
+        except (IsobitError, IndexError):
+            steps.append(1)  # it is one, though nobody can read which
+    return max(steps)
+
+
+def row_at(path: Path, offset: int) -> tuple[dict[str, Any], int] | None:
+    """The row of metrics.jsonl that begins at a byte, and where it ends; None if no whole one does."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(offset)
+        line = next_line(file)
+        try:
+            return None if line is None else (metric_row(line), file.tell())
+        except BadRow:
+            return None

@@ -1,0 +1,69 @@
+"""What of a run goes into its certificate (`run/certificate.py`), a row for each step.
+
+The hash of the weights is that of one number for each master: the sum of its words in blocks of 256, each block times
+an odd number of its place, modulo 2^64. No range of a rank cuts a block, and integer sums have no order, so it is the
+same at any number of ranks, on every device; it reads each weight once, at the memory's speed. Any change of one word
+changes it; two words of a block that are exchanged do not, which only the SHA-256 of a checkpoint's manifest sees.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.config import Config, lasting
+from isobit.model import Model
+from isobit.options.consistency import level
+from isobit.options.declare import plain
+from isobit.run.certificate import Facts, build, digest, of_metrics, row_of
+
+_BLOCK = 256  # elements, of which no rank's range begins inside (`distributed/shards.py`)
+_PLACE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed number
+_WORDS = {4: torch.int32, 2: torch.int16}
+
+
+class Certificate:
+    """Makes the rows of an open run."""
+
+    def __init__(self, config: Config, model: Model) -> None:
+        self._config, self._model = of_config(plain(config)), model
+
+    def row(self, step: int, previous: str, rollouts: str | None, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """The row of a step, whose weights are the model's now. All ranks call this, and get the same."""
+        weights = of_weights(self._model)
+        return row_of(step, previous, Facts(weights, rollouts, of_metrics(metrics), self._config, build()))
+
+
+def of_config(values: Mapping[str, Any]) -> str:
+    """The hash of a run's config, as plain values, without what may change when it goes on; the order of sums, which
+    `bitwise` may leave open, is not in it either."""
+    kept = lasting(values)
+    return digest({**kept, "consistency": level(str(kept.get("consistency")))})
+
+
+def of_weights(model: Model) -> str:
+    """The hash of a model's masters; of an adapter's factors where there is one."""
+    shards = model.transformer.masters.shards
+    named = {name: rows for name, rows in model.named_parameters().items() if rows.numel()}
+    sums = [_sum(rows, shards.own(name)[0] * shards.width(name) // _BLOCK) for name, rows in named.items()]
+    mine = dict(zip(named, torch.stack(sums).tolist())) if sums else {}
+    totals = dict.fromkeys(shards.shapes, 0)
+    for each in model.ranks.gather(mine):
+        for name, value in each.items():
+            totals[name] += value
+    words = {name: value % (1 << 64) for name, value in totals.items()}
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+
+
+@torch.no_grad()
+def _sum(rows: Tensor, first: int) -> Tensor:
+    words = rows.detach().contiguous().view(-1).view(_WORDS[rows.element_size()])
+    whole = len(words) // _BLOCK * _BLOCK
+    blocks = words[:whole].view(-1, _BLOCK).sum(-1, dtype=torch.int64)
+    if whole < len(words):
+        blocks = torch.cat([blocks, words[whole:].sum(dtype=torch.int64).view(1)])
+    places = torch.arange(first, first + len(blocks), device=blocks.device) * 2 + 1
+    return (blocks * (places * _PLACE)).sum()
