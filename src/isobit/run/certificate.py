@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from isobit import __version__
 from isobit.data.foreign import BadJson, check_readable, parse_json, reason_of
 from isobit.errors import brief
 from isobit.run.metrics import of_the_machine
+from isobit.run.source import source_digest
 
 CERTIFICATE = "certificate.jsonl"
 GENESIS = "0" * 64
 """What stands for the hash of a row before the first."""
 _EVALUATED = ("accuracy/*", "reward/held_out", "step")
-_SOURCES = ("*.py", "*.cpp", "*.h", "*.jinja")
 _INFINITE = (float("inf"), float("-inf"))
 _LONGEST = 4096
 _KEYS = ("step", "previous", "weights", "rollouts", "metrics", "config", "build")
@@ -66,13 +65,9 @@ def _evaluated(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in _EVALUATED)
 
 
-@cache
 def build() -> str:
     """The version of isobit and the SHA-256 of its source."""
-    package, found = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for path in sorted(path for pattern in _SOURCES for path in package.rglob(pattern)):
-        found.update(f"{path.relative_to(package)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return f"isobit {__version__}, source {found.hexdigest()}"
+    return f"isobit {__version__}, source {source_digest()}"
 
 
 @dataclass(frozen=True)

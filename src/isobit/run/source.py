@@ -14,10 +14,10 @@ _SUFFIXES = {".py", ".cpp", ".h"}
 
 @cache
 def source_digest(root: Path = Path(isobit.__file__).parent) -> str:
-    """Of every file in Python and C++, by its path and its bytes."""
+    """SHA-256 over every file in Python and C++, by its path and its bytes."""
     found = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.suffix in _SUFFIXES and path.is_file():
             data = path.read_bytes()
             found.update(f"{path.relative_to(root).as_posix()} {len(data)}\n".encode() + data)
-    return found.hexdigest()[:16]
+    return found.hexdigest()
