@@ -2,13 +2,14 @@
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from isobit.fleet.cluster import import_ray
+from isobit.fleet.cluster import import_ray, start_ray
 from tests.documents import ROOT
 
 
@@ -25,7 +26,7 @@ def ray() -> Iterator[Any]:
     module = import_ray()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")  # for Ray's processes: of this checkout
-        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-        module.init(address="local", num_cpus=4, **quiet)
+        folder = start_ray(module, num_cpus=4, log_to_driver=False, logging_level=logging.ERROR)
     yield module
     module.shutdown()
+    shutil.rmtree(folder)

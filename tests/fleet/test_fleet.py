@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,6 +171,27 @@ def test_groups_of_an_engine_that_stands_still_are_sampled_by_another(fleet: Fle
     assert found(fleet) == expected(engine)
 
 
+def test_all_engines_stand_still(ray: Any, engine: Engine) -> None:
+    """The run ends in one line that names them, and they end too. As long as another goes on, it goes on (above)."""
+    fleet = fleet_of(engine, engines=1)  # there is room for no more beside the other tests'
+    until = time.monotonic() + MOST
+    while not all(one.opened for one in fleet._engines):
+        assert time.monotonic() < until
+        found(fleet)
+    fleet.settings = FleetSettings(engines=1, deadline_s=1.5)
+    stopped = process(fleet, 0)
+    assert found(fleet) == expected(engine)  # the control: it answers in time
+    os.kill(stopped, signal.SIGSTOP)
+    change(engine, 1.05)
+    with pytest.raises(RunFailed, match=r"^fleet: none of 1 engines has answered for 1.5 s .*: engine 0 on .*process"):
+        found(fleet)
+    fleet.close()
+    until = time.monotonic() + MOST
+    while Path(f"/proc/{stopped}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 class Flipping:
     """Ray whose object store flips a bit in each buffer on the way."""
 
@@ -254,7 +277,7 @@ def test_engines_that_do_not_come(ray: Any, engine: Engine) -> None:
     fleet.settings = FleetSettings(engines=1, deadline_s=0.5)
     try:
         with pytest.raises(
-            RunFailed, match=r"none of 1 engines was there for 0.5 s .*; the cluster has 0 CPUs, 0 GPUs"
+            RunFailed, match=r"none of 1 engines has answered for 0.5 s .*; the cluster has 0 CPUs, 0 GPUs"
         ):
             found(fleet)
     finally:

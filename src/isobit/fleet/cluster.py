@@ -1,24 +1,31 @@
 """Ray: started here or joined, checked for room before anything waits for it, and left as it was found.
 
-What is started here has no dashboard and sends no statistics, and ends with this process, however that ends: the kernel
-ends Ray's processes with their parent. Signal handlers stay the run's. Left out: what runs on it (`fleet.py`).
+What is started here has no dashboard and sends no statistics; it listens on loopback, answers who has this process's
+token, and has its sockets in a folder that nobody else may enter. It ends with this process, however that ends: the
+kernel ends Ray's processes with their parent. Signal handlers stay the run's. Left out: what runs on it (`fleet.py`).
 """
 
 import asyncio
 import logging
 import os
 import re
+import secrets
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, listed
 from isobit.fleet.settings import FleetSettings
 
 _ANSWERS_S = 10.0
+_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""Of the Ray that this process starts; those that it starts inherit it."""
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -38,13 +45,14 @@ class Cluster:
     def __init__(self, settings: FleetSettings, device: torch.device) -> None:
         self.ray = import_ray()
         self._ours = not self.ray.is_initialized()  # a program that embeds isobit may have joined a cluster already
+        self._folder: str | None = None
         if settings.gpus_per_engine is not None:
             self.gpus = settings.gpus_per_engine
         else:
             self.gpus = 1.0 if device.type == "cuda" else 0.0
         self.cpus = settings.cpus_per_engine
         if self._ours:
-            _connect(self.ray, settings, device if self.gpus else torch.device("cpu"))
+            self._folder = _connect(self.ray, settings, device if self.gpus else torch.device("cpu"))
         try:
             self._check_room(settings)
         except BaseException:
@@ -55,6 +63,8 @@ class Cluster:
         if self._ours and self.ray.is_initialized():
             with _own_signals():
                 self.ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _check_room(self, settings: FleetSettings) -> None:
         """Raise IsobitError if the whole cluster, were it idle, has no room for the engines."""
@@ -79,19 +89,60 @@ class Cluster:
         return f"{cpus} and {engines * self.gpus:g} GPUs" if self.gpus else cpus
 
 
-def _connect(ray: Any, settings: FleetSettings, device: torch.device) -> None:
+def _connect(ray: Any, settings: FleetSettings, device: torch.device) -> str | None:
+    """Start Ray, or join it; the folder of what was started."""
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if settings.cluster is None:
         with _own_signals(), _other_gpus(device):
-            ray.init(address="local", include_dashboard=False, **common)
-        return
+            return start_ray(ray, **common)
     _require_listener(settings.cluster)
     try:
         with _own_signals():
             ray.init(address=settings.cluster, **common)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise _absent(settings.cluster, " ".join(str(error).split())[:200]) from None
+    return None
+
+
+def start_ray(ray: Any, **options: Any) -> str:
+    """Start Ray on this machine, for this process alone; the folder of its sockets and logs, for whoever ends it.
+    Raises IsobitError for a Ray that would listen to others."""
+    place, folder = os.environ.get("RAY_TMPDIR", "/tmp"), ""  # not TMPDIR: the names of sockets must be short
+    try:
+        folder = tempfile.mkdtemp(prefix="isobit-", dir=place)
+        with _closed_to_others():
+            ray.init(address="local", include_dashboard=False, _temp_dir=f"{folder}/ray", **options)
+            addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
+        if not addresses <= {"127.0.0.1", "::1"}:
+            raise IsobitError(f"fleet: Ray {ray.__version__} listens at {listed(sorted(addresses))}, not on loopback")
+    except BaseException as error:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise IsobitError(f"fleet: Ray does not start in {place} (RAY_TMPDIR): {error}") from None
+        raise
+    return folder
+
+
+@contextmanager
+def _closed_to_others() -> Iterator[None]:
+    """Ray that is started here takes this process's token, and the loopback for its address."""
+    ray_constants: Any = import_module("ray._private.ray_constants")
+    raylet: Any = import_module("ray._raylet")
+    before = {name: os.environ.get(name) for name in _TOKEN}
+    cluster = ray_constants.ENABLE_RAY_CLUSTER
+    try:
+        os.environ |= _TOKEN
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        raylet.Config.initialize("")  # a program that has imported Ray before has read the environment of then
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = cluster
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
 
 
 def _absent(cluster: str, why: str) -> IsobitError:

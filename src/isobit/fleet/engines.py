@@ -18,7 +18,7 @@ _RETRY_S = 0.2
 @dataclass(eq=False)
 class EngineActor:
     """`version`: of the weights that it has, None before any. `open`: the groups of the present batch that it samples,
-    the oldest first. `calls`: what Ray has yet to answer, to the kind of call."""
+    the oldest first. `calls`: what Ray has yet to answer, to the kind of call. `replies`: how often it has answered."""
 
     ray: Any
     number: int
@@ -29,6 +29,7 @@ class EngineActor:
     calls: dict[Any, str] = field(default_factory=dict)
     opened: bool = False
     again: float = 0.0
+    replies: int = 0
 
     @staticmethod
     def start(ray: Any, number: int, description: bytes, cpus: float, gpus: float) -> "EngineActor":

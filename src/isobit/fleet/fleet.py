@@ -18,7 +18,7 @@ from isobit.engine.engine import Engine, OnGroup
 from isobit.engine.prompts import Prompt, check_ids, encode
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion, EngineSize, Sampling
-from isobit.errors import RunFailed
+from isobit.errors import RunFailed, listed
 from isobit.fleet import wire
 from isobit.fleet.cluster import Cluster
 from isobit.fleet.engines import EngineActor
@@ -26,6 +26,7 @@ from isobit.fleet.settings import FleetSettings
 from isobit.model.weight_bytes import weight_bytes
 
 _WAIT_S = 0.2  # for a reply, before looking for engines that came or went
+_LOOK_S = 1.0  # the most that a look at them takes
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ class Fleet:
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """As `Engine.generate`, with the weights that were sent last. Raises RunFailed when no engine is left, or none
-        has been there for `fleet.deadline_s`."""
+        has answered for `fleet.deadline_s`."""
         assert self._weights is not None, "weights are sent before"
         config = self.model.config
         token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
@@ -120,7 +121,7 @@ class Fleet:
         requests = [wire.request(index, ids, prompt_id, sampling) for index, (ids, prompt_id) in enumerate(named)]
         batch = self._last = Batch(self._last.number + 1, requests, self._room(len(requests), sampling.n))
         batch.stats.prompt_tokens = sum(map(len, token_ids))
-        seen = time.monotonic()
+        silence = _Silence()
         while len(batch.done) < len(requests):
             with self._lock:
                 engines = list(self._engines)
@@ -128,8 +129,7 @@ class Fleet:
             for index in self._replies(engines, batch):
                 if on_group is not None:
                     on_group(index, batch.done[index])
-            seen = time.monotonic() if any(one.opened for one in engines) else seen
-            self._require_engines(seen)
+            self._require_engines(silence.after(sum(one.replies for one in engines)))
         for one in engines:
             one.open = []  # what is still sampled for the second time goes with the next batch
         return [batch.done[index] for index in range(len(requests))]
@@ -198,6 +198,7 @@ class Fleet:
             except errors.RayError as error:
                 self._lost(one, _last_line(error))
             else:
+                one.replies += 1
                 if kind is not None:
                     finished += self._take(one, kind, reply, batch)
         return finished
@@ -242,19 +243,37 @@ class Fleet:
         one.restarting()
         self.note(f"{one} is lost: {reason}")
 
-    def _require_engines(self, seen: float) -> None:
-        """Raise RunFailed if the fleet is closed, has no engine, or none was there for too long."""
+    def _require_engines(self, silence: float) -> None:
+        """Raise RunFailed if the fleet is closed, has no engine, or none has answered for too long."""
         if self._stopped:
             raise RunFailed("the fleet is closed")
         if not self._engines:
             raise RunFailed(f"fleet: no engine is left; the last one was {self._reason}")
-        if time.monotonic() - seen > self.settings.deadline_s:
-            free = self._ray.available_resources()
-            room = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-            raise RunFailed(
-                f"fleet: none of {len(self._engines)} engines was there for {self.settings.deadline_s:g} s "
-                f"(fleet.deadline_s); the cluster has {room} free"
-            )
+        if silence <= self.settings.deadline_s:
+            return
+        said = f"fleet: none of {len(self._engines)} engines has answered for {self.settings.deadline_s:g} s"
+        silent = [str(one) for one in self._engines if one.opened]
+        if silent:
+            raise RunFailed(f"{said} (fleet.deadline_s): {listed(silent)}")
+        free = self._ray.available_resources()
+        room = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+        raise RunFailed(f"{said} (fleet.deadline_s), nor begun; the cluster has {room} free")
+
+
+class _Silence:
+    """Seconds since engines last answered, without those in which this process itself was stopped."""
+
+    def __init__(self) -> None:
+        self._replies, self._seconds, self._looked = -1, 0.0, time.monotonic()
+
+    def after(self, replies: int) -> float:
+        """The silence, if engines have answered so often."""
+        now = time.monotonic()
+        self._seconds += min(now - self._looked, _LOOK_S)
+        self._looked = now
+        if replies != self._replies:
+            self._replies, self._seconds = replies, 0.0
+        return self._seconds
 
 
 def _last_line(error: BaseException) -> str:

@@ -21,7 +21,9 @@ class FleetSettings:
         float | None, at_least(0), "GPUs that Ray keeps for an engine; default: 1 where the learner has one, else 0"
     ] = None
     deadline_s: Annotated[
-        float, above(0), "seconds in which an engine must be there: at the start, and after all have died"
+        float,
+        above(0),
+        "seconds in which an engine must answer: at the start, after all have died, while they sample",
     ] = 300.0
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.kv_scales import KVScales
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
+from isobit.run.source import source_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ def check_digest(name: str, buffer: Any, expected: str, version: int) -> None:
 
 def facts(model: Model) -> dict[str, str]:
     """What can change a bit, of the process that asks: an engine must have the learner's."""
-    return computed_by(model.ops) | {"device": model.ops.device.type}
+    return computed_by(model.ops) | {"device": model.ops.device.type, "isobit's source": source_digest()}
 
 
 def describe(engine: Engine, sequences: int, max_new_tokens: int, size: EngineSize, check_memory: bool) -> bytes:
