@@ -24,7 +24,7 @@ from isobit.run import checkpoints, completions
 from isobit.run import directory as runs
 from isobit.training.adapting import load_trained
 from isobit.training.agreement import unlike
-from isobit.training.assembly import base_of, rollout_sampling, sized_engine
+from isobit.training.assembly import base_of, date_of, rollout_sampling, sized_engine
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def _draw_again(run: Path, config: Config, checkpoint: Path, samples: Sequence[S
         return Compared(len(samples), tokens, tokens, f"checkpoint {checkpoint} is damaged: {damage}")
     base = checkpoint if config.adapter is None else base_of(config, runs.began_by(run), quiet=True)
     model = load_trained(config, base, checkpoint)
+    model.tokenizer.now = date_of(runs.began_by(run))
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
     sampling = rollout_sampling(config)

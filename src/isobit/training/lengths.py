@@ -48,6 +48,7 @@ def fit_prompts(task: Task, model: Model, limits: TaskSettings, max_new_tokens: 
     lengths.clear()
     train = keep(task.train, problem, limits, "training", quiet)
     if not quiet:
+        say_ends(model)
         say_special_tokens([*train.examples, *held_out.examples], model)
     longest = max(train.examples, key=lambda example: lengths[example.index])
     return Fitted(replace(task, train=train, held_out=held_out), longest)
@@ -65,6 +66,12 @@ def say_special_tokens(examples: Sequence[Example], model: Model) -> None:
             f"(task.special_tokens_in_content: {rule})",
             file=sys.stderr,
         )
+
+
+def say_ends(model: Model) -> None:
+    """Say on stderr what ends a completion, where the model's files do not agree."""
+    if model.tokenizer.ends is not None:
+        print(printable(model.tokenizer.ends), file=sys.stderr)
 
 
 def endless(model: Model, sampling: SamplingConfig) -> str | None:
