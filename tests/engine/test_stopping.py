@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -5,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from isobit.engine.engine import Engine
 from isobit.engine.stopping import StopStrings, cut
@@ -187,7 +188,7 @@ def test_a_stop_string_is_searched_for_in_time_that_grows_with_the_text(monkeypa
     all that is there."""
     decoded = []
     decode = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, **_: decoded.append(len(ids)) or decode(self, ids))
     tokenizer, stop = TOKENIZERS["bytes"], ("xx ",)
     ids = tokenizer.encode("no more " * 250, add_special=False)
 
@@ -197,9 +198,67 @@ def test_a_stop_string_is_searched_for_in_time_that_grows_with_the_text(monkeypa
         return sum(decoded) / count
 
     assert cost(2000) < 1.1 * cost(500)
-    monkeypatch.setattr(StopStrings, "_reaches", lambda *_: False)
+    monkeypatch.setattr("isobit.engine.stopping._Finder._reaches", lambda *_: False)
     assert cost(2000) > 3 * cost(500)
 
 
 def test_stories_tokenizer_is_among_them(stories: Path) -> None:
     assert "stories" in TOKENIZERS
+
+
+def special_tokenizer() -> Tokenizer:
+    """Characters, and special tokens of which one is another's beginning."""
+    made = Tokenizer.characters(ALPHABET + "<|>")
+    made.fast.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in ("<|e|>", "<|e|>x", "#")]
+    )
+    return Tokenizer(made.fast, made.settings, made.eos_ids, None)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_special_tokens_are_found_in_stop_strings(data: st.DataObject) -> None:
+    """Against the definition: a stop string that spells one is looked for in the text that has them, and what is left
+    of the text ends where it begins."""
+    tokenizer = special_tokenizer()
+    words = ("<|e|>", "<|e|>x", "#", "a", "b", "x", " ", "<", "one two ")
+    ids = tokenizer.encode("".join(data.draw(st.lists(st.sampled_from(words), min_size=1, max_size=30))))
+    prompt = tokenizer.encode("hi#<|e|>")
+    special = data.draw(
+        st.lists(st.sampled_from(("<|e|>", "#", "a<|e|>", "<|e|>b", "##", "b#a", " #", "#x")), max_size=2)
+    )
+    plain = data.draw(st.lists(st.sampled_from(("ab", "x", "one", "<")), max_size=2))
+    stop = (*special, *plain)
+
+    def wholes(end: int) -> list[tuple[str, tuple[str, ...]]]:
+        texts = (tokenizer.decode(ids[:end], special=True), tokenizer.decode(ids[:end]))
+        return [(texts[0], tuple(special)), (texts[1], tuple(plain))]
+
+    ends = range(1, len(ids) + 1)
+    expected = next((e for e in ends if any(s in text for text, stops in wholes(e) for s in stops)), None)
+    if not stop:
+        return
+    assert first_found(tokenizer, prompt, ids, stop) == expected
+    ids = ids[: expected or len(ids)]
+    (marked, _), (text, _) = wholes(len(ids))
+    shown = StopStrings(stop, tokenizer, tokenizer.vocab_size).cut(prompt, ids, text)
+    left = [marked[:place] for place in (marked.find(s) for s in special) if place >= 0]
+    cuts = [re.sub(r"<\|e\|>x|<\|e\|>|#", "", each) for each in left] + [cut(text, tuple(plain))]
+    assert shown == min(cuts, key=len)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("stop", [("</s>",), ("two</s>",), ("o</s>", "zz"), ("</s>", "one </s>")])
+def test_a_special_token_ends_a_completion_as_any_stop_string_does(
+    spell: Callable[..., Completion], stop: tuple[str, ...], ignore_eos: bool
+) -> None:
+    """The token is the last one, and the text ends before the string; also where it would end a sequence anyway."""
+    completion = spell("one two", ending=(EOS, 5, 6), stop=stop, ignore_eos=ignore_eos)
+    assert completion.text == {"</s>": "one two", "two</s>": "one ", "o</s>": "one tw"}[stop[0]]
+    assert completion.token_ids == [*tiny().tokenizer.encode("one two"), EOS]
+    assert completion.finish_reason == "stop"
+
+
+def test_negative_control_part_of_a_special_token_is_no_text(spell: Callable[..., Completion]) -> None:
+    completion = spell("one two", ending=(EOS, 5, 6), stop=("/s", "s>"), ignore_eos=True, max_new_tokens=10)
+    assert (len(completion.token_ids), completion.finish_reason) == (10, "length")

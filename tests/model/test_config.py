@@ -97,3 +97,34 @@ def test_refused(changes: dict, message: str) -> None:
 def test_a_missing_key_is_named() -> None:
     with pytest.raises(IsobitError, match=r"here.json: key 'vocab_size' is missing"):
         ModelConfig.from_hf({k: v for k, v in _LLAMA.items() if k != "vocab_size"}, "here.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "kind", "right"),
+    [
+        ("mistral3", "mistral", "for images that wraps", "whose config.json says mistral"),
+        ("llava", "llama", "for images that wraps", "whose config.json says llama"),
+        ("internvl", "qwen2", "for images that wraps", "whose config.json says qwen2"),
+        ("gemma3", "gemma3_text", "for images that wraps", "whose config.json says gemma3_text"),
+        ("qwen3_vl", "qwen3_vl_text", "for images that wraps", "of llama, qwen2, "),
+        ("qwen2_audio", "qwen2", "for sound that wraps", "whose config.json says qwen2"),
+    ],
+)
+def test_a_model_around_a_language_model_is_told_as_one(name: str, inner: str, kind: str, right: str) -> None:
+    values = transformers.AutoConfig.for_model(name).to_dict()
+    assert values["text_config"]["model_type"] == inner
+    says = f"config.json: unsupported architecture '{name}': a model {kind} a language model, '{inner}'; .* {right}"
+    with pytest.raises(IsobitError, match=says):
+        ModelConfig.from_hf(values)
+
+
+def test_other_names_of_the_inner_model() -> None:
+    inner = {"model_type": "qwen2"}
+    for values in (
+        {"model_type": "internvl_chat", "llm_config": inner, "vision_config": {}},
+        {"architectures": ["DeepseekVLV2ForCausalLM"], "language_config": inner, "vision_config": {}},
+    ):
+        with pytest.raises(IsobitError, match="for images that wraps a language model, 'qwen2'"):
+            ModelConfig.from_hf(values)
+    with pytest.raises(IsobitError, match="'odd': a model around a language model of its own"):
+        ModelConfig.from_hf({"model_type": "odd", "text_config": {}})

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from isobit.engine.prompts import encode
@@ -20,7 +20,22 @@ from isobit.model.content import ContentEncoder
 from tests.loaders.cases import CHAT, byte_tokenizer
 
 LLAMA = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
-WORDS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "start|>", "<", "|>", "hi ", "\n", "system", "é", "😀")
+WORDS = (
+    "<|im_start|>",
+    "<|IM_END|>",
+    ">|dne_mi|<",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|im_",
+    "start|>",
+    "<",
+    "|>",
+    "hi ",
+    "\n",
+    "system",
+    "é",
+    "😀",
+)
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -112,6 +127,22 @@ def test_as_transformers_with_split_special_tokens(bpe: Tokenizer, tmp_path: Pat
         "<|im_start|>{{ messages[0] | tojson(ensure_ascii=true) }}<|im_end|>",
         "<|im_start|>{{ messages[0].content.split('x')[-1] }}<|im_end|>",
         "<|im_start|>{% if 'hi' in messages[0].content %}{{ messages[0].content }}{% endif %}<|im_end|>",
+        "<|im_start|>{{ messages[0].content | length }}:{{ messages[0].content }}<|im_end|>",
+        *(
+            f"<|im_start|>{{{{ messages[0].content[{part}] }}}}<|im_end|>"
+            for part in (":7", "5:", "::-1", "2:-13", "-20:")
+        ),
+        "<|im_start|>{{ messages[0].content | truncate(9, True, '', 0) }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content.strip('< h') }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content.replace('<', '(') }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content.replace('>', ')') }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content | e }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content | list | join(' ') }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content.split('|')[0] }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content.split('<|') | join('-') }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content | capitalize }}{{ messages[0].content | wordcount }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content.find('>') }}{{ messages[0].content }}<|im_end|>",
+        "<|im_start|>{% if messages[0].content.endswith('> ') %}{{ messages[0].content }}{% endif %}<|im_end|>",
     ],
 )
 def test_whatever_the_template_does_with_content(bpe: Tokenizer, template: str) -> None:
@@ -123,6 +154,125 @@ def test_whatever_the_template_does_with_content(bpe: Tokenizer, template: str) 
         assert bpe.decode(ids, special=True) == bpe.render_chat(user(" hi x<|im_end|> <|IM_END|> "))
     finally:
         bpe.chat_template = before
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if '<|im_end|>' in messages[0].content %}a{% else %}b{% endif %}",
+        "{{ messages[0].content.split('<|im_end|>')[0] }}",
+        "{{ messages[0].content.replace('<|im_end|>', '') }}",
+        "{{ messages[0].content | urlencode }}",
+        "{% for c in messages[0].content %}{{ c == '<' }}{{ c == '>' }}{{ c == 'e' }}{% endfor %}",
+    ],
+)
+def test_a_template_that_looks_for_special_tokens_is_refused(bpe: Tokenizer, template: str) -> None:
+    """What it writes without them is not what it writes; a chat without any has its tokens."""
+    before = bpe.chat_template
+    bpe.chat_template = template
+    try:
+        with pytest.raises(IsobitError, match=r"token '<\|im_end\|>' in it, and the model's chat template looks"):
+            bpe.encode_chat(user("hi<|im_end|>so"))
+        assert bpe.encode_chat(user("hi so")) == bpe.encode(bpe.render_chat(user("hi so")), add_special=False)
+    finally:
+        bpe.chat_template = before
+
+
+_CHANGES = [
+    *(f" | {name}" for name in ("trim", "upper", "lower", "title", "length", "reverse", "e", "urlencode", "tojson")),
+    " | tojson(ensure_ascii=true)", "[3:]", "[:9]", "[::2]", ".split('|')[-1]", ".strip('<>')", ".lstrip()",
+    ".replace('im','mi')", ".count('<')",
+]  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(st.sampled_from(WORDS), max_size=6),
+    does=st.lists(st.sampled_from(_CHANGES), max_size=3),
+)
+def test_no_template_leaves_anything_in_the_prompt(bpe: Tokenizer, parts: list[str], does: list[str]) -> None:
+    """The text is the template's, and only its own tokens are special; or the chat is refused."""
+    text, value = "".join(parts), "messages[0].content"
+    for change in does:
+        value = f"({value}{change})"
+    before, bpe.chat_template = bpe.chat_template, f"<|im_start|>{{{{ {value} }}}}<|im_end|>"
+    try:
+        try:
+            plain = bpe.render_chat(user(text))
+        except IsobitError:  # a number has no length
+            return
+        try:
+            ids = bpe.encode_chat(user(text))
+        except IsobitError:
+            return
+        assert bpe.decode(ids, special=True) == plain
+        assert specials(bpe, ids) == ["<|im_start|>", "<|im_end|>"]
+    finally:
+        bpe.chat_template = before
+
+
+@pytest.mark.parametrize("text", ["<a<b>c>", "x<a<b>c>\ue001", "\ue000<b>\ue002"])
+@pytest.mark.parametrize("part", [slice(2), slice(2, 5), slice(99)])
+def test_a_token_inside_another_and_private_characters(bpe: Tokenizer, text: str, part: slice) -> None:
+    """Whatever of it the template cuts out; a text's own characters of private use stay."""
+    fast = FastTokenizer.from_str(bpe.fast.to_str())
+    fast.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in ("<a<b>c>", "<b>", "\ue000")])
+
+    def render(messages: Any) -> str:
+        return f"<b>{messages[0]['content'][part]}<b>"
+
+    ids = ContentEncoder(fast).chat(user(text), "escape", render)
+    assert fast.decode(ids, skip_special_tokens=False) == render(user(text))
+    assert [i for i in ids if i >= bpe.vocab_size] == [fast.token_to_id("<b>")] * 2
+
+
+def test_tokens_that_a_normalizer_makes_of_text(bpe: Tokenizer) -> None:
+    fast = FastTokenizer.from_str(bpe.fast.to_str())
+    fast.normalizer = normalizers.Lowercase()
+    fast.add_special_tokens([AddedToken("<Sep>", special=True, normalized=True)])
+    token, content = fast.token_to_id("<Sep>"), ContentEncoder(fast)
+    assert fast.encode("a<SEP>").ids[-1] == token
+    assert token not in content.text("a<SEP>", "escape", False)
+    assert content.spelled("a<SEP> <sep>") == ["<Sep>"] * 2
+    ids = content.chat(user("a<SEP>b"), "escape", lambda messages: f"<Sep>{messages[0]['content']}<Sep>")
+    assert ids.count(token) == 2
+
+
+def test_a_token_that_the_tokenizer_makes_of_text_is_refused() -> None:
+    fast = FastTokenizer(models.WordLevel({"a": 0, "<s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.add_special_tokens(["<s>", "<unk>"])
+    content = ContentEncoder(fast)
+    assert content.text("a b", "escape", False) == [0, 2]
+    with pytest.raises(IsobitError, match="the special token '<s>' in it, which this tokenizer makes of plain text"):
+        content.text("a <s>", "escape", False)
+
+
+@pytest.mark.parametrize("start", [["<|endoftext|>"], ["<|im_start|>", "<|im_end|>"]])
+def test_a_rendered_prompt_begins_once(bpe: Tokenizer, start: list[str]) -> None:
+    """Under `allow` a text may have the tokens that the tokenizer puts before one; elsewhere it is text."""
+    fast = FastTokenizer.from_str(bpe.fast.to_str())
+    pairs = [(token, fast.token_to_id(token)) for token in [*start, "<|im_end|>"]]
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{' '.join(start)} $A <|im_end|>", special_tokens=list(dict(pairs).items())
+    )
+    content, bos, end = ContentEncoder(fast), [i for _, i in pairs[:-1]], [pairs[-1][1]]
+    body = fast.encode("hi", add_special_tokens=False).ids
+    for text in ("hi", "".join(start) + "hi"):
+        assert content.text(text, "allow", True) == [*bos, *body, *end]
+    assert content.text("".join(start), "allow", True) == [*bos, *end]
+    assert content.text("".join(start) * 2, "allow", True) == [*bos, *bos, *end]
+    escaped = content.text("".join(start) + "hi", "escape", True)
+    assert escaped[: len(bos)] == bos
+    assert bos[0] not in escaped[len(bos) :]
+    assert content.text("".join(start) + "hi", "allow", False) == [*bos, *body]
+
+
+def test_stories_prompts_begin_once(stories: Path) -> None:
+    tokenizer = Tokenizer.load(stories)
+    tokenizer.special_tokens_in_content = "allow"
+    assert tokenizer.encode_text("<s>Once upon a time")[:2] == [1, tokenizer.encode("Once", add_special=False)[0]]
+    assert tokenizer.encode_text("Once") == tokenizer.encode("Once")
 
 
 def test_a_template_cannot_complete_what_content_begins(bpe: Tokenizer) -> None:
@@ -182,7 +332,7 @@ def test_the_start_of_a_token_at_a_text_s_end(bpe: Tokenizer) -> None:
     content, ends = ContentEncoder(fast), 0
     for text in map("".join, itertools.product("ab<>", repeat=5)):
         expected = any(text[-length:] in starts for length in range(1, 6))
-        assert content._ends_with_a_start(text) == expected, text
+        assert bool(content._start_at_end(text)) == expected, text
         ends += expected
     assert 0 < ends < 4**5
 
@@ -196,9 +346,9 @@ def test_the_starts_of_a_long_token_take_no_more_than_its_length(bpe: Tokenizer)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 500 * len(long)
-    assert content._ends_with_a_start("x" + long)
-    assert not content._ends_with_a_start(long + "x")
-    assert not content._ends_with_a_start("x" + long + "<" + "x")
+    assert content._start_at_end("x" + long)
+    assert not content._start_at_end(long + "x")
+    assert not content._start_at_end("x" + long + "<" + "x")
 
 
 @pytest.mark.parametrize("lstrip", [False, True])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -98,9 +99,13 @@ def test_eos_ids_from_each_place(characters: tuple[Tokenizer, Path]) -> None:
     _, path = characters
     assert Tokenizer.load(path).eos_ids == (2,)  # tokenizer_config.json
     (path / "config.json").write_text('{"eos_token_id": 5}')
-    assert Tokenizer.load(path).eos_ids == (5,)
+    assert Tokenizer.load(path).eos_ids == (5, 2)
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert Tokenizer.load(path).eos_ids == (7, 9)
+    assert Tokenizer.load(path).eos_ids == (7, 9, 2)
+    ends = "a completion ends with - (id 7) or 0 (id 9) of generation_config.json, or </s> (id 2) of the tokenizer"
+    assert Tokenizer.load(path).ends == f"{path}: {ends}"
+    (path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert (Tokenizer.load(path).eos_ids, Tokenizer.load(path).ends) == ((7, 2), None)
     (path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
     with pytest.raises(IsobitError, match=r"generation_config.json: eos_token_id: '</s>' is not a token id"):
         Tokenizer.load(path)
@@ -128,6 +133,113 @@ def test_chat_templates_render_as_in_transformers(characters: tuple[Tokenizer, P
     out.mkdir()
     tokenizer.save(out)
     assert Tokenizer.load(out).render_chat(_CHAT) == wanted
+
+
+@pytest.mark.parametrize("place", ["files", "config"])
+def test_named_templates_stay(characters: tuple[Tokenizer, Path], place: str) -> None:
+    """Also for transformers, also where the default one is changed, and where there is none of that name."""
+    _, path = characters
+    named = {"default": "plain", "tool_use": "tools", "rag": "found"}
+    if place == "files":
+        (path / "chat_template.jinja").write_text(named["default"])
+        (path / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (path / "additional_chat_templates" / f"{name}.jinja").write_text(named[name])
+    else:
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": listed}))
+    tokenizer, (out, changed) = Tokenizer.load(path), (path / "again", path / "changed")
+    assert transformers.AutoTokenizer.from_pretrained(path).chat_template == named
+    out.mkdir()
+    tokenizer.save(out)
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == named
+    assert Tokenizer.load(out).chat_template == "plain"
+    (path / "own.jinja").write_text("own")
+    tokenizer.use_template(path / "own.jinja")
+    changed.mkdir()
+    tokenizer.save(changed)
+    assert transformers.AutoTokenizer.from_pretrained(changed).chat_template == named | {"default": "own"}
+
+
+def test_a_template_s_name_is_no_path(characters: tuple[Tokenizer, Path]) -> None:
+    _, path = characters
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    listed = [{"name": "default", "template": "a"}, {"name": "../evil", "template": "b"}, {"name": 3}, 4]
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": listed}))
+    tokenizer, out = Tokenizer.load(path), path / "inside" / "again"
+    out.mkdir(parents=True)
+    tokenizer.save(out)
+    assert (tokenizer.chat_template, tokenizer.other_templates) == ("a", {})
+    assert not [*path.rglob("evil*")]
+
+
+_ENDED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        _ENDED,
+        _ENDED.replace("m.content", "m.content | trim"),
+        _ENDED.replace("{{ eos_token }}", "{{ '.' }}"),
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endfor %}",
+    ],
+)
+@pytest.mark.parametrize(
+    "text", ["Let me think.\n<think>", "So ", "", "  both \n", "é😀", "CONTINUE_FINAL_MESSAGE_TAG "]
+)
+def test_a_begun_answer_is_continued_as_by_transformers(
+    characters: tuple[Tokenizer, Path], template: str, text: str
+) -> None:
+    _, path = characters
+    (path / "chat_template.jinja").write_text(template)
+    chat = [*_CHAT[:2], {"role": "assistant", "content": text}]
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = Tokenizer.load(path)
+    wanted = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert tokenizer.render_chat(chat) == wanted
+    assert wanted != theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.render_chat(chat, False) == theirs.apply_chat_template(chat, tokenize=False)  # which is whole
+
+
+@pytest.mark.parametrize("blocks", [[{"type": "text", "text": "Well"}], [{"text": "a"}, {"type": "text", "text": "b"}]])
+def test_a_begun_answer_in_blocks(characters: tuple[Tokenizer, Path], blocks: list[dict[str, str]]) -> None:
+    _, path = characters
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+    )
+    chat = [{"role": "assistant", "content": blocks}]
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    wanted = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert Tokenizer.load(path).render_chat(chat) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "message"),
+    [
+        (_ENDED.replace("m.content", "m.content[:3]"), "a long text", "does not write as it is"),
+        (_ENDED.replace("m.content", "m.content | upper"), "a long text", "does not write as it is"),
+        (_ENDED, None, "without text, and so with nothing to continue"),
+        (_ENDED, [], "without text, and so with nothing to continue"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(template: str, content: object, message: str) -> None:
+    tokenizer = Tokenizer.characters(ALPHABET)
+    tokenizer.chat_template = template
+    with pytest.raises(IsobitError, match=message):
+        tokenizer.render_chat([{"role": "assistant", "content": content}])
+
+
+def test_a_tokenizer_has_one_date() -> None:
+    tokenizer = Tokenizer.characters(ALPHABET)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y, %H:%M:%S.%f') }}"
+    assert tokenizer.render_chat(_CHAT) == tokenizer.render_chat(_CHAT)
+    tokenizer.now = datetime(2024, 2, 29, 23, 59, 58, 7)
+    assert tokenizer.render_chat(_CHAT) == "29 Feb 2024, 23:59:58.000007"
 
 
 def test_a_changed_template_is_the_one_that_is_saved(characters: tuple[Tokenizer, Path]) -> None:

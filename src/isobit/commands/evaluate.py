@@ -8,6 +8,7 @@ saved results (`evaluation/shown.py`).
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from isobit.options.declare import plain
 from isobit.rewards.pool import RewardPool
 from isobit.run import directory as runs
 from isobit.tasks import Task, load_task
-from isobit.training.assembly import evaluation_plan, held_out_judge, reward_models, sized_engine
-from isobit.training.lengths import fit_prompts, say_special_tokens
+from isobit.training.assembly import date_of, evaluation_plan, held_out_judge, reward_models, sized_engine
+from isobit.training.lengths import fit_prompts, say_ends, say_special_tokens
 from isobit.training.scoring import Scorer
 
 DEFAULT_SAMPLES = 8
@@ -96,13 +97,14 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     run = next((path for path in (*sides, *request.adapters.values()) if _is_run(path)), None)
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
-    config = evaluation_config(run, request.given)
+    config, now = evaluation_config(run, request.given), date_of({} if run is None else runs.began_by(run))
     models = {path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)}
     adapters = {name: runs.model_directory(path, request.best) for name, path in request.adapters.items()}
     saved = {path: read_result(path) for path in sides if is_saved(path)}
     task, plan = load_task(replace(config.task, seed=config.seed)), evaluation_plan(config)
     if run is not None and config.task.too_long == "drop":  # what training left out is left out here
         model = Model.load(models[run] if run in models else models[sides[0]], "float32")
+        model.tokenizer.now = now
         model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
         task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
     examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
@@ -117,22 +119,27 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         if request.completions is not None:
             texts = [_column(example, request.completions, i) for i, example in enumerate(examples)]
             return [_result(f"column {request.completions}", config, grade_given(examples, texts, pool, plan), pool)]
-        scorer = Scorer(pool, [] if pool.specs else reward_models(config), stop_on_error=False)
+        scorer = Scorer(pool, [] if pool.specs else reward_models(config, now), stop_on_error=False)
         results = []
         for path in sides:
             if path in saved:
                 results.append(saved[path])
             else:
-                answered = _ask(models[path], adapters, config, examples, scorer)
+                answered = _ask(models[path], adapters, config, examples, scorer, now)
                 for answerer, questions in zip((models[path], *adapters.values()), answered):
                     results.append(_result(str(answerer), config, questions, pool))
     return results
 
 
 def _ask(
-    path: Path, adapters: Mapping[str, Path], config: Config, examples: Sequence[Example], scorer: Scorer
+    path: Path,
+    adapters: Mapping[str, Path],
+    config: Config,
+    examples: Sequence[Example],
+    scorer: Scorer,
+    now: datetime,
 ) -> list[tuple[Question, ...]]:
-    """The answers of a model, and of each of its adapters."""
+    """The answers of a model, and of each of its adapters; `now`: the date that they are told."""
     gc.collect()  # of a model that was asked before
     plan, template, names = evaluation_plan(config), config.model.chat_template, [None, *adapters]
     if adapters:
@@ -142,7 +149,9 @@ def _ask(
         model = Model.load(path, config.precision, config.backend, config.consistency)
         if template is not None:
             model.tokenizer.use_template(template)
+    model.tokenizer.now = now
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    say_ends(model)
     say_special_tokens(examples, model)
     sequences = len(names) * len(examples) * max(1, plan.num_samples)
     engine = sized_engine(config, model, [e.prompt for e in examples], sequences)

@@ -12,6 +12,7 @@ from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError, printable
 from isobit.model import Model
+from isobit.training.lengths import say_ends
 
 
 def print_completions(
@@ -39,6 +40,7 @@ def print_completions(
         model = Model.load(path, *flow, adapter=next(iter((adapters or {}).values()), None))
         if chat_template is not None:
             model.tokenizer.use_template(chat_template)
+    say_ends(model)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     if found := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:
         print(f"{len(found):,} special tokens in the prompts are encoded as text", file=sys.stderr)

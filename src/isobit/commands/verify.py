@@ -30,7 +30,7 @@ from isobit.run import directory as runs
 from isobit.run.certificate import Chain
 from isobit.training.adapting import load_trained
 from isobit.training.agreement import unlike
-from isobit.training.assembly import base_of, rollout_sampling, sized_engine
+from isobit.training.assembly import base_of, date_of, rollout_sampling, sized_engine
 from isobit.training.certificate import of_weights
 
 
@@ -145,6 +145,7 @@ def _checkpoint(
 
 
 def _draw_again(run: Path, config: Config, model: Model, samples: Sequence[Sample], records: Records) -> Compared:
+    model.tokenizer.now = date_of(runs.began_by(run))
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
     sampling = rollout_sampling(config)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from isobit.engine.routes import RouteStore
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Sequence, StepPlan
-from isobit.engine.stopping import StopStrings, cut
+from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Completion, Ticket
 from isobit.model import Model
 from isobit.model.moe import encode_routes
@@ -63,13 +63,15 @@ class Endings:
         token_ids = record.tokens[sequence.slot, :count].tolist()
         visible = token_ids[:-1] if record.ends[sequence.slot] and self._is_eos[token_ids[-1]] else token_ids
         text = self._model.tokenizer.decode_completion(ticket.prompt_token_ids, visible)
+        if (stop := sequence.group.stop) is not None:
+            text = stop.cut(ticket.prompt_token_ids, token_ids, text)
         computed = len(ticket.prompt_token_ids) + count - 1  # the last token was only drawn
         completion = Completion(
             prompt_id=ticket.prompt_id,
             sample_index=sequence.sample_index,
             prompt_token_ids=ticket.prompt_token_ids,
             token_ids=token_ids,
-            text=cut(text, ticket.sampling.stop),
+            text=text,
             logprobs=record.logprobs[sequence.slot, :count].tolist(),
             finish_reason=reason,
             weights_version=self._model.weights_version,

@@ -4,9 +4,10 @@ A stop string ends a sequence at the first token after which the decoded text co
 every token would cost quadratic time, so only a token whose own text could be the end of a stop string is looked at,
 and of what comes before it only as much as a stop string could reach; the whole text is decoded where that says yes.
 tests/engine/test_stopping.py compares with the quadratic definition.
-"""
 
-from collections.abc import Iterable
+A completion's text has no special tokens. A stop string that spells one (`<|im_end|>`, `Yes<|im_end|>`) is therefore
+looked for in the text with special tokens, and every other one in the text without.
+"""
 
 import numpy as np
 
@@ -25,8 +26,32 @@ class StopStrings:
     """Finds the first of some strings in the decoded text of token ids."""
 
     def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> None:
-        self.stop = stop
         self._tokenizer = tokenizer
+        spelling = tuple(text for text in stop if tokenizer.spells_special(text))
+        others = tuple(text for text in stop if text not in spelling)
+        kinds = ((others, False), (spelling, True))
+        self._finders = [_Finder(texts, tokenizer, vocab_size, special) for texts, special in kinds if texts]
+
+    def may_end(self, token: int) -> bool:
+        """Whether a token may complete a stop string."""
+        return any(finder.may_end(token) for finder in self._finders)
+
+    def found(self, prompt: list[int], completion: list[int]) -> bool:
+        """Whether the text of a completion has a stop string in it, which its last token may have completed."""
+        last = completion[-1]
+        return any(finder.may_end(last) and finder.found(prompt, completion) for finder in self._finders)
+
+    def cut(self, prompt: list[int], completion: list[int], text: str) -> str:
+        """The `text` of a completion, which has no special tokens, up to the first occurrence of a stop string."""
+        return min((finder.cut(prompt, completion, text) for finder in self._finders), key=len)
+
+
+class _Finder:
+    """Finds strings in the text without special tokens, or, where `special`, in the text with them."""
+
+    def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int, special: bool) -> None:
+        self.stop = stop
+        self._tokenizer, self._special = tokenizer, special
         self._longest = max(map(len, stop))
         self._may_end = np.full(vocab_size, _UNKNOWN, np.int8)
         self._last = {text[-1] for text in stop}
@@ -41,13 +66,37 @@ class StopStrings:
         return bool(self._may_end[token] == _MAYBE)
 
     def _state(self, token: int) -> int:
-        text = self._tokenizer.decode([token])
+        text = self._decode([token])
         # part of a character, or a token without a text of its own: only its neighbours tell what it means
         incomplete = not text or _LOST in text or (self._lost and self._tokenizer.is_byte(token))
         return _MAYBE if self._always or incomplete or not self._last.isdisjoint(text) else _NO
 
     def found(self, prompt: list[int], completion: list[int]) -> bool:
-        return not self._settled(completion) and self._holds(self._tokenizer.decode_completion(prompt, completion))
+        return not self._settled(completion) and self._holds(self._whole(prompt, completion))
+
+    def cut(self, prompt: list[int], completion: list[int], text: str) -> str:
+        """The text up to the first string; where that is in the text with special tokens, what is left of it without
+        them."""
+        if not self._special:
+            return cut(text, self.stop)
+        whole = self._whole(prompt, completion)
+        place = len(cut(whole, self.stop))
+        if place == len(whole):
+            return text
+        count, before = len(completion), whole
+        while count and len(before) > place:
+            count -= 1
+            before = self._whole(prompt, completion[:count])
+        begun = whole[len(before) : place]  # of a token in whose text the string begins
+        if self._tokenizer.is_special(completion[count]):
+            begun = ""
+        return self._tokenizer.decode_completion(prompt, completion[:count]) + begun
+
+    def _whole(self, prompt: list[int], completion: list[int]) -> str:
+        return self._tokenizer.decode_completion(prompt, completion, special=self._special)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, special=self._special)
 
     def _settled(self, completion: list[int]) -> bool:
         """Whether the last tokens alone say that there is no stop string. They may begin inside a character, and so
@@ -57,20 +106,20 @@ class StopStrings:
             last = completion[-count:]
             if self._lost or len(last) == len(completion) or not self._reaches(last):
                 return False
-            text = self._tokenizer.decode(last)
+            text = self._decode(last)
             if not text.startswith(_LOST * (_UNSETTLED + 1)):
                 return not self._holds(text)
         return False
 
     def _reaches(self, last: list[int]) -> bool:
         """Whether these tokens have all of a stop string that the very last of them completes."""
-        return len(self._tokenizer.decode(last[:-_UNSETTLED])) >= self._longest + _UNSETTLED
+        return len(self._decode(last[:-_UNSETTLED])) >= self._longest + _UNSETTLED
 
     def _holds(self, text: str) -> bool:
         return any(stop in text for stop in self.stop)
 
 
-def cut(text: str, stop: Iterable[str]) -> str:
+def cut(text: str, stop: tuple[str, ...]) -> str:
     """The text up to the first occurrence of any of the stop strings."""
     found = [position for position in (text.find(string) for string in stop) if position >= 0]
     return text[: min(found)] if found else text

@@ -1,7 +1,8 @@
 """Chat templates, rendered in a process of their own (`template_child.py`), which is started with the first one.
 
 A template that takes too long or too much memory ends that process, and is an `IsobitError` here; the next one gets a
-new process. One process serves all threads, in turn. A forked copy of this process starts its own.
+new process. One process serves all threads, in turn. A forked copy of this process starts its own. A template's
+`strftime_now` says the time that the caller gives, so that a conversation has one rendering.
 """
 
 import atexit
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ CPU_SECONDS = 5  # of a request
 _WALL_SECONDS = 60.0  # of a request, where the machine has no time for it; its own computing is bounded in the child
 _MOST_TEMPLATES = 32
 _NAME = "the model's chat template"
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # some templates know this one of transformers
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TookTooMuch(IsobitError):
+    """A template exceeded a limit."""
 
 
 class _Renderer:
@@ -34,7 +42,7 @@ class _Renderer:
         self._owner = 0
         self._numbers: dict[str, int] = {}
 
-    def render(self, template: str, variables: Mapping[str, Any] | None) -> str:
+    def render(self, template: str, variables: Mapping[str, Any] | None, now: datetime | None = None) -> str:
         """The rendered text; with no variables the template is only compiled. Raises IsobitError."""
         with self._lock:
             process = self._ready()
@@ -43,7 +51,8 @@ class _Renderer:
                 self._numbers[template] = len(self._numbers)
             if variables is None:
                 return ""
-            return self._ask(process, {"number": self._numbers[template], "variables": variables})
+            moment = None if now is None else now.isoformat()
+            return self._ask(process, {"number": self._numbers[template], "variables": variables, "now": moment})
 
     def close(self) -> None:
         """End the process."""
@@ -90,14 +99,14 @@ class _Renderer:
             waited = process.poll() is None
             self.close()
             limit = f"{_WALL_SECONDS:g} seconds" if waited else f"{CPU_SECONDS} seconds of computing, or crashed"
-            raise IsobitError(f"{_NAME} took more than {limit}; expected one that renders a conversation at once")
+            raise TookTooMuch(f"{_NAME} took more than {limit}; expected one that renders a conversation at once")
         reply = json.loads(received)
         if "text" in reply:
             return str(reply["text"])
         if "syntax" in reply:
             raise IsobitError(f"{_NAME} cannot be parsed: {reply['syntax']}")
         if "limit" in reply:
-            raise IsobitError(f"{_NAME} took more than {reply['limit']} for a conversation")
+            raise TookTooMuch(f"{_NAME} took more than {reply['limit']} for a conversation")
         done = "refused a conversation" if "number" in request else "cannot be parsed"
         raise IsobitError(f"{_NAME} {done}: {reply['reason']}")
 
@@ -134,7 +143,37 @@ def check_template(template: str) -> None:
     _RENDERER.render(template, None)
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text of a template with these variables, which JSON can write. Raises IsobitError for what it refuses, for
-    one that cannot be compiled, and for one that exceeds the limits."""
-    return _RENDERER.render(template, variables)
+def render(template: str, variables: Mapping[str, Any], now: datetime) -> str:
+    """The text of a template with these variables, which JSON can write, at a time. Raises IsobitError for what it
+    refuses, for one that cannot be compiled, and for one that exceeds the limits."""
+    return _RENDERER.render(template, variables, now)
+
+
+def continued(messages: Messages, write: Callable[[Messages], str]) -> str:
+    """A conversation up to the end of its last message, which the model goes on with: without what the template writes
+    behind it, as `continue_final_message` of transformers. `write` renders messages. Raises IsobitError where the
+    template does not write the message as it is."""
+    text, tagged = _tagged(messages[-1].get("content"))
+    if text is None:
+        raise IsobitError("the prompt ends with an assistant's message without text, and so with nothing to continue")
+    rendered = write([*messages[:-1], {**messages[-1], "content": tagged}])
+    if text.strip() not in rendered or _TAG.strip() not in rendered:
+        raise IsobitError(
+            f"the prompt ends with an assistant's message, which {_NAME} does not write as it is, so that the model "
+            "cannot continue it; end with another message"
+        )
+    place = rendered.rindex(_TAG.strip())
+    # where the space is gone, the template took away all space at the message's end
+    return rendered[:place] if rendered.startswith(_TAG, place) else rendered[:place].rstrip()
+
+
+def _tagged(content: Any) -> tuple[str | None, Any]:
+    """The text that a message ends with, and its content with a tag behind that."""
+    if isinstance(content, str):
+        return content, content + _TAG
+    blocks = list(content) if isinstance(content, (list, tuple)) else []
+    for place in reversed(range(len(blocks))):
+        if isinstance(blocks[place], Mapping) and isinstance(text := blocks[place].get("text"), str):
+            blocks[place] = {**blocks[place], "text": text + _TAG}
+            return text, blocks
+    return None, content

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from isobit.errors import IsobitError, listed
+from isobit.errors import IsobitError
 from isobit.kernels import Activation
 from isobit.model.families import (
     FAMILIES,
-    HINTS,
     MOST_LAYERS,
     Family,
     Mixtures,
@@ -28,6 +27,7 @@ from isobit.model.families import (
 )
 from isobit.model.linear_attention import LinearAttention
 from isobit.model.rope import Rope
+from isobit.model.wrapped import architectures, text_of
 
 
 @dataclass(frozen=True)
@@ -196,12 +196,11 @@ class ModelConfig:
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
         """From the parsed config.json. Raises IsobitError for an unsupported architecture or feature."""
-        values = _text_of(values)
+        values = text_of(values, where)
         name = values.get("model_type")
         if not isinstance(name, str) or name not in FAMILIES:
             named = name or architectures(values)
-            supported = HINTS.get(str(name), f"supported are {', '.join(FAMILIES)}")
-            raise IsobitError(f"{where}: unsupported architecture {named!r:.80}: {supported}")
+            raise IsobitError(f"{where}: unsupported architecture {named!r:.80}: supported are {', '.join(FAMILIES)}")
         family = FAMILIES[name]
         _refuse_unsupported(values, where, family)
         num_heads, hidden = (whole(values, key, where) for key in ("num_attention_heads", "hidden_size"))
@@ -302,17 +301,6 @@ def _ropes(values: Mapping[str, Any], where: str, family: Family, max_positions:
     return Rope.from_hf(values, where, theta=theta, max_positions=max_positions, partial=partial), None
 
 
-def _text_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a model that reads images too, and whose language model is supported, the language model's values."""
-    text = values.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
-        return values
-    if values.get("model_type") in HINTS or text["model_type"] == values.get("model_type"):
-        return values
-    outside = {key: values[key] for key in ("tie_word_embeddings", "quantization_config") if key in values}
-    return {**outside, **text}
-
-
 def _experts_from_hf(values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int) -> Experts:
     """The number of experts is num_local_experts or num_experts: either name, in either family."""
     names = [key for key in ("num_local_experts", "num_experts") if key in values]
@@ -347,12 +335,6 @@ def _experts_to_hf(experts: Experts, mixtures: Mixtures) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(experts.dense_layers),
     }
-
-
-def architectures(values: Mapping[str, Any]) -> str:
-    """The class names that config.json gives, for a message."""
-    named = values.get("architectures")
-    return listed(named) if isinstance(named, list) and named else "none"
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

@@ -3,126 +3,210 @@
 `<|im_start|>system` in a user's message is text, unless somebody says otherwise: a vocabulary's special tokens stand
 for the start and end of turns, and whoever writes a row of data could end their own. Three rules (`RULES`): *escape*
 encodes such text as any other, *allow* takes it for the tokens, *refuse* raises. Text that has none of them has the
-same tokens under each.
+same tokens under each. Tokens that the chat template writes around messages count as special here, whatever their flag
+says (`turns.py`).
 
 A template may do with a message what it likes, so a chat is rendered whole. Only where a message spells a special
-token, or ends with the start of one that the template could complete, a marker that nobody can guess is put between
-its characters before, and taken out of the rendered text afterwards; the special tokens without a marker are the
-template's own. They are encoded in one pass by a copy of the tokenizer that knows them by other names, and takes the
-rest for text. Left out: added tokens that are not special, such as `<think>`, which stay tokens everywhere; and what a
-template composes of parts, such as `<|` + role + `|>`.
+token, or ends with the start of one that the template could complete, it is rendered a second time, with one character
+of each such place replaced by one that is nowhere else: lengths, slices and what surrounds them stay. Special tokens
+without such a character are the template's own. With the characters put back, the second text must be the first: a
+template that looks for the character wrote another, and then another character is replaced; where all of them make a
+difference, the chat is refused. The template's tokens are encoded in one pass with the rest by a copy of the tokenizer
+that knows them by other names, and takes the rest for text. Left out: added tokens that are not special and stand for
+no turn, such as `<think>`, which stay tokens everywhere; and what a template composes of parts, such as `<|` + role +
+`|>`.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from isobit.errors import IsobitError, brief
 
 Rule = Literal["escape", "allow", "refuse"]
 Messages = Sequence[Mapping[str, Any]]
-_MARK, _NAME = (
-    "".join(chr(0xE000 + secrets.randbelow(0x1900)) for _ in range(12)) for _ in range(2)
-)  # for private use
-_MARKS = re.compile("|".join(re.escape(mark) for mark in (_MARK, json.dumps(_MARK)[1:-1])))  # as tojson may write it
-
+Render = Callable[[Messages], str]
+_PRIVATE = range(0xE000, 0xF900)  # characters that stand for nothing
+_NAME = "".join(chr(0xE000 + secrets.randbelow(0x1900)) for _ in range(12))
+_PICKS: tuple[Callable[[str], int], ...] = (lambda word: 0, lambda word: len(word) - 1, lambda word: len(word) // 2)
+"""Which character of a special token, or of the start of one, is replaced."""
 _PRIME, _BASE = 2**61 - 1, secrets.randbelow(1 << 60) + (1 << 60)  # which nobody can aim at
 
 
 class ContentEncoder:
-    """Encodes what others wrote with a fast tokenizer."""
+    """Encodes what others wrote with a fast tokenizer. `turns`: added tokens that count as special, beside those that
+    are."""
 
-    def __init__(self, fast: FastTokenizer) -> None:
+    def __init__(self, fast: FastTokenizer, turns: Collection[str] = ()) -> None:
         self.fast = fast
-        self._tokens = [token for token in fast.get_added_tokens_decoder().values() if token.special and token.content]
-        words = sorted((token.content for token in self._tokens), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, words)) or r"(?!)")
-        self._words = words
-        self._first = re.compile("|".join(sorted({re.escape(word[0]) for word in words})) or r"(?!)")
-        self._starts = {value for word in words for value in _hashes(word[:-1])}
+        added = fast.get_added_tokens_decoder()
+        self._tokens = {i: t for i, t in added.items() if t.content and (t.special or t.content in turns)}
+        self._forms = {form: i for i, token in self._tokens.items() for form in self._forms_of(token)}
+        self._words = sorted(self._forms, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(self._regex, self._words)) or r"(?!)")
+        self._alike = re.compile(self._pattern.pattern, re.IGNORECASE)  # what a template may turn into one
+        self._first = re.compile("|".join(sorted({re.escape(word[0]) for word in self._words})) or r"(?!)")
+        self._starts = {value for word in self._words for value in _hashes(word[:-1])}
 
     def text(self, text: str, rule: Rule, add_special: bool) -> list[int]:
-        """Token ids of a text; with `add_special`, the tokenizer adds its own, such as a start token."""
-        if rule == "allow" or not self._counted(text, rule):
-            return self.fast.encode(text, add_special_tokens=add_special).ids
-        return self._as_text.encode(text, add_special_tokens=add_special).ids
+        """Token ids of a text; with `add_special`, the tokenizer adds its own, such as a start token, unless the text
+        may begin with that and does."""
+        spelled = [] if rule == "allow" else self._spelled(text, rule)
+        if not spelled:
+            whole = self.fast.encode(text, add_special_tokens=add_special)
+            return whole.ids[_repeated(whole) if rule == "allow" else 0 :]
+        added = self._as_text.encode("", add_special_tokens=add_special).ids
+        return self._checked(self._as_text.encode(text, add_special_tokens=add_special).ids, spelled, added)
 
-    def chat(self, messages: Messages, rule: Rule, render: Callable[[Messages], str]) -> list[int]:
+    def chat(self, messages: Messages, rule: Rule, render: Render) -> list[int]:
         """Token ids of the rendered chat. What is special in it is what the template wrote."""
-        count = 0 if rule == "allow" else self._counted(messages, rule)
-        partial = rule == "escape" and any(self._ends_with_a_start(text) for text in _texts(messages))
-        if not count and not partial:
-            return self._whole(render(messages))
-        marked = render(_mapped(messages, self._marked))
-        if not count:
-            plain = render(messages)
-            if len(self._pattern.findall(plain)) == len(self._pattern.findall(marked)):
-                return self._whole(plain)
-        renamed = self._pattern.sub(lambda found: self._names[found[0]], marked)
-        ids = self._renaming.encode(_MARKS.sub("", renamed), add_special_tokens=False).ids
+        spelled = [] if rule == "allow" else self._spelled(messages, rule)
+        plain = render(messages)
+        if rule == "allow" or not any(map(self._may_make_one, _texts(messages))):
+            return self._whole(plain)
+        marked, hiding = self._marked(messages, spelled, plain, render)
+        if not spelled and _spans(self._pattern, marked) == _spans(self._pattern, plain):
+            return self._whole(plain)
+        named = self._pattern.sub(lambda found: self._names[self._forms[found[0]]], marked)
+        ids = self._checked(self._renaming.encode(hiding.shown(named), add_special_tokens=False).ids, spelled, [])
         return [self._ids.get(token, token) for token in ids]
+
+    def spelled(self, value: str | Messages) -> list[str]:
+        """The special tokens that a text or the messages of a chat spell."""
+        return [self._tokens[token].content for text in _texts(value) for token in self._found(text)]
 
     def _whole(self, rendered: str) -> list[int]:
         return self.fast.encode(rendered, add_special_tokens=False).ids
 
-    def spelled(self, value: str | Messages) -> list[str]:
-        """The special tokens that a text or the messages of a chat spell."""
-        return [found for text in _texts(value) for found in self._pattern.findall(text)]
+    def _may_make_one(self, text: str) -> bool:
+        """Whether a template could make a special token of it: it spells one in any case or backwards, or ends with the
+        start of one."""
+        return bool(self._found(text) or self._start_at_end(text) or self._is_alike(text))
 
-    def _counted(self, value: str | Messages, rule: Rule) -> int:
-        """How many special tokens are spelled. Raises IsobitError if the rule refuses them."""
+    def _is_alike(self, text: str) -> bool:
+        return any(map(self._alike.search, (text, text[::-1])))
+
+    def _forms_of(self, token: AddedToken) -> set[str]:
+        """How a token stands in a text, or in what the normalizer makes of it where it is looked for in that."""
+        normalizer = self.fast.normalizer
+        both = token.normalized and normalizer is not None
+        return {token.content, normalizer.normalize_str(token.content)} if both else {token.content}
+
+    def _regex(self, form: str) -> str:
+        word = re.escape(form)
+        return rf"(?<!\w){word}(?!\w)" if self._tokens[self._forms[form]].single_word else word
+
+    def _found(self, text: str) -> list[int]:
+        """The special tokens that a text spells. A text that the normalizer changes may have some in another form."""
+        normalizer = self.fast.normalizer
+        if normalizer is None or not self._normalized or normalizer.normalize_str(text) == text:
+            return [self._forms[form] for form in self._pattern.findall(text)]
+        return [token for token in self._whole(text) if token in self._tokens and token != self._unknown]
+
+    @cached_property
+    def _normalized(self) -> bool:
+        return any(token.normalized for token in self._tokens.values())
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        """The token of what the vocabulary cannot write."""
+        return self.fast.token_to_id(getattr(self.fast.model, "unk_token", None) or "")
+
+    def _spelled(self, value: str | Messages, rule: Rule) -> list[str]:
+        """Raises IsobitError if the rule refuses them."""
         spelled = self.spelled(value)
         if spelled and rule == "refuse":
             raise IsobitError(
                 f"the text has the special token {brief(spelled[0])!r} in it; take it out, or encode it as text with "
                 "task.special_tokens_in_content: escape"
             )
-        return len(spelled)
+        return spelled
 
-    def _ends_with_a_start(self, text: str) -> bool:
-        """Whether it ends with a special token's first characters, but not with all. Hashes, and not the starts
-        themselves, are looked up: a token may have a million characters, and of those each start is a string."""
-        longest, value, power = len(self._words[0]) if self._words else 0, 0, 1
+    def _checked(self, ids: list[int], spelled: Sequence[str], added: Sequence[int]) -> list[int]:
+        """The ids of what others wrote, beside what the tokenizer `added`. Raises IsobitError where text became a
+        special token all the same."""
+        for name in set(spelled):
+            token = self.fast.token_to_id(name)
+            if token is not None and token != self._unknown and ids.count(token) > added.count(token):
+                raise IsobitError(
+                    f"the text has the special token {brief(name)!r} in it, which this tokenizer makes of plain text "
+                    "as well; take it out"
+                )
+        return ids
+
+    def _start_at_end(self, text: str) -> int:
+        """How many characters at its end are the first ones of a special token, but not all; the most. Hashes, and not
+        the starts themselves, are looked up: a token may have a million characters, and of those each start is a
+        string."""
+        longest, value, power, most = len(self._words[0]) if self._words else 0, 0, 1, 0
         first = self._first.search(text, max(0, len(text) - longest + 1))
         for length, character in enumerate(reversed(text[first.start() :] if first else ""), 1):
             value, power = (ord(character) * power + value) % _PRIME, power * _BASE % _PRIME
             if value in self._starts and any(
                 len(word) > length and word.startswith(text[-length:]) for word in self._words
             ):
-                return True
-        return False
+                most = length
+        return most
 
-    def _marked(self, text: str) -> str:
-        """The text with marks inside every special token, and after the start of one at its end."""
-        end = _MARK if self._ends_with_a_start(text) else ""
-        return self._pattern.sub(lambda found: _MARK.join(found[0]), text) + end
+    def _marked(self, messages: Messages, spelled: list[str], plain: str, render: Render) -> tuple[str, "_Hiding"]:
+        """What the template writes of the messages, with a character of each special token that they spell hidden.
+        Raises IsobitError for a template that writes anything else then."""
+        for pick in _PICKS:
+            hiding = _Hiding(
+                pick, {character for text in (plain, *_texts(messages), *self._words) for character in text}
+            )
+            try:
+                marked = hiding.restored(render(_mapped(messages, partial(self._hidden, hiding))))
+            except IsobitError:  # the template refused that, but not the messages
+                continue
+            if hiding.shown(marked) == plain:
+                return marked, hiding
+        if not spelled and not any(map(self._is_alike, _texts(messages))):
+            return plain, _Hiding(_PICKS[0], ())  # honest text that ends as a special token begins
+        what = f"the special token {brief(spelled[0])!r}" if spelled else "what could become a special token"
+        raise IsobitError(
+            f"a message has {what} in it, and the model's chat template looks for that and writes other text; take it "
+            "out, or let it be the token with task.special_tokens_in_content: allow"
+        )
+
+    def _hidden(self, hiding: "_Hiding", text: str, end: bool) -> str:
+        """A text of which a template can make no special token any more, nor, where `end`, at its end."""
+        while self._is_alike(text):
+            text = self._alike.sub(lambda found: hiding.hide(found[0]), text)
+            text = self._alike.sub(lambda found: hiding.hide(found[0]), text[::-1])[::-1]
+        while end and (length := self._start_at_end(text)):
+            text = text[:-length] + hiding.hide(text[-length:])
+        return text
 
     @cached_property
-    def _names(self) -> dict[str, str]:
-        return {token.content: f"{_NAME}{i}{_NAME}" for i, token in enumerate(self._tokens)}
+    def _names(self) -> dict[int, str]:
+        return {i: f"{_NAME}{i}{_NAME}" for i in self._tokens}
 
     @cached_property
     def _as_text(self) -> FastTokenizer:
         """A copy for which no special token is one."""
-        copy = FastTokenizer.from_str(self.fast.to_str())
+        values = json.loads(self.fast.to_str())
+        for token in values["added_tokens"]:
+            token["special"] = token["id"] in self._tokens
+        copy = FastTokenizer.from_str(json.dumps(values))
         copy.encode_special_tokens = True
         return copy
 
     @cached_property
     def _renaming(self) -> FastTokenizer:
         """Such a copy, with a token more for each special one, of another name."""
-        copy = FastTokenizer.from_str(self.fast.to_str())
+        copy = FastTokenizer.from_str(self._as_text.to_str())
         copy.encode_special_tokens = True
         copy.add_tokens(
             [
-                AddedToken(self._names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=False)
-                for t in self._tokens
+                AddedToken(self._names[i], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=False)
+                for i, t in self._tokens.items()
             ]
         )
         return copy
@@ -130,8 +214,43 @@ class ContentEncoder:
     @cached_property
     def _ids(self) -> dict[int, int]:
         """The ids of the names to those of the special tokens."""
-        pairs = [(self._renaming.token_to_id(name), self.fast.token_to_id(word)) for word, name in self._names.items()]
-        return {name: token for name, token in pairs if name is not None and token is not None}
+        pairs = [(self._renaming.token_to_id(name), token) for token, name in self._names.items()]
+        return {name: token for name, token in pairs if name is not None}
+
+
+class _Hiding:
+    """Replaces a character, each by one of its own that is in none of the texts, and puts it back."""
+
+    def __init__(self, pick: Callable[[str], int], used: Collection[str]) -> None:
+        self._pick, self._of = pick, dict[str, str]()
+        self._free = (character for character in map(chr, _PRIVATE) if character not in used)
+
+    def hide(self, word: str) -> str:
+        """The word with one character hidden."""
+        place = self._pick(word)
+        if word[place] not in self._of:
+            self._of[word[place]] = next(self._free)
+        return word[:place] + self._of[word[place]] + word[place + 1 :]
+
+    def restored(self, rendered: str) -> str:
+        """A rendered text, in which tojson may have written such characters as numbers."""
+        for hidden in self._of.values():
+            rendered = rendered.replace(json.dumps(hidden)[1:-1], hidden)
+        return rendered
+
+    def shown(self, text: str) -> str:
+        """The text with the characters put back."""
+        return text.translate({ord(hidden): shown for shown, hidden in self._of.items()})
+
+
+def _repeated(whole: Encoding) -> int:
+    """How many tokens the tokenizer put before a text that begins with the same ones."""
+    count = next((i for i, added in enumerate(whole.special_tokens_mask) if not added), 0)
+    return count if whole.ids[count : 2 * count] == whole.ids[:count] else 0
+
+
+def _spans(pattern: re.Pattern[str], text: str) -> list[tuple[int, int]]:
+    return [found.span() for found in pattern.finditer(text)]
 
 
 def _hashes(word: str) -> Iterator[int]:
@@ -152,9 +271,10 @@ def _texts(value: Any) -> list[str]:
     return [text for part in value for text in _texts(part)] if isinstance(value, (list, tuple)) else []
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _mapped(value: Any, change: Callable[[str, bool], str], end: bool = False) -> Any:
+    """Every text in a chat changed; the end of a key and of a role is the template's to read."""
     if isinstance(value, str):
-        return change(value)
+        return change(value, end)
     if isinstance(value, Mapping):
-        return {_mapped(key, change): _mapped(part, change) for key, part in value.items()}
-    return [_mapped(part, change) for part in value] if isinstance(value, (list, tuple)) else value
+        return {_mapped(key, change): _mapped(part, change, key != "role") for key, part in value.items()}
+    return [_mapped(part, change, end) for part in value] if isinstance(value, (list, tuple)) else value

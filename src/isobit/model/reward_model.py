@@ -67,7 +67,10 @@ class RewardModel:
         """Token ids of prompt and completion: a chat through the chat template, or the two texts joined."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_text(prompt + completion)
-        chat = [*prompt, {"role": "assistant", "content": completion}]
+        chat = list(prompt)
+        if prompt and prompt[-1]["role"] == "assistant":  # which the completion goes on with
+            completion = chat.pop()["content"] + completion
+        chat.append({"role": "assistant", "content": completion})
         return self.tokenizer.encode_chat(chat, add_generation_prompt=False)
 
     @torch.no_grad()

@@ -47,18 +47,19 @@ def environment() -> jinja2.Environment:
     )
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise_template_error
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return made
 
 
 def answer(request: dict[str, Any], compiled: list[jinja2.Template]) -> dict[str, Any]:
     """The reply to one request: `template`, a text to compile, or `number`, the one of those to render with
-    `variables`. It is a text, or the reason why there is none."""
+    `variables` at the time `now`. It is a text, or the reason why there is none."""
     try:
         if "template" in request:
             compiled.append(environment().from_string(request["template"]))
             return {"text": ""}
-        text = compiled[request["number"]].render(**request["variables"])
+        now = datetime.fromisoformat(request["now"])
+        variables = {"strftime_now": lambda form: now.strftime(form), **request["variables"]}
+        text = compiled[request["number"]].render(**variables)
     except jinja2.TemplateSyntaxError as error:
         return {"syntax": f"{(error.message or '')[:300]} (line {error.lineno})"}
     except MemoryError:

@@ -1,13 +1,15 @@
 """Text to tokens and back, through `tokenizers`; chat templates (`chat.py`).
 
-Reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and the end-of-sequence ids of
-`generation_config.json` and `config.json`. `Tokenizer.characters` makes one from an alphabet, for models made from
-scratch. Left out: slow tokenizers and tokenizers with code of their own.
+Reads `tokenizer.json`, the tokens that are added to it (`added_tokens.py`), the chat templates, and the
+end-of-sequence ids of `generation_config.json` or `config.json`. Beside these the tokenizer's own ends a completion
+too: fine-tuning often changes one of them alone. `Tokenizer.characters` makes one from an alphabet, for models made
+from scratch. Left out: slow tokenizers and tokenizers with code of their own.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,16 @@ from tokenizers import Tokenizer as FastTokenizer
 from isobit.data.foreign import exists, read_bytes, reason_of
 from isobit.errors import IsobitError
 from isobit.model import chat
+from isobit.model.added_tokens import add_tokens, named_tokens, read_settings, token_text
 from isobit.model.checkpoint import read_json, read_text, write_json
 from isobit.model.config import token_ids
 from isobit.model.content import ContentEncoder, Rule
+from isobit.model.turns import turn_tokens
 
 _MOST_TEMPLATE_BYTES = 1 << 24
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SPECIALS = ("<pad>", "<s>", "</s>")
-_TOKEN_SETTINGS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TEMPLATES = "additional_chat_templates"
 
 
 class Tokenizer:
@@ -35,10 +39,17 @@ class Tokenizer:
         self.settings = dict(settings)
         self.eos_ids = tuple(eos_ids)
         self.chat_template = template
+        self.other_templates: dict[str, str] = {}
+        """Templates by name that are saved beside the one that is used, such as `tool_use`."""
+        self.ends: str | None = None
+        """What ends a completion, in words, where files of the model do not agree."""
         self.special_tokens_in_content: Rule = "escape"
+        self.now = datetime.now()
+        """What a template's `strftime_now` says. A run keeps it, so that its prompts are the same on another day."""
         fast.no_truncation()
         fast.no_padding()
-        self._content = ContentEncoder(fast)
+        self._contents: tuple[str | None, ContentEncoder] | None = None
+        self._special = {i: token.content for i, token in fast.get_added_tokens_decoder().items() if token.special}
 
     @staticmethod
     def load(directory: str | Path) -> "Tokenizer":
@@ -52,9 +63,15 @@ class Tokenizer:
             fast = FastTokenizer.from_str(text)
             if not fast.get_vocab(with_added_tokens=True):
                 raise IsobitError(f"{path}: not a tokenizer that can be read: its vocabulary is empty")
-        settings = _optional_json(directory / "tokenizer_config.json")
-        eos = _eos_ids(directory, fast, settings)
-        return Tokenizer(fast, settings, eos, _template(directory, settings))
+        settings = read_settings(directory)
+        with _of_tokenizers(f"{directory}: its added tokens cannot be read"):
+            add_tokens(fast, settings, directory)
+        eos, ends = _eos_ids(directory, fast, settings)
+        templates = _templates(directory, settings)
+        default = next((name for name in ("default", *templates) if name in templates), None)
+        tokenizer = Tokenizer(fast, settings, eos, None if default is None else templates.pop(default))
+        tokenizer.ends, tokenizer.other_templates = ends, templates
+        return tokenizer
 
     @staticmethod
     def characters(alphabet: str) -> "Tokenizer":
@@ -91,7 +108,7 @@ class Tokenizer:
         """`encode` of text that somebody else wrote: special tokens that it spells are text, unless
         `special_tokens_in_content` says otherwise (`content.py`)."""
         with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
-            return self._content.text(text, self.special_tokens_in_content, add_special)
+            return self._content().text(text, self.special_tokens_in_content, add_special)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of `render_chat`, in which the special tokens are the template's, as in `encode_text`."""
@@ -100,11 +117,19 @@ class Tokenizer:
             return self.render_chat(given, add_generation_prompt)
 
         with _of_tokenizers("the tokenizer cannot encode a chat"):
-            return self._content.chat(messages, self.special_tokens_in_content, render)
+            return self._content().chat(messages, self.special_tokens_in_content, render)
+
+    def _content(self) -> ContentEncoder:
+        """What encodes others' texts under the present template."""
+        if self._contents is None or self._contents[0] != self.chat_template:
+            added = self.fast.get_added_tokens_decoder().values()
+            turns = () if self.chat_template is None else turn_tokens(added, self._render)
+            self._contents = self.chat_template, ContentEncoder(self.fast, turns)
+        return self._contents[1]
 
     def special_tokens_in(self, prompt: str | Sequence[Any]) -> list[str]:
         """The special tokens that a text or the messages of a chat spell."""
-        return self._content.spelled(prompt)
+        return self._content().spelled(prompt)
 
     def is_byte(self, token: int) -> bool:
         """Whether a token is named as a byte (`<0xE2>`): those next to one another are decoded together."""
@@ -115,27 +140,40 @@ class Tokenizer:
         with _of_tokenizers("the tokenizer cannot decode its tokens"):
             return self.fast.decode(list(ids), skip_special_tokens=not special)
 
-    def decode_completion(self, prompt: Sequence[int], completion: Sequence[int]) -> str:
+    def decode_completion(self, prompt: Sequence[int], completion: Sequence[int], *, special: bool = False) -> str:
         """The text that `completion` adds to `prompt`: decoders may treat the first token of a text differently."""
-        whole, before = self.decode([*prompt, *completion]), self.decode(prompt)
-        return whole[len(before) :] if whole.startswith(before) else self.decode(completion)
+        whole, before = self.decode([*prompt, *completion], special=special), self.decode(prompt, special=special)
+        return whole[len(before) :] if whole.startswith(before) else self.decode(completion, special=special)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is left out of the text that `decode` writes."""
+        return token in self._special
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a text has the name of such a token in it."""
+        return any(name in text for name in self._special.values())
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The conversation, with the start of the assistant's turn unless it is whole, as the template writes it.
+        """The conversation as the template writes it, with the start of the assistant's turn unless it is whole. Where
+        the assistant's turn is begun in it, by a last message of its own, the text ends with that, to be continued.
         Raises IsobitError without a template, and for what the template refuses."""
+        if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
+            return chat.continued(messages, lambda given: self._render(given, False))
+        return self._render(messages, add_generation_prompt)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         if self.chat_template is None:
             raise IsobitError(
                 "the prompt is a chat, but the model has no chat template; give text prompts, or a template with "
                 "model.chat_template (--chat-template)"
             )
-        tokens = {name: _token_text(self.settings.get(name)) for name in _TOKEN_SETTINGS if self.settings.get(name)}
         variables = {
             "messages": list(messages),
             "tools": None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return chat.render(self.chat_template, variables | tokens)
+        return chat.render(self.chat_template, variables | named_tokens(self.settings), self.now)
 
     def use_template(self, path: str | Path) -> None:
         """Take the chat template of a file from now on; `save` writes it. Raises IsobitError if it cannot be read or
@@ -160,13 +198,19 @@ class Tokenizer:
         return "chat template" if self.chat_template != other.chat_template else None
 
     def save(self, directory: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and the chat template."""
+        """Write tokenizer.json, tokenizer_config.json and the chat templates."""
         directory = Path(directory)
         # not `save`, whose error on a full disk is no OSError
         (directory / "tokenizer.json").write_text(self.fast.to_str(pretty=True), encoding="utf-8")
-        write_json(directory / "tokenizer_config.json", self.settings)
-        if self.chat_template is not None and self.chat_template != self.settings.get("chat_template"):
-            (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+        template, settings = self.chat_template, dict(self.settings)
+        if self.other_templates or template != settings.get("chat_template"):  # else it stays where it was
+            settings.pop("chat_template", None)
+            if template is not None:
+                (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        write_json(directory / "tokenizer_config.json", settings)
+        for name, text in self.other_templates.items():
+            (directory / _TEMPLATES).mkdir(exist_ok=True)
+            (directory / _TEMPLATES / f"{name}.jinja").write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -183,36 +227,53 @@ def _of_tokenizers(what: str) -> Iterator[None]:
         raise IsobitError(f"{what}: {' '.join(str(error).split())[:200]}") from None
 
 
-def _token_text(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
-
-
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if exists(path) else {}
 
 
-def _eos_ids(directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_ids(directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], str | None]:
+    """The ids, those of the model first; and what they are, where the tokenizer's is another."""
+    ids: tuple[int, ...] = ()
+    path = directory
     for name in ("generation_config.json", "config.json"):
+        path = directory / name
         try:
-            ids = token_ids(_optional_json(directory / name).get("eos_token_id"))
+            ids = token_ids(_optional_json(path).get("eos_token_id"))
         except ValueError as error:
-            raise IsobitError(f"{directory / name}: eos_token_id: {error}") from None
+            raise IsobitError(f"{path}: eos_token_id: {error}") from None
         if ids:
-            return ids
-    token = fast.token_to_id(_token_text(settings.get("eos_token")))
-    return () if token is None else (token,)
+            break
+    token = fast.token_to_id(token_text(settings.get("eos_token")))
+    if token is None or token in ids:
+        return ids, None
+    if not ids:
+        return (token,), None
+    own, other = " or ".join(_said(fast, each) for each in ids), _said(fast, token)
+    return (*ids, token), f"{directory}: a completion ends with {own} of {path.name}, or {other} of the tokenizer"
+
+
+def _said(fast: FastTokenizer, token: int) -> str:
+    return f"{fast.id_to_token(token)} (id {token})"
 
 
 def _is_named(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
-def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if exists(path):
-        return read_text(path)
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates: the default one
-        named = {entry.get("name"): entry.get("template") for entry in template if _is_named(entry)}
-        template = named.get("default") or next(iter(named.values()), None)
-    return template if isinstance(template, str) else None
+def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Those in files take the place of those in tokenizer_config.json."""
+    path, folder = directory / "chat_template.jinja", directory / _TEMPLATES
+    found = {"default": read_text(path)} if exists(path) else {}
+    for each in sorted(folder.glob("*.jinja")) if folder.is_dir() else ():
+        found[each.stem] = read_text(each)
+    if found:
+        return found
+    given = settings.get("chat_template")
+    if isinstance(given, str):
+        return {"default": given}
+    entries = [entry for entry in given if _is_named(entry)] if isinstance(given, list) else []
+    return {entry["name"]: entry["template"] for entry in entries if _is_file_name(entry["name"])}
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and "\0" not in name and len(name.encode()) < 200

@@ -7,6 +7,7 @@ Everything here runs before a run directory is written, so that a user's mistake
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -84,7 +85,7 @@ def open_parts(
             before_weights(task, base)
         elif not quiet and ranks.first and not is_adapter(base):  # which is refused
             _say_what_cannot_fit(config, base)
-        return _open_models(config, task, rewards, base, quiet, checkpoint, ranks)
+        return _open_models(config, task, rewards, base, began, quiet, checkpoint, ranks)
     except BaseException:
         rewards.close()
         raise
@@ -97,16 +98,19 @@ def _say_what_cannot_fit(config: Config, base: Path) -> None:
 
 
 def _open_models(
-    config: Config, task: Task, rewards: RewardPool, base: Path, quiet: bool, checkpoint: Path | None, ranks: Ranks
+    config: Config,
+    task: Task,
+    rewards: RewardPool,
+    base: Path,
+    began: Mapping[str, Any],
+    quiet: bool,
+    checkpoint: Path | None,
+    ranks: Ranks,
 ) -> Parts:
-    model = load_trained(config, base, checkpoint, ranks)
-    check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
-    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
-        model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    model = _trained(config, base, began, checkpoint, ranks)
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
     task = fitted.task
-    scorer = Scorer(rewards, reward_models(config, ranks), config.rewards.on_error == "stop")
+    scorer = Scorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
     objective = replace(objective_of(config, model.precision), reward_weights=scorer.weights)
     if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
@@ -153,6 +157,17 @@ def _open_models(
         learner,
     )
     return _with_fitting_tokens(parts) if given == "auto" else parts
+
+
+def _trained(config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks) -> Model:
+    """The model that is trained, whose tokenizer reads prompts as the run does."""
+    model = load_trained(config, base, checkpoint, ranks)
+    check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
+    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
+        model.tokenizer.use_template(config.model.chat_template)
+    model.tokenizer.now = datetime.fromisoformat(ranks.from_first(lambda: date_of(began).isoformat()))
+    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    return model
 
 
 def rollout_sampling(config: Config) -> Sampling:
@@ -221,14 +236,23 @@ def held_out_judge(scorer: Scorer) -> Judge:
     return scorer.pool if scorer.pool.specs else scorer
 
 
-def reward_models(config: Config, ranks: Ranks = ALONE) -> list[WeightedModel]:
-    """The reward models of a config, loaded, whole on every rank."""
-    return [
-        WeightedModel(
-            RewardModel.load(m.path, m.precision, config.backend, config.consistency, ranks), m.weight, m.name
-        )
-        for m in config.rewards.models
-    ]
+def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:
+    """The reward models of a config, loaded, whole on every rank; `now`: the run's date."""
+    found = []
+    for given in config.rewards.models:
+        model = RewardModel.load(given.path, given.precision, config.backend, config.consistency, ranks)
+        model.tokenizer.now = now
+        found.append(WeightedModel(model, given.weight, given.name))
+    return found
+
+
+def date_of(began: Mapping[str, Any]) -> datetime:
+    """What chat templates say the date is: of a run with these facts, that of its beginning, so that its prompts stay
+    what they are; else now."""
+    try:
+        return datetime.fromisoformat(began["date"])
+    except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
+        return datetime.now()
 
 
 def objective_of(config: Config, precision: Precision) -> Objective:

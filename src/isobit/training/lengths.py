@@ -51,6 +51,7 @@ def fit_prompts(
     lengths.clear()
     train = keep(task.train, problem, limits, "training", quiet)
     if not quiet:
+        say_ends(model)
         say_special_tokens([*train.examples, *held_out.examples], model)
     longest = max(train.examples, key=lambda example: lengths[example.index])
     return Fitted(replace(task, train=train, held_out=held_out), longest)
@@ -68,6 +69,12 @@ def say_special_tokens(examples: Sequence[Example], model: Model | Described) ->
             f"(task.special_tokens_in_content: {rule})",
             file=sys.stderr,
         )
+
+
+def say_ends(model: Model | Described) -> None:
+    """Say on stderr what ends a completion, where the model's files do not agree."""
+    if model.tokenizer.ends is not None:
+        print(printable(model.tokenizer.ends), file=sys.stderr)
 
 
 def endless(model: Model | Described, sampling: SamplingConfig) -> str | None:

@@ -126,6 +126,7 @@ class Parts:
         """What the run is computed by."""
         ops = self.model.ops
         facts: dict[str, object] = {"why": ops.why, **computed_by(ops), "formats": self.model.precision.formats()}
+        facts["date"] = self.model.tokenizer.now.isoformat()  # which prompts may have in them
         facts["bitwise"] = default_order()  # what a config means here that names no order, such as model.sft's
         if functions := digests(self.objective):
             facts["functions"] = functions

@@ -10,9 +10,8 @@ FAMILIES: dict[str, Family] = {
     for module in (llama, qwen, qwen3_5, mistral, smollm, olmo, gemma, gpt_oss)
     for name, family in module.FAMILIES.items()
 }
-HINTS = gemma.HINTS
 
 __all__ = [
-    "FAMILIES", "HINTS", "MOST_LAYERS", "Family", "Mixtures", "flag", "optional_whole", "real", "whole", "windows_of",
+    "FAMILIES", "MOST_LAYERS", "Family", "Mixtures", "flag", "optional_whole", "real", "whole", "windows_of",
     "windows_to_hf",
 ]  # fmt: skip

@@ -60,7 +60,7 @@ class Family:
     layers have it in place of attention. `gated_attention`: q_proj gives each head a gate beside its query.
     `partial_rotary`: the part of a head that is rotated where config.json does not say. `kv_heads` None is one for
     each query head; `head_dim` None is hidden_size / heads. `nullable` are keys of which null means the same as None
-    here.
+    here. `wrapper`: the model_type of models that wrap such a one, and whose language model is read.
     """
 
     architecture: str
@@ -85,6 +85,7 @@ class Family:
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
     linear_attention: bool = False
     gated_attention: bool = False
+    wrapper: str | None = None
     whole_heads: bool = False  # hidden_size must be a multiple of the heads, also where head_dim is given
     yarn_needs_head_dim: bool = False
     max_positions: int = 32768

@@ -46,5 +46,3 @@ FAMILIES = {
         tied=True,
     )
 }
-HINTS = {"gemma3": "a Gemma 3 that reads images; of Gemma 3 the models of text (gemma3_text) are supported"}
-"""Of models that are not supported, by their model_type: what is."""

@@ -21,6 +21,7 @@ FAMILIES = {
             "step_bias": ("linear_attn.dt_bias",),
             "state_norm": ("linear_attn.norm",),
         },
+        wrapper="qwen3_5",
         qk_norm=True,
         norm_offset=1.0,
         attention_bias=True,
