@@ -25,6 +25,7 @@ from isobit.rl.packing import MOST_KEYS
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveTrace
 from isobit.training.parts import Parts
+from isobit.training.sampled_ahead import keeps_weights
 
 _MIB = 1024 * 1024
 _SHORT = 8  # tokens of the first of the two passes that are measured; more, where experts are many
@@ -191,6 +192,8 @@ def plan(parts: Parts, learning: LearningMemory, process: int, tokens: int) -> M
     if parts.reference_bytes:
         held.append(("reference, working weights only", parts.reference_bytes))
     held += [(f"{m.name}, working weights only", m.model.nbytes()) for m in parts.scorer.models]
+    if host and keeps_weights(config):
+        held.append(("working weights that sampled, kept to compare", sizes["learner"] or sizes["rollout"]))
     if host:
         held.append(("Python and its libraries", process))
     longest = longest_sequence(parts)
