@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from isobit.rl.learner import Learner
 from isobit.training.train import TrainResult, resume, train
 from tests.distributed import sessions, threads
 from tests.distributed.sessions import session, trained, written
+from tests.fleet.flipping import FlippingWorker
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 from tests.test_resume import FAILING
@@ -171,3 +173,25 @@ def test_a_reward_that_fails_beside_the_learner(tmp_path: Path, base_model: Path
     flag.unlink()
     resume(tmp_path / "run")
     assert bits(tmp_path / "run") == bits(one.run_dir)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.slow
+def test_keys_that_flip_in_an_engine_end_the_run(
+    tmp_path: Path, base_model: Path, ray: object, monkeypatch: pytest.MonkeyPatch, updates: int
+) -> None:
+    """With the share that is compared by default. The controls: engines that are whole, where nothing differs, and a
+    run that compares none."""
+    settings = ["backend=reference", "consistency=exact", "rollouts_ahead=1", "fleet.engines=1"]
+    settings.append(f"algorithm.updates_per_batch={updates}")
+    whole = go(tmp_path / "whole", base_model, *settings)
+    steps = [row for row in whole.metrics if row["step"] > 0]
+    assert all(row["mismatch/differing_tokens"] == 0 and row["mismatch/compared_tokens"] > 0 for row in steps)
+    monkeypatch.setattr("isobit.fleet.engines.Worker", FlippingWorker)
+    with pytest.raises(RunFailed) as caught:
+        go(tmp_path / "flipped", base_model, *settings)
+    message = str(caught.value)
+    assert re.search(r"step \d: rollout and learner differ in ", message), message
+    assert "nothing was learned from this batch; the last good checkpoint is " in message
+    blind = go(tmp_path / "blind", base_model, *settings, "mismatch.share_ahead=0")
+    assert not any(row.get("mismatch/differing_tokens") for row in blind.metrics)

@@ -131,6 +131,16 @@ def test_mismatch_is_said_as_plainly(tmp_path: Path) -> None:
     assert "throughout" not in page
 
 
+def test_how_many_tokens_were_compared_is_said(tmp_path: Path) -> None:
+    page = page_of(run_directory(tmp_path / "run", **{"mismatch/comparable_tokens": 1600}))
+    assert (
+        "0 differing tokens in 3 of 3 steps, 300 of 4,800 tokens compared: rollout and learner computed the same"
+        in page
+    )
+    assert "throughout" not in page
+    assert "0 of 300, of 4,800 that could be compared" in page
+
+
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
     """Runs of one name are told apart by their folders; what differs between their configurations is said."""
     runs = [run_directory(tmp_path / name / "seed-0", 2, differing) for name, differing in (("a", 0), ("b", 3))]

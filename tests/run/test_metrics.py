@@ -45,7 +45,7 @@ def test_every_definition_is_logged_by_some_run(tmp_path: Path, base_model: Path
             (
                 *("router/", "replay/", "staleness/", "memory/reward", "shadow/", "memory/peak_rollout"),
                 *("memory/peak_learn", "quant/activation", "quant/gradient", "quant/query", "mismatch/corrected"),
-                *("time/send", "time/rollout_waited", "adapter/"),
+                *("time/send", "time/rollout_waited", "time/compare", "adapter/"),
             )
         )
         and name[-1] != "*"

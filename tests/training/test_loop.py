@@ -320,11 +320,11 @@ def test_rollouts_ahead_of_the_learner(tmp_path: Path, base_model: Path, preset:
     result = run(tmp_path, base_model, f"precision={preset}", "rollouts_ahead=2", "steps=6")
     assert [row.get("staleness/max", 0) for row in result.metrics] == [0, 1, 2, 2, 2, 2]
     assert result.metrics[-1]["prompts/consumed"] == (6 + 2) * 4
-    assert "mismatch/kl_k3" in result.metrics[0]
-    assert all("mismatch/kl_k3" not in row and row["staleness/kl_k3"] > 0 for row in result.metrics[1:])
+    assert all("mismatch/kl_k3" in row for row in result.metrics)
+    assert all(row["staleness/kl_k3"] > 0 for row in result.metrics[1:])
     assert all(0 < row["correction/effective_sample_size"] <= 1 for row in result.metrics)
     if preset == "fp8":
-        assert result.metrics[0]["mismatch/differing_tokens"] == 0
+        assert all(row["mismatch/differing_tokens"] == 0 for row in result.metrics)
     steps = [(row["step"], row["rollout_step"]) for row in read(result.run_dir / COMPLETIONS)]
     assert {(step, step - 1 - rolled) for step, rolled in steps} == {(1, 0), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)}
 
@@ -351,8 +351,8 @@ def test_ahead_without_recomputation_the_ratio_is_to_the_rollout(tmp_path: Path,
     """Bypass: nothing is corrected, and no stale token counts as a mismatch."""
     settings = "algorithm={recompute_old_logprobs: never, updates_per_batch: 2}"
     result = run(tmp_path, base_model, "rollouts_ahead=1", settings)
-    assert result.metrics[0]["mismatch/differing_tokens"] == 0
-    assert all("mismatch/differing_tokens" not in row for row in result.metrics[1:])
+    assert all(row["mismatch/differing_tokens"] == 0 for row in result.metrics)
+    assert all(row["mismatch/compared_tokens"] < 10 for row in result.metrics[1:])  # one of 16 completions, ahead
     assert all("correction/mean_weight" not in row for row in result.metrics)
 
 

@@ -11,7 +11,7 @@ from isobit.view import History, Shown
 from isobit.view.screen import BARS, clock, plain, screen, sparkline, summary
 
 
-def history(steps: int = 12, differing: float = 0.0, total: int = 40) -> History:
+def history(steps: int = 12, differing: float = 0.0, total: int = 40, **more: float) -> History:
     found = History("quickstart", total, "fp8, bitwise")
     for step in range(1, steps + 1):
         found.add(
@@ -32,6 +32,7 @@ def history(steps: int = 12, differing: float = 0.0, total: int = 40) -> History
                 "memory/peak_rss_mib": 389.4,
                 "memory/weights_mib": 12.0,
                 **({"accuracy/held_out": 0.5} if step == 10 else {}),
+                **more,
             }
         )
     found.show([Shown(1.0, "12+30=", "42"), Shown(0.0, "9+9=", "19"), Shown(None, "1+1=", "?")])
@@ -43,6 +44,24 @@ def drawn(view: History, width: int = 100, height: int = 40) -> list[str]:
     with console.capture() as capture:
         console.print(screen(view, width, height))
     return capture.get().splitlines()
+
+
+def test_how_many_tokens_were_compared_is_said() -> None:
+    """Where that is not all of them; and none is not zero. The control: all of them."""
+    some = history(**{"mismatch/comparable_tokens": 1600})
+    text = "\n".join(drawn(some))
+    assert "exactly zero" in text
+    assert "1,200 of 19,200 tokens" in text
+    assert "differing tokens 0 of 1,200 compared" in summary(some)
+    none = History("run", 40)
+    for step in (1, 2):
+        none.add({"step": step, "time/step": 1.0, "mismatch/comparable_tokens": 1600})
+    text = "\n".join(drawn(none))
+    assert "not compared" in text
+    assert "0 of 3,200 tokens" in text
+    assert "exactly zero" not in text
+    every = history(**{"mismatch/comparable_tokens": 100})
+    assert " of 1,200" not in "\n".join(drawn(every)) + summary(every)
 
 
 def test_the_screen_says_what_a_run_does() -> None:

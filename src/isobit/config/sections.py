@@ -129,6 +129,13 @@ class MismatchConfig:
         at_least(0),
         "of a step's samples whose advantage is 0 and which the learner leaves out, how many it still compares",
     ] = 4
+    share_ahead: Annotated[
+        float,
+        at_least(0),
+        at_most(1),
+        "of a batch that is sampled ahead of the learner (`rollouts_ahead`), the share of the completions that the "
+        "learner compares under the weights that sampled them, rounded up; 0: none",
+    ] = 1 / 16
 
 
 @dataclass(frozen=True)

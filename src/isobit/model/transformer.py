@@ -277,13 +277,21 @@ class Transformer:
         """(name, working tensor) of each that the rollout stores, in an order that depends on the model alone."""
         return [(name, operand) for name, operand, _ in self._working["rollout"].tensors()]
 
-    @torch.no_grad()
     def received(self, version: int) -> None:
-        """The rollout's working weights were overwritten by those of a version: pack them again."""
-        for packed in self._working["rollout"].packs().values():
-            self.ops["rollout"].prepare(packed.weight, packed)
+        """The rollout's working weights were overwritten by those of a version."""
         self._version = version
+        self.repacked("rollout")
+
+    @torch.no_grad()
+    def repacked(self, use: str = "learner") -> None:
+        """The working weights of a use were overwritten: pack them again."""
+        for packed in self._working[use].packs().values():
+            self.ops[use].prepare(packed.weight, packed)
         self.checksums.renew()
+
+    def learner_storage(self) -> list[Tensor]:
+        """The tensors of the learner's working weights, in an order that depends on the model alone."""
+        return [tensor for _, operand, _ in self._working["learner"].tensors() for tensor in tensors_of(operand)]
 
     def rollout_storage(self) -> tuple[int, ...]:
         """The addresses of the rollout's working weights, from which a captured graph reads."""

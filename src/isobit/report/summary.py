@@ -42,8 +42,12 @@ def _single(metric: str, pick: Callable[[Sequence[float]], float]) -> Line:
 
 
 def _differing(rows: MetricRows) -> str:
-    differing, compared = (points(rows, f"mismatch/{name}_tokens")[1] for name in ("differing", "compared"))
-    return f"{sum(differing):,.0f} of {sum(compared):,.0f}" if compared else ""
+    differing, compared, comparable = (
+        points(rows, f"mismatch/{name}_tokens")[1] for name in ("differing", "compared", "comparable")
+    )
+    left_out = sum(comparable) > sum(compared)
+    more = f", of {sum(comparable):,.0f} that could be compared" if left_out else ""
+    return f"{sum(differing):,.0f} of {sum(compared):,.0f}{more}" if compared else ""
 
 
 def _median(values: Sequence[float]) -> float:
@@ -93,11 +97,13 @@ def _headline(run: Series, several: bool) -> str:
     if not differing:
         return ""
     clean = sum(value == 0 for value in differing)
-    compared = sum(points(run.rows, "mismatch/compared_tokens")[1])
+    compared, comparable = (sum(points(run.rows, f"mismatch/{what}_tokens")[1]) for what in ("compared", "comparable"))
     name = f"{escaped(run.name)}: " if several else ""
-    total = f"{name}0 differing tokens in {clean:,} of {len(differing):,} steps, {compared:,.0f} tokens compared"
+    of = f" of {comparable:,.0f}" if comparable > compared else ""
+    total = f"{name}0 differing tokens in {clean:,} of {len(differing):,} steps, {compared:,.0f}{of} tokens compared"
     if clean == len(differing):
-        return f"<p class='headline good'>{total}: rollout and learner computed the same bits throughout.</p>"
+        where = " in these" if of else " throughout"
+        return f"<p class='headline good'>{total}: rollout and learner computed the same bits{where}.</p>"
     _, errors = points(run.rows, "mismatch/token_mult_prob_error")
     return f"<p class='headline'>{total}; largest mean probability ratio error {max(errors):.4f}.</p>"
 

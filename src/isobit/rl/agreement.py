@@ -17,6 +17,9 @@ from isobit.rl.mismatch import differing_places
 from isobit.rl.objective import Objective
 from isobit.rl.samples import Sample
 
+Compared = tuple[Sample, Tensor, Tensor]
+"""A sample with the log-probabilities [trained tokens] that the rollout recorded, and the learner's."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -30,7 +33,7 @@ class Difference:
 
 class Disagreement(Exception):
     """`differing` of `compared` tokens differ in a bit, `first` before all others. `batch` are the samples that the
-    learner was about to take an optimizer step on, in its order."""
+    learner computed together, in its order: those that it was about to take an optimizer step on."""
 
     def __init__(self, differing: int, compared: int, first: Difference, batch: Sequence[Sample]) -> None:
         super().__init__(f"{differing} of {compared} tokens differ")
@@ -43,10 +46,9 @@ def promises_bits(model: Model) -> bool:
     return precision.unified and model.ops.consistency != "fast" and precision.varies_with_batch() is None
 
 
-def require_agreement(compared: Sequence[tuple[Sample, Tensor, Tensor]], batch: Sequence[Sample]) -> None:
-    """Raise Disagreement unless the log-probabilities [trained tokens] of samples are equal, bit for bit: those that
-    the rollout recorded, and the learner's. `batch`: all samples of the optimizer step, with those that have nothing to
-    compare."""
+def require_agreement(compared: Sequence[Compared], batch: Sequence[Sample]) -> None:
+    """Raise Disagreement unless both log-probabilities of samples are equal, bit for bit. `batch`: all samples that the
+    learner computed together, with those that have nothing to compare."""
     differing, first = 0, None
     for sample, rollout, learner in compared:
         places = differing_places(learner, rollout).nonzero().flatten()

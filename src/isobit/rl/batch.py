@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isobit.rl.advantages import Advantage
-from isobit.rl.agreement import require_agreement
+from isobit.rl.agreement import Compared, require_agreement
 from isobit.rl.correction import correct, correction_metrics, step_metrics
 from isobit.rl.idle import idle_samples
 from isobit.rl.loss import LossInputs, token_weights
@@ -84,21 +84,16 @@ class TrainingBatch:
     def require_agreement(self, found: Mapping[int, Tensor], part: Sequence[int]) -> None:
         """Raise Disagreement unless the learner's log-probabilities of fresh samples, by index, are the rollout's bits.
         `part`: all samples of the optimizer step."""
-        fresh = [(self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]]
-        require_agreement(fresh, [self.samples[i] for i in part])
+        require_agreement(self.compared(found), [self.samples[i] for i in part])
 
-    def compared(self, found: Mapping[int, Tensor]) -> dict[SampleKey, list[float]]:
-        """The learner's log-probabilities of fresh samples: one for each completion token, 0.0 for given ones."""
-        return {sample_key(self.samples[i]): _spread(self.samples[i], row) for i, row in found.items() if self.fresh[i]}
+    def compared(self, found: Mapping[int, Tensor]) -> list[Compared]:
+        """Fresh samples with the rollout's log-probabilities and those that were `found`, by index."""
+        return [(self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]]
 
-    def mismatch(self, found: Mapping[int, Tensor]) -> dict[str, float]:
-        """Metrics of the learner's log-probabilities of fresh samples, by index, against the rollout's."""
-        fresh = [i for i in found if self.fresh[i] and len(found[i])]
-        if not fresh:
-            return {}
-        positions = torch.tensor([position for i in fresh for position in self.samples[i].trained])
-        by_position = position_metrics(_joined(found, fresh), _joined(self.rollout, fresh), positions)
-        return _mismatch([(found[i], self.rollout[i]) for i in fresh]) | by_position
+    @property
+    def comparable_tokens(self) -> int:
+        """Trained tokens of fresh samples."""
+        return sum(len(row) for row, fresh in zip(self.rollout, self.fresh) if fresh)
 
     def staleness(self) -> dict[str, float]:
         """How far samples of older weights are from the policy of now."""
@@ -162,6 +157,22 @@ def _per_token(sample: Sample, advantage: Advantage) -> Tensor:
 
 def _joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]) -> Tensor:
     return torch.cat([rows[i] for i in chosen])
+
+
+def by_key(compared: Sequence[Compared]) -> dict[SampleKey, list[float]]:
+    """The learner's log-probabilities: one for each completion token, 0.0 for given ones."""
+    return {sample_key(sample): _spread(sample, row) for sample, _, row in compared}
+
+
+def mismatch_of(compared: Sequence[Compared]) -> dict[str, float]:
+    """Metrics of what was compared; none if that was no token."""
+    some = [one for one in compared if len(one[2])]
+    if not some:
+        return {}
+    positions = torch.tensor([position for sample, _, _ in some for position in sample.trained])
+    rollout, learner = torch.cat([row for _, row, _ in some]), torch.cat([row for _, _, row in some])
+    by_position = position_metrics(learner, rollout, positions)
+    return _mismatch([(learner, rollout) for _, rollout, learner in some]) | by_position
 
 
 def _spread(sample: Sample, logprobs: Tensor) -> list[float]:

@@ -21,7 +21,8 @@ Left out: rewards and rollouts.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,8 +31,17 @@ from isobit.errors import NonFiniteError
 from isobit.model import Model
 from isobit.model.recompute import Recompute
 from isobit.rl.advantages import Advantage
-from isobit.rl.agreement import Disagreement, corrected, promises_bits
-from isobit.rl.batch import SampleKey, TrainingBatch, per_token, rollout_logprobs, sample_key, training_batch
+from isobit.rl.agreement import Compared, Disagreement, corrected, promises_bits, require_agreement
+from isobit.rl.batch import (
+    SampleKey,
+    TrainingBatch,
+    by_key,
+    mismatch_of,
+    per_token,
+    rollout_logprobs,
+    sample_key,
+    training_batch,
+)
 from isobit.rl.forward import forward
 from isobit.rl.functions import loss_function
 from isobit.rl.gradient import Differentiation, Gradient, MicroBatch, OptimizerBatch, gather_micro_batches
@@ -49,11 +59,15 @@ from isobit.rl.totals import Totals
 
 @dataclass(frozen=True)
 class Learned:
-    """What a rollout batch left. `compared`: the learner's log-probabilities of the samples that the mismatch was
-    measured on, one for each completion token (0.0 for given ones)."""
+    """What a rollout batch left. `pairs`: the samples that the mismatch was measured on."""
 
     metrics: Mapping[str, float]
-    compared: Mapping[SampleKey, Sequence[float]] = field(default_factory=dict)
+    pairs: Sequence[Compared] = ()
+
+    @cached_property
+    def compared(self) -> Mapping[SampleKey, Sequence[float]]:
+        """The learner's log-probabilities of these, one for each completion token (0.0 for given ones)."""
+        return by_key(self.pairs)
 
 
 @dataclass
@@ -122,6 +136,18 @@ class Learner:
             learned, weighed = self._learn(samples, advantages, step, corrected(self.objective), strict=False), 1.0
         return replace(learned, metrics={**learned.metrics, "mismatch/corrected": weighed})
 
+    def compare(self, samples: Sequence[Sample]) -> list[Compared]:
+        """Samples of the present working weights that are learned from later, by other weights. Raises Disagreement as
+        `learn`, and under on_mismatch: correct too where no correction will weigh them."""
+        policy = PolicyForward(self.model, self.objective, RoutingTotals())
+        spans = list(map(list, micro_batches(samples, self.micro_batch_tokens, self.share_prompts)))
+        found, _ = self._forwards(self.model, samples, spans, policy)
+        compared = [(sample, row, found[i]) for i, (sample, row) in enumerate(zip(samples, rollout_logprobs(samples)))]
+        weighed = self.on_mismatch == "correct" and self.objective.rule.active
+        if self.promised and self.on_mismatch != "warn" and not weighed:
+            require_agreement(compared, samples)
+        return compared
+
     def reference_kl(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Per sample and trained token, the estimate of KL(policy ‖ reference) that is charged to the reward.
 
@@ -185,10 +211,11 @@ class Learner:
             self.optimizer.zero_grad()
         if not totals.norms:
             self.check_memory()
-        metrics |= batch.mismatch(seen)
+        compared = batch.compared(seen)
+        metrics |= mismatch_of(compared) | {"mismatch/comparable_tokens": float(batch.comparable_tokens)}
         if shadow is not None:
             metrics |= self._compare_with_shadow(batch, shadow)
-        return Learned(metrics | totals.metrics(rate) | routing.metrics(), batch.compared(seen))
+        return Learned(metrics | totals.metrics(rate) | routing.metrics(), compared)
 
     def _prepare(
         self, samples: Sequence[Sample], advantages: Sequence[Advantage], policy: PolicyForward, step: int

@@ -52,7 +52,10 @@ METRICS: dict[str, str] = {
     "mismatch/differing_tokens": "tokens whose two log-probabilities differ in any bit",
     "mismatch/corrected": "1 where tokens differed that must not, and were weighed; only under on_mismatch: correct",
     "mismatch/compared_tokens": "tokens compared: all, or those of the first optimizer step (the weights move on); of "
-    "samples that the learner leaves out, mismatch.samples_of_idle_groups",
+    "samples that the learner leaves out, mismatch.samples_of_idle_groups; of batches sampled ahead of the learner, "
+    "mismatch.share_ahead in the step that samples them",
+    "mismatch/comparable_tokens": "tokens that could have been: of the weights of this step, learned from or sampled "
+    "ahead",
     "correction/mean_weight": "mean importance weight",
     "correction/clipped_fraction": "tokens whose weight was truncated",
     "correction/rejected_fraction": "tokens that the correction left out",
@@ -110,6 +113,7 @@ METRICS: dict[str, str] = {
     "time/score": "seconds: waiting for reward functions after the rollout, and reward models",
     "time/score_overlapped": "seconds of reward functions that ran during the rollout",
     "time/learn": "seconds: forward, backward, optimizer",
+    "time/compare": "seconds: comparing completions that were sampled ahead of the learner",
     "time/step": "seconds: the whole step, evaluation and checkpoint excluded",
     "throughput/rollout_tokens_per_s": "sampled tokens per second of sampling",
     "throughput/learn_tokens_per_s": "prompt and completion tokens per second of learning",

@@ -15,10 +15,14 @@ from isobit.run import checkpoints
 from isobit.run import directory as runs
 
 
-def failure(found: Disagreement, learner: Learner, step: int, run: Path, recorded: bool) -> RunFailed:
-    """The end of a run under `on_mismatch: stop`, in one line. `recorded`: it learns from recorded rollouts."""
+def failure(
+    found: Disagreement, learner: Learner, step: int, run: Path, recorded: bool, unlearned: bool = True
+) -> RunFailed:
+    """The end of a run under `on_mismatch: stop`, in one line. `recorded`: it learns from recorded rollouts;
+    `unlearned`: this step has not learned yet, so that the one before is saved."""
     first, sample = found.first, found.first.sample
-    last = checkpoints.path_of(run / runs.CHECKPOINTS, step - 1)
+    saved = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
+    last = checkpoints.path_of(run / runs.CHECKPOINTS, step - 1) if unlearned or not saved else saved[-1]
     again = "isobit train --from-rollouts RECORDED --out DIR" if recorded else f"isobit train --resume {run}"
     return RunFailed(
         f"step {step}: rollout and learner differ in {found.differing} of {found.compared} tokens, and "

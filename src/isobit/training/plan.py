@@ -29,6 +29,7 @@ from isobit.rl.schedule import OptimizerSettings
 from isobit.training.host import memory_limit
 from isobit.training.live_bytes import LiveTrace
 from isobit.training.parts import Parts
+from isobit.training.sampled_ahead import keeps_weights
 
 _MIB = 1024 * 1024
 _SHORT = 8  # tokens of the first of the two passes that are measured; more, where experts are many
@@ -249,6 +250,8 @@ def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
         ("keys and values", run.cache),
         *run.others,
     ]
+    if run.host and keeps_weights(config):
+        held.append(("working weights that sampled, kept to compare", run.learner or run.rollout))
     batch = config.prompts_per_step * config.sampling.group_size * longest
     rows = min(max(tokens, longest), max(batch, longest))
     taken = learning.at(rows)

@@ -26,6 +26,11 @@ class Saver:
         self.saved_step: int | None = None
         self._whole: Snapshot | None = None  # what the weights belong to, until a step learns
 
+    @property
+    def unlearned(self) -> bool:
+        """Whether the newest whole step can be saved: no step has begun to learn since."""
+        return self._whole is not None
+
     def keep(self) -> None:
         """A step is whole: until the next one learns, an error saves it as it is now."""
         self._whole = self._now()

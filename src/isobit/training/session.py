@@ -26,6 +26,7 @@ from isobit.training.parts import Parts
 from isobit.training.policy import Policy
 from isobit.training.recorder import Recorder, evaluated_only_as_the_last
 from isobit.training.rollouts import Ahead, Recorded, Replayed, Sampled
+from isobit.training.sampled_ahead import SampledAhead
 from isobit.training.saving import Saver
 from isobit.training.snapshot import State
 from isobit.view import Display
@@ -75,7 +76,8 @@ class Session:
         self._beside = Beside(context, parts.fleet, ahead) if on_fleet else None
         batches = self._beside or Ahead(source, state, ahead)
         self.rollouts: Rollouts = Replayed(batches, state, parts.replay)
-        self.learning = Learning(context, measures, recorded is not None, batches.settle)
+        early = SampledAhead(context, ahead, late=bool(on_fleet))
+        self.learning = Learning(context, measures, recorded is not None, batches.settle, early)
         self.recorder = Recorder(context, self.policy, self.learning, self.trackers, callbacks)
         self._stack = ExitStack()
 

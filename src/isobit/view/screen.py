@@ -94,7 +94,7 @@ def summary(history: History) -> str:
         ("reward/mean", "reward {:.3f}"),
         ("loss/cross_entropy", "loss {:.4f}"),
         ("accuracy/held_out", "accuracy {:.3f}"),
-        ("mismatch/differing_tokens", "differing tokens {:,.0f}"),
+        ("mismatch/differing_tokens", _differing(history)),
         ("throughput/rollout_tokens_per_s", "{:,.0f} tokens/s"),
     ):
         value = history.last(name)
@@ -103,6 +103,22 @@ def summary(history: History) -> str:
     if history.seconds_left is not None:
         parts.append(f"{clock(history.seconds_left)} left")
     return "  ".join(parts)
+
+
+def _differing(history: History) -> str:
+    """Of the step, if all of its tokens are compared, else of the run, with how many that were."""
+    differing, compared, comparable = _compared(history)
+    if compared >= comparable:
+        return "differing tokens {:,.0f}"
+    return f"differing tokens {differing:,.0f} of {compared:,.0f} compared"
+
+
+def _compared(history: History) -> tuple[float, float, float]:
+    """Tokens that differ, of those compared, of those that could have been."""
+    differing, compared, comparable = (
+        history.total_of(f"mismatch/{name}_tokens") for name in ("differing", "compared", "comparable")
+    )
+    return differing, compared, comparable
 
 
 def _header(history: History, width: int) -> RenderableType:
@@ -160,11 +176,12 @@ def _note(history: History, note: tuple[str, str] | None) -> str:
 
 def _mismatch(history: History, spark: int) -> tuple[str, str | Text, Text, str] | None:
     differing = history.last("mismatch/differing_tokens")
+    total, compared, comparable = _compared(history)
+    of = f"{compared:,.0f} tokens" if compared >= comparable else f"{compared:,.0f} of {comparable:,.0f} tokens"
     if differing is None:
-        return None
-    compared, total = (history.total_of(f"mismatch/{name}_tokens") for name in ("compared", "differing"))
+        return None if not comparable else ("mismatch", "", Text("not compared", style="yellow"), of)
     if total == 0:
-        return "mismatch", Text("0", style="green"), Text("exactly zero", style="green"), f"{compared:,.0f} tokens"
+        return "mismatch", Text("0", style="green"), Text("exactly zero", style="green"), of
     kl = history.last("mismatch/kl_k3")
     line = Text(sparkline(history.values("mismatch/kl_k3"), spark), style="yellow")
     value = f"{kl:.1e}" if kl is not None else f"{differing:,.0f}"

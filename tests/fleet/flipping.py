@@ -1,0 +1,26 @@
+"""An engine of a fleet whose memory is broken: keys lose a bit after they were written."""
+
+from typing import Any
+
+import torch
+
+from isobit.fleet.worker import Worker
+
+SIGN = 0x80
+
+
+class FlippingWorker(Worker):
+    """From the third version of the weights on, in every batch."""
+
+    def open(self) -> bytes:
+        found = super().open()
+        operators = type(self._engine.model.ops)
+        write, transformer = operators.kv_write, self._engine.model.transformer
+
+        def writing(ops: Any, store: Any, k: Any, v: Any, layout: Any) -> None:
+            write(ops, store, k, v, layout)
+            if transformer.weights_version > 2:
+                store.k.view(torch.uint8)[1::4] ^= SIGN
+
+        operators.kv_write = writing  # type: ignore[method-assign]
+        return found
