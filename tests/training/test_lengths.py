@@ -98,7 +98,7 @@ def test_what_is_too_long_is_dropped_and_counted(run: Callable[..., Path], capsy
     assert said.startswith(
         "2 of 4 training examples dropped for their length; the first: rows.jsonl:1: the prompt has 10"
     )
-    train(config)
+    train(config, quiet=True)
     assert capsys.readouterr().err == ""
     shown = {row["prompt"] for row in read(Path("run") / COMPLETIONS)}
     assert shown == {"c" * 20, "d" * 56}
