@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import pytest
 
 import isobit
-from isobit import train
+from isobit import resume, train
 from isobit.commands.compare import compare
 from isobit.config import CompareConfig, Config, SftConfig, load_compare_config, load_config, load_sft_config
 from isobit.options.declare import options_of, plain, sections
