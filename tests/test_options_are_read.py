@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import pytest
 
 import isobit
-from isobit import train
+from isobit import resume, train
 from isobit.commands.compare import compare
 from isobit.config import CompareConfig, Config, SftConfig, load_compare_config, load_config, load_sft_config
 from isobit.options.declare import options_of, plain, sections
@@ -101,6 +101,7 @@ def make_runs(folder: Path, base_model: Path) -> None:
     for i, overrides in enumerate(RUNS):
         (folder / str(i)).mkdir()
         train(load_config(write_config(folder / str(i), base_model), ["steps=2", *overrides]))
+    resume(folder / "0" / "run", ["steps=3"])
     judge = str(reward_model(folder / "judge"))
     (folder / "sft.yaml").write_text("model: {init: {hidden_size: 16, num_layers: 1}}\ntask: arithmetic\nsteps: 1\n")
     (folder / "rows.jsonl").write_text(

@@ -88,7 +88,9 @@ class Run:
             calibrator=SimpleNamespace(active=True),
             save_model=self.model.save,
         )
-        state = {"step": step, "offsets": {}}
+        counts = dict.fromkeys(("cursor", "weights_version", "bad_steps_in_a_row", "rows"), 0)
+        lists: dict[str, Any] = {"pending": [], "replay": [], "queue": [], "clip_bounds": [0.2, 0.2]}
+        state = {"step": step, "offsets": {}, **counts, **lists}
         return save_checkpoint(
             directory,
             parts,

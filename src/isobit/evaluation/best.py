@@ -18,7 +18,7 @@ from typing import Any
 
 from isobit.distributed import ALONE, Ranks
 from isobit.run import checkpoints
-from isobit.run.directory import BEST
+from isobit.run.directory import BEST, object_in
 
 DESCRIPTION = "best.json"
 AUTO = "auto"
@@ -112,9 +112,16 @@ def _decisive(values: Sequence[float]) -> int:
     return -1 if values[0] == 0 else 0
 
 
-def _description(directory: Path) -> Any:
-    """best.json, or None where it cannot be read."""
-    try:
-        return json.loads((directory / DESCRIPTION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def is_description(found: object) -> bool:
+    """Whether this is what best.json says: a step, a metric and its value, and where there are several their values."""
+    if not isinstance(found, dict) or type(found.get("step")) is not int or not isinstance(found.get("metric"), str):
+        return False
+    values = found.get("values", {})
+    numbers = [found.get("value"), *(values.values() if isinstance(values, dict) else [None])]
+    return all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers)
+
+
+def _description(directory: Path) -> dict[str, Any] | None:
+    """What a best model's file says; None where there is none, or something else in its place."""
+    found = object_in(directory / DESCRIPTION)
+    return found if is_description(found) else None

@@ -19,6 +19,7 @@ from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
+from isobit.evaluation.best import is_description
 from isobit.evaluation.periodic import HeldOut
 from isobit.fleet.fleet import Fleet
 from isobit.kernels import computed_by
@@ -27,6 +28,7 @@ from isobit.model.checksums import Checksums
 from isobit.options.consistency import default_order
 from isobit.rewards.pool import RewardPool
 from isobit.rl import Objective
+from isobit.rl.collect import StepBatch
 from isobit.rl.functions import digests
 from isobit.rl.learner import Learner, LearnerState
 from isobit.rl.optim import Optimizer
@@ -218,8 +220,12 @@ def _state(checkpoint: Path) -> dict[str, Any]:
             raise TypeError  # a run cuts files of its own, and no others
         for name in ("pending", "replay"):
             groups_from_json(found[name])
+        for batch in found["queue"]:
+            StepBatch.from_json(batch, 1)
         bounds, unrecorded = found["clip_bounds"], found.get("unrecorded")
         if len([float(bound) for bound in bounds]) != 2 or not isinstance(unrecorded, (dict, type(None))):
+            raise TypeError
+        if found.get("best") is not None and not is_description(found["best"]):
             raise TypeError
     except (OSError, UnicodeDecodeError) as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
