@@ -303,6 +303,16 @@ def _windows(family: str) -> Iterator[Row]:
         yield "use_sliding_window as text", {"use_sliding_window": "no"}, "use_sliding_window"
 
 
+def _truncations(without: dict[str, Any]) -> Iterator[Row]:
+    """YaRN's `truncate` where layer types have sections: transformers 5.24 reads it beside them, where it never is."""
+    yarn = {"rope_type": "yarn", "rope_theta": 500.0, **_SCALINGS["yarn"]}
+    plain = {"rope_type": "default", "rope_theta": 500.0}
+    for value in (True, False, None):
+        sections = {"full_attention": {**yarn, "truncate": value}, "sliding_attention": plain}
+        says = "" if value else "truncate off is not supported"
+        yield f"truncate {value} in a section", {**without, "rope_parameters": sections}, says
+
+
 def _olmo3(family: str) -> Iterator[Row]:
     """Windows and rotary embeddings by kinds of layers."""
     for size in (1, 8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, _LEFT_OUT):
@@ -332,6 +342,7 @@ def _olmo3(family: str) -> Iterator[Row]:
     half = {"full_attention": thetas["full_attention"]}
     yield "rope_parameters of one kind", {**new, "rope_parameters": half}, "must have the sections"
     yield "rope_parameters of no kind", {**new, "rope_parameters": yarn}, "must have the sections"
+    yield from _truncations({"rope_theta": _LEFT_OUT})
 
 
 def _gemma3(family: str) -> Iterator[Row]:
@@ -361,6 +372,7 @@ def _gemma3(family: str) -> Iterator[Row]:
         yield f"null {key}", {key: None}, ""
         yield f"{key} 30", {key: 30.0}, key
     yield "both directions", {"use_bidirectional_attention": True}, "use_bidirectional_attention"
+    yield from _truncations(both)
 
 
 def _gpt_oss(family: str) -> Iterator[Row]:

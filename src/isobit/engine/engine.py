@@ -349,10 +349,10 @@ class Engine:
 
     def _ready_routes(self) -> RouteStore | None:
         config = self.model.config
-        if not self.record_routes or config.experts is None:
+        if not self.record_routes or config.routed is None:
             return None
         if self._routes is None:
-            shape = (self.pages.num_pages, self.page_size, config.num_mixtures, config.experts.per_token)
+            shape = (self.pages.num_pages, self.page_size, config.num_mixtures, config.routed.per_token)
             self._routes = RouteStore(*shape)
         return self._routes
 

@@ -189,6 +189,11 @@ class ModelConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
+    def routed(self) -> Experts | None:
+        """The experts, if any layer has them: a mixture's config may make all layers dense."""
+        return self.experts if self.num_mixtures else None
+
+    @property
     def num_mixtures(self) -> int:
         """Layers with experts."""
         return sum(self.is_mixture(layer) for layer in range(self.num_layers))
@@ -271,7 +276,7 @@ class ModelConfig:
             "dtype": "float32",
         }
         if family.ropes is None:
-            values |= self.rope.to_hf(scaled=family.rope_section is not None or family.partial_rotary != 1.0)
+            values |= self.rope.to_hf(scaled=family.rope_section is not None, partial=family.partial_rotary)
         else:
             values |= family.ropes.write(self.rope, self.sliding_rope or self.rope)
         if family.query_scalar is not None:

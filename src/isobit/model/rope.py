@@ -62,11 +62,13 @@ class Rope:
         """One without scaling, of a `partial` of each head."""
         return Rope(theta, "default", () if partial == 1.0 else ((_PARTIAL, partial),))
 
-    def to_hf(self, scaled: bool = False) -> dict[str, Any]:
-        """`scaled`: with a section also where there is no scaling, since one that is left out would be another."""
+    def to_hf(self, scaled: bool = False, partial: float = 1.0) -> dict[str, Any]:
+        """`scaled`: with a section also where there is no scaling, since one that is left out would be another; and
+        with the part of a head that is rotated, where one that is left out would be `partial`."""
         values: dict[str, Any] = {"rope_theta": self.theta}
-        if self.kind != "default" or scaled:
-            values["rope_scaling"] = {"rope_type": self.kind, **dict(self.parameters)}
+        if self.kind != "default" or scaled or partial != 1.0:
+            own = {_PARTIAL: 1.0} if partial != 1.0 else {}
+            values["rope_scaling"] = {"rope_type": self.kind, **own, **dict(self.parameters)}
         return values
 
     def section(self) -> dict[str, Any]:

@@ -22,9 +22,9 @@ _SUMMED = 12
 
 def gate_bytes(config: ModelConfig) -> float:
     """The inputs of a layer's gates, or their gradient, of one token."""
-    if config.experts is None:
+    if config.routed is None:
         return 2.0 * 2 * config.intermediate_size
-    return 2.0 * 2 * config.experts.intermediate_size * config.experts.per_token
+    return 2.0 * 2 * config.routed.intermediate_size * config.routed.per_token
 
 
 @lru_cache
@@ -63,10 +63,10 @@ def _through_mlp(config: ModelConfig, precision: Precision, layer: int, adapter:
     """The gradients of the gates' results and inputs; in a mixture those of experts' results, and either of the gates'
     results or of experts' inputs."""
     size, hidden = precision.learner.compute.itemsize, config.hidden_size
-    if config.experts is None or not config.is_mixture(layer):
+    if config.routed is None or not config.is_mixture(layer):
         adding = 0.0 if adapter is None else adding_bytes(config, precision, adapter, ("gate_up", "down"))
         return 3.0 * size * config.intermediate_size + adding
-    inner, slots = config.experts.intermediate_size, config.experts.per_token
+    inner, slots = config.routed.intermediate_size, config.routed.per_token
     codes = 2 * inner * slots if precision.backward(layer, config.num_layers)[0] == "fp8" else 0
     of_inputs = slots * size * hidden + max(codes, _SUMMED * hidden)
     return slots * size * (hidden + 2.0 * inner) + max(slots * size * inner, of_inputs)
@@ -99,9 +99,9 @@ def _through_recurrence(linear: LinearAttention, size: int) -> float:
 def _of_the_mlp(config: ModelConfig, precision: Precision, layer: int) -> float:
     """What was saved of an MLP, with its norm, and is gone when attention's backward begins."""
     size, hidden = precision.learner.compute.itemsize, config.hidden_size
-    if config.experts is None or not config.is_mixture(layer):
+    if config.routed is None or not config.is_mixture(layer):
         return size * (2.0 * config.intermediate_size + hidden)
-    return size * (config.experts.per_token * (2.0 * config.experts.intermediate_size + hidden) + 2 * hidden)
+    return size * (config.routed.per_token * (2.0 * config.routed.intermediate_size + hidden) + 2 * hidden)
 
 
 def _saved_of_a_recurrence(config: ModelConfig, linear: LinearAttention, size: int) -> float:
@@ -136,11 +136,11 @@ def saved_bytes(
     if adapter is not None:  # what each A gives
         weights = (one.weight for one in targeted(config, adapter.targets))
         kept += size * adapter.rank * sum(name.startswith(f"layers.{layer}.") for name in weights)
-    if config.experts is None or not config.is_mixture(layer):
+    if config.routed is None or not config.is_mixture(layer):
         return kept + (0 if but_mlp else 2 * size * config.intermediate_size)
-    inner, slots = config.experts.intermediate_size, config.experts.per_token
+    inner, slots = config.routed.intermediate_size, config.routed.per_token
     kept += 0 if adapter is not None else size * hidden  # what router and experts take
-    kept += 4 * config.experts.count + 8 * slots  # its probabilities and choices
+    kept += 4 * config.routed.count + 8 * slots  # its probabilities and choices
     kept += slots * (4 + 8 + 8)  # gates, rows, places
     if but_mlp:
         return kept + (0 if adapter is None else size * hidden)

@@ -106,9 +106,9 @@ def share_again(config: ModelConfig, recompute: Recompute) -> float:
     if recompute != "mlp":
         return float(recompute)
     sizes = _elements_of_a_layer(config)
-    slots = 1 if config.experts is None else config.experts.per_token
+    slots = 1 if config.routed is None else config.routed.per_token
     mlp = slots * (sizes["gate_up"] + sizes["down"])
-    return (sizes["gate_up"] if config.experts is None else mlp) / (sizes["qkv"] + sizes["o"] + mlp)
+    return (sizes["gate_up"] if config.routed is None else mlp) / (sizes["qkv"] + sizes["o"] + mlp)
 
 
 def update(parameters: float, master: float = 4, moments: float = 8) -> Work:
@@ -119,7 +119,7 @@ def update(parameters: float, master: float = 4, moments: float = 8) -> Work:
 
 def linear_sizes(config: ModelConfig, layer: int | None = None) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of a layer's products, by default of one with attention; of one expert's in a mixture."""
-    inner = config.intermediate_size if config.experts is None else config.experts.intermediate_size
+    inner = config.intermediate_size if config.routed is None else config.routed.intermediate_size
     hidden, heads, rows = config.hidden_size, config.num_heads * config.head_dim, config.qkv_rows
     if config.linear is not None and layer is not None and config.is_linear(layer):
         heads, rows = config.linear.values, config.linear.channels + config.linear.values
@@ -143,11 +143,11 @@ def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
     attention, mlp = sizes["qkv"] + sizes["o"], sizes["gate_up"] + sizes["down"]
     used, touched = 1.0, 1.0
     dense = 3 * config.hidden_size * config.intermediate_size * (config.num_layers - config.num_mixtures)
-    mixtures = config.num_layers if config.experts is None else config.num_mixtures
-    if config.experts is None:
+    mixtures = config.num_layers if config.routed is None else config.num_mixtures
+    if config.routed is None:
         dense = 0
     else:
-        count, used = config.experts.count, float(config.experts.per_token)
+        count, used = config.routed.count, float(config.routed.per_token)
         touched = count * (1 - (1 - used / count) ** tokens)  # of a router that chooses evenly
     outside = config.num_layers * attention + dense
     return outside + mixtures * used * mlp, outside + mixtures * touched * mlp
@@ -203,8 +203,8 @@ def _between(config: ModelConfig, quantized: bool) -> float:
     """Bytes that a token's rows cost in one layer outside the weights: what fused kernels read and write."""
     operand = 1 + 4 / 128 if quantized else 2
     inner = config.intermediate_size
-    if config.experts is not None:
-        inner = config.experts.per_token * config.experts.intermediate_size
+    if config.routed is not None:
+        inner = config.routed.per_token * config.routed.intermediate_size
     heads = config.num_heads * config.head_dim
     norms = 2 * (6 * config.hidden_size + 2 * operand * config.hidden_size)  # x, residual, sum; y written and read
     norms += (len(config.norms) - 2) * 2 * 2 * config.hidden_size  # read, written

@@ -140,7 +140,7 @@ class Differentiation:
         """All micro-batches, by all ranks. Raises _NotFinite on every rank where one meets NaN or infinity."""
         rank, size = self._ranks.rank, self._ranks.size
         dealt: Sequence[int | None] = range(len(one.micro))
-        if policy.model.config.experts is None:
+        if policy.model.config.routed is None:
             dealt = one.dealt(self._optimizer.settings.sum_group)
         mine: dict[int, MicroBatch] = {}
         failed: IsobitError | None = None
@@ -200,7 +200,7 @@ class Differentiation:
         if not one.idle:
             return
         served: Collection[str] = ()
-        if policy.model.config.experts is not None:
+        if policy.model.config.routed is not None:
             samples = [one.batch.samples[i] for i in one.idle_samples]
             served = served_experts(policy, samples, [found[index].routing for index in sorted(one.idle)])
         for name, holder in self._optimizer.holders.items():
@@ -210,7 +210,7 @@ class Differentiation:
     def _load(self, one: OptimizerBatch, policy: PolicyForward) -> BatchLoad | None:
         """The load of the experts over the whole batch, where a loss balances it."""
         objective, samples = one.batch.objective, one.batch.samples
-        if policy.model.config.experts is None or objective.router_aux_coefficient == 0:
+        if policy.model.config.routed is None or objective.router_aux_coefficient == 0:
             return None
         parts = [[samples[i] for i in indices] for indices in one.micro]
         return batch_load(policy.model, parts, objective.router_replay, self._ranks)

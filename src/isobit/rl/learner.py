@@ -110,7 +110,7 @@ class Learner:
         self.seed, self.check_gradients_every, self.measured_idle = seed, check_gradients_every, measured_idle
         self.on_mismatch, self.promised = on_mismatch, promises_bits(model)
         self.state = LearnerState((objective.clip_low, objective.clip_high))
-        mixture, recurrent = model.config.experts is not None, model.config.linear is not None
+        mixture, recurrent = model.config.routed is not None, model.config.linear is not None
         wanted = optimizer.settings.share_prompts
         self.share_prompts = shares_prompts(wanted, objective, mixture=mixture, recurrent=recurrent)
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
@@ -225,7 +225,7 @@ class Learner:
         old = None
         if objective.recompute_old:
             idle = idle_samples(objective, per_token(samples, advantages))
-            if objective.rule.of_batch or objective.shadow_every or policy.model.config.experts is not None:
+            if objective.rule.of_batch or objective.shadow_every or policy.model.config.routed is not None:
                 idle = [False] * len(samples)
             old = self._old_logprobs(samples, idle, policy, step)
         penalized = self.reference is not None and not objective.kl_in_reward

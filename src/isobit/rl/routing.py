@@ -121,7 +121,7 @@ class PolicyForward:
 
     def __call__(self, packed: PackedBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, RouteTape | None]:
         """(log-probability [C], entropy [C], the routers' tape: None for a dense model) of a packed batch."""
-        model, experts = self.model, self.model.config.experts
+        model, experts = self.model, self.model.config.routed
         distribution = self.objective.temperature, self.objective.truncation
         if experts is None:
             return *forward(model, packed, *distribution, recompute=self.recompute), None
@@ -137,12 +137,12 @@ def served_experts(policy: PolicyForward, samples: Sequence[Sample], seen: Seque
     """The experts that served some rows, as `layers.3.experts.0`: those that the rollout chose for the samples, where
     they are repeated, else those `seen` in the forwards."""
     config = policy.model.config
-    assert config.experts is not None
+    assert config.routed is not None
     layers = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
     if policy.objective.router_replay:
         chosen = _tape(policy.model, samples, replay=True)[0].given
         assert chosen is not None
-        loads = [torch.bincount(rows.flatten(), minlength=config.experts.count) for rows in chosen.cpu().unbind(1)]
+        loads = [torch.bincount(rows.flatten(), minlength=config.routed.count) for rows in chosen.cpu().unbind(1)]
     else:
         loads = list(torch.stack([totals.load for totals in seen if totals.load is not None]).sum(0))
     return {
@@ -158,7 +158,7 @@ def batch_load(
 ) -> BatchLoad | None:
     """The experts' load over all micro-batches of an optimizer batch, by a pass of its own, in which every rank takes
     some; None for one micro-batch, whose own forward has it."""
-    experts = model.config.experts
+    experts = model.config.routed
     assert experts is not None
     if len(micro_batches) < 2:
         return None
@@ -181,9 +181,9 @@ def batch_load(
 def _tape(model: Model, samples: Sequence[Sample], replay: bool) -> tuple[RouteTape, Tensor | None]:
     """(a tape for a forward over the samples, the choices that the rollout recorded for all of its rows or None)."""
     config, recorded = model.config, None
-    assert config.experts is not None
+    assert config.routed is not None
     if all(s.routes is not None for s in samples):
-        layers, per_token = config.num_mixtures, config.experts.per_token
+        layers, per_token = config.num_mixtures, config.routed.per_token
         recorded = torch.cat([decode_routes(s.routes or "", layers, per_token) for s in samples])
     assert recorded is not None or not replay, "the rollout did not record its routes"
     return RouteTape(recorded.to(model.ops.device) if recorded is not None and replay else None), recorded

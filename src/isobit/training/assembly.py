@@ -112,7 +112,7 @@ def _open_models(
     task = fitted.task
     scorer = Scorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
     objective = replace(objective_of(config, model.precision), reward_weights=scorer.weights)
-    if model.config.experts is None and (objective.router_replay or objective.router_aux_coefficient):
+    if model.config.routed is None and (objective.router_replay or objective.router_aux_coefficient):
         key = "router_replay" if objective.router_replay else "router_aux_coefficient"
         raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
     check_functions(objective)
@@ -138,7 +138,7 @@ def _open_models(
     sampling = rollout_sampling(config)
     coming = optimizer.nbytes + optimizer.gradient_bytes
     engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n, coming)
-    engine.record_routes = model.config.experts is not None and (objective.recompute_old or objective.router_replay)
+    engine.record_routes = model.config.routed is not None and (objective.recompute_old or objective.router_replay)
     parts = Parts(
         config,
         ranks,

@@ -103,7 +103,7 @@ class MemoryPlan:
 
 def measure(model: Model, recompute: Recompute = False) -> LearningMemory:
     """Forward and backward of a few tokens, with gradients dropped as they come."""
-    experts = model.config.experts
+    experts = model.config.routed
     least = _SHORT if experts is None else max(_SHORT, -(-experts.count // experts.per_token))
     short, long = (min(tokens, model.config.max_positions) for tokens in (least, _LONGER * least))
     _pass(model, short, _FEW, recompute)  # what is made at first use, such as rotary tables, is no part of a pass
@@ -167,9 +167,9 @@ def _pass(model: Model, tokens: int, chunk: int, recompute: Recompute) -> list[l
 
 def _shared_out(config: ModelConfig, tokens: int) -> torch.Tensor | None:
     """Experts for each token and layer in turn: [T, layers, k]."""
-    if config.experts is None:
+    if config.routed is None:
         return None
-    count, slots = config.experts.count, config.experts.per_token
+    count, slots = config.routed.count, config.routed.per_token
     turns = torch.arange(tokens * slots).view(tokens, 1, slots) % count
     return turns.expand(tokens, config.num_layers, slots)
 

@@ -1,0 +1,134 @@
+"""Random values of `config.json`, of each family, that are accepted: for round trips through `save`."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.model import ModelConfig
+from isobit.model.families import FAMILIES
+
+from .config_variants import BASES, ORIGINAL
+
+_LEFT_OUT = object()
+Pick = Callable[[random.Random], Any]
+
+
+def _one_of(*values: Any) -> Pick:
+    return lambda drawn: drawn.choice(values)
+
+
+def _section(drawn: random.Random, theta: bool) -> dict[str, Any]:
+    """A rotary scaling, with parameters of its own."""
+    kind = drawn.choice(("default", "default", "linear", "llama3", "yarn"))
+    more: dict[str, Any] = {"rope_type": kind}
+    if theta:
+        more["rope_theta"] = drawn.choice((70.0, 500.0, 10000.0, 1e6))
+    if kind != "default":
+        more["factor"] = drawn.choice((1.5, 2.0, 4.0))
+    if kind == "llama3":
+        more |= {"low_freq_factor": 1.0, "high_freq_factor": drawn.choice((2.0, 4.0))}
+    if kind in ("llama3", "yarn"):
+        more["original_max_position_embeddings"] = ORIGINAL
+    if kind == "yarn":
+        for key, values in (
+            ("attention_factor", (1.0, 1.3)),
+            ("beta_fast", (4.0, 32.0)),
+            ("beta_slow", (0.5, 1.0)),
+            ("truncate", (True, False)),
+        ):
+            if drawn.random() < 0.4:
+                more[key] = drawn.choice(values)
+    return more
+
+
+def _ropes(drawn: random.Random, family: str) -> dict[str, Any]:
+    """In the keys of transformers 4 or 5, or left out."""
+    table, how = FAMILIES[family], drawn.choice(("none", "theta", "scaling", "parameters"))
+    left_out = dict.fromkeys(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), _LEFT_OUT)
+    if how == "none":
+        return left_out
+    if how == "theta":
+        own = {"rope_theta": drawn.choice((500.0, 10000.0, 5e5))}
+        return left_out | own | ({"rope_local_base_freq": 70.0} if family == "gemma3_text" else {})
+    if table.ropes is not None and how == "parameters":
+        kinds = ("full_attention", "sliding_attention")
+        return left_out | {"rope_parameters": {kind: _section(drawn, theta=True) for kind in kinds}}
+    section = _section(drawn, theta=how == "parameters")
+    if table.partial_rotary != 1.0:
+        section["partial_rotary_factor"] = drawn.choice((0.25, 0.5, 1.0))
+    if how == "parameters":
+        return left_out | {"rope_parameters": section}
+    return left_out | {"rope_scaling": section, "rope_theta": drawn.choice((500.0, 10000.0, 1e6))}
+
+
+def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
+    """Which layers slide, are linear, are dense or have no rotary embedding."""
+    table, found = FAMILIES[family], dict[str, Any]()
+    names = (
+        ("linear_attention", "full_attention") if table.linear_attention else ("sliding_attention", "full_attention")
+    )
+    if table.windows is not None:
+        found["sliding_window"] = drawn.choice((5, 9, 200, _LEFT_OUT))
+        if table.windows.flag:
+            found["use_sliding_window"] = drawn.random() < 0.5
+    by_name = table.linear_attention or (table.windows is not None and not table.windows.nullable)
+    found["layer_types"] = [drawn.choice(names) for _ in range(layers)] if by_name else _LEFT_OUT
+    if family in ("qwen2", "qwen3"):
+        found["max_window_layers"] = drawn.choice((0, 1, layers))
+    if table.unrotated is not None:
+        found["no_rope_layers"] = [drawn.randint(0, 1) for _ in range(layers)]
+    if family == "qwen3_moe":
+        found["mlp_only_layers"] = [layer for layer in range(layers) if drawn.random() < 0.4]
+        found["decoder_sparse_step"] = drawn.choice((1, 2, _LEFT_OUT))
+    return found
+
+
+_SIZES: Mapping[str, Pick] = {
+    "hidden_size": _one_of(32, 48),
+    "intermediate_size": _one_of(24, 40),
+    "num_attention_heads": _one_of(4, 8),
+    "num_key_value_heads": _one_of(1, 2, 4),
+    "head_dim": _one_of(8, 16, 24),
+    "rms_norm_eps": _one_of(1e-6, 1e-5, 1e-3, 1.0),
+    "max_position_embeddings": _one_of(64, 128, _LEFT_OUT),
+    "tie_word_embeddings": _one_of(True, False, _LEFT_OUT),
+    "bos_token_id": _one_of(1, None),
+    "eos_token_id": _one_of(2, [2, 3], None, [3]),
+    "pad_token_id": _one_of(0, None),
+}
+_OWN: Mapping[str, Pick] = {
+    "attention_bias": _one_of(True, False, _LEFT_OUT),
+    "mlp_bias": _one_of(True, False, _LEFT_OUT),
+    "num_experts": _one_of(3, 6),
+    "num_local_experts": _one_of(3, 5),
+    "num_experts_per_tok": _one_of(1, 2),
+    "moe_intermediate_size": _one_of(16, 24),
+    "norm_topk_prob": _one_of(True, False, _LEFT_OUT),
+    "query_pre_attn_scalar": _one_of(5, 16, _LEFT_OUT),
+    "linear_num_value_heads": _one_of(2, 4),
+    "linear_key_head_dim": _one_of(8, 12),
+    "linear_value_head_dim": _one_of(8, 20),
+    "linear_conv_kernel_dim": _one_of(3, 4),
+}
+
+
+def random_values(family: str, seed: int) -> dict[str, Any]:
+    """One config.json, accepted or not."""
+    drawn, base = random.Random(f"{family} {seed}"), BASES[family]
+    layers = drawn.choice((1, 2, 4))
+    picked = {key: pick(drawn) for key, pick in _SIZES.items()}
+    picked |= {key: pick(drawn) for key, pick in _OWN.items() if key in base}
+    values = {"model_type": family, **base, **picked, "num_hidden_layers": layers}
+    values |= _ropes(drawn, family) | _kinds(drawn, family, layers)
+    return {key: value for key, value in values.items() if value is not _LEFT_OUT}
+
+
+def accepted(family: str, first: int) -> Iterator[tuple[int, dict[str, Any], ModelConfig]]:
+    """(seed, values, config) of those that are not refused, from a seed on."""
+    for seed in range(first, first + 100_000):
+        values = random_values(family, seed)
+        try:
+            yield seed, values, ModelConfig.from_hf(values, f"{family} {seed}")
+        except IsobitError:
+            continue
