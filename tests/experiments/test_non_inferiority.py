@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments.non_inferiority import MARGIN, VIEWS, difference, differences, measure, table
+from benchmarks.experiments.non_inferiority import MARGIN, PLAN, VIEWS, accuracies, difference, measure, table
 from isobit.errors import IsobitError
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results/experiments/non_inferiority.json"
+RESULTS = ROOT / "benchmarks/results/experiments"
+FIRST = RESULTS / "non_inferiority_first.json"
 
 
 def test_a_difference_is_decided_by_its_interval() -> None:
@@ -30,6 +31,9 @@ def test_a_difference_is_decided_by_its_interval() -> None:
     assert wide.mean == pytest.approx(0.0)
     assert wide.verdict == "not decided", "the mean alone would pass"
     assert difference(seeds[::-1], seeds).verdict == "not decided", "the same runs, paired wrongly"
+    close = [s + 4 * n - 0.004 for s, n in zip(seeds, noise, strict=True)]
+    assert difference(close, seeds).verdict == "not inferior"
+    assert difference(close, seeds, looks=5).verdict == "not decided", "of several looks each has a wider interval"
     with pytest.raises(ValueError, match="longer"):
         difference(seeds[:-1], seeds)
 
@@ -51,7 +55,8 @@ def test_a_comparison_is_measured(base_model: Path, tmp_path: Path) -> None:
     assert list(found) == ["bf16", "fp8"]
     assert all(len(flow[view]) == 2 for flow in found.values() for view in VIEWS)
     assert found["bf16"]["own"] == found["bf16"]["deployed"], "one flow, evaluated by the run and again"
-    assert printed.stdout.strip() == table(found, "bf16")
+    tables = [accuracies(found), *(table(found, [("fp8", "bf16")], [view]) for view in VIEWS)]
+    assert printed.stdout.strip() == "\n\n".join(tables)
     assert chart.stat().st_size > 10_000
     (runs / "comparison.json").write_text(json.dumps({"fp8": {"failures": ["fp8, seed-1: stopped"]}}))
     with pytest.raises(IsobitError, match="a run stopped, and so cannot be paired"):
@@ -60,12 +65,15 @@ def test_a_comparison_is_measured(base_model: Path, tmp_path: Path) -> None:
         measure(tmp_path)
 
 
-def test_the_page_has_the_numbers_that_were_measured(tmp_path: Path) -> None:
-    result = json.loads(RESULTS.read_text())
-    found, reference = result["flows"], result["reference"]
+def test_the_page_has_the_numbers_that_were_measured() -> None:
+    first = json.loads(FIRST.read_text())["flows"]
     page = (ROOT / "docs/experiments/non-inferiority.md").read_text()
-    (shown,) = re.findall(r"<!-- table: non-inferiority -->\n\n(.*?)\n\n<!-- end -->", page, re.S)
-    assert shown == table(found, reference)
-    assert result["margin"] == MARGIN
+    shown = dict(re.findall(r"<!-- table: ([\w-]+) -->\n\n(.*?)\n\n<!-- end -->", page, re.S))
+    assert shown.pop("first") == table(first, [(name, "bf16") for name in first if name != "bf16"])
+    assert {len(flow[view]) for flow in first.values() for view in VIEWS} == {15}
+    result = json.loads((RESULTS / "non_inferiority.json").read_text())
+    found, pairs = result["flows"], [tuple(pair) for pair in result["pairs"]]
+    assert (result["margin"], tuple(pairs)) == (MARGIN, PLAN)
     assert {len(flow[view]) for flow in found.values() for view in VIEWS} == {15}
-    assert set(differences(found, reference)) == {(name, view) for name in found if name != reference for view in VIEWS}
+    tables = {"flows": accuracies(found), **{view: table(found, pairs, [view]) for view in VIEWS}}
+    assert shown == tables
