@@ -25,7 +25,6 @@ NO_READERS = (str(SOURCE / "config"), str(SOURCE / "options"))
 TRACKING = "isobit.config.tracking"  # goes to the trackers' processes as a mapping, and is read there by name
 NOT_BY_A_RUN = {
     "Objective.preset",  # its parts are
-    "Config.ranks",  # by the command, which starts them (tests/distributed/test_runs.py)
     # by a fleet, whose runs need Ray (tests/fleet)
     "FleetSettings.cluster",
     "FleetSettings.cpus_per_engine",

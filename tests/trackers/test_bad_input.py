@@ -81,7 +81,7 @@ def test_resuming_is_refused_as_starting_is_and_goes_on_without(
     tmp_path: Path, base_model: Path, refused: Refused, no_credentials: None
 ) -> None:
     """A tracker that cannot be used any more loses no run: leave it out."""
-    train(load_config(write_config(tmp_path, base_model), ["steps=2"]))
+    train(load_config(write_config(tmp_path, base_model), ["steps=2"]), quiet=True)
     run = tmp_path / "run"
     assert "no credentials" in refused("train", "--resume", run, "steps=3", "tracking.trackers=[wandb]")
     assert "only these may change: steps, " in refused("train", "--resume", run, "seed=3")
@@ -89,7 +89,7 @@ def test_resuming_is_refused_as_starting_is_and_goes_on_without(
 
 def test_track(tmp_path: Path, base_model: Path, refused: Refused) -> None:
     assert "is not a run directory" in refused("track", tmp_path)
-    train(load_config(write_config(tmp_path, base_model), ["steps=1"]))
+    train(load_config(write_config(tmp_path, base_model), ["steps=1"]), quiet=True)
     assert "no tracker to send it to: give tracking.trackers" in refused("track", tmp_path / "run")
     assert "only tracking.* may change" in refused("track", tmp_path / "run", "steps=2")
 

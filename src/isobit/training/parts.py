@@ -2,6 +2,7 @@
 opened (`assembly.py`)."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from isobit.distributed.files import Part, file_tensors, write_file
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.evaluation.best import is_description
 from isobit.evaluation.periodic import HeldOut
 from isobit.fleet.fleet import Fleet
@@ -42,6 +43,7 @@ from isobit.training.scoring import Scorer
 
 _COUNTS = ("step", "cursor", "weights_version", "bad_steps_in_a_row")
 _MIB, _MOST_HEAD_BYTES = 1024 * 1024, 4096
+_HASH = re.compile("[0-9a-f]{64}")
 _TRAINER = "trainer"
 MASTERS = "fp32"
 """What `optimizer.masters` is where a checkpoint does not say."""
@@ -242,9 +244,12 @@ def head_of(checkpoint: Path) -> str:
     if not exists(path):
         return GENESIS
     try:
-        return str(parse_json(read_bytes(path, _MOST_HEAD_BYTES).decode("utf-8"))["hash"])
+        head = parse_json(read_bytes(path, _MOST_HEAD_BYTES).decode("utf-8"))["hash"]
     except (OSError, ValueError, KeyError, TypeError, BadJson) as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    if not isinstance(head, str) or not _HASH.fullmatch(head):
+        raise IsobitError(f"{path}: {brief(repr(head))} is no hash of a certificate's row")
+    return head
 
 
 def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
