@@ -83,7 +83,7 @@ def open_parts(
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base)
-        elif not quiet and ranks.first and not is_adapter(base):  # which is refused
+        elif checkpoint is None and not quiet and ranks.first and not is_adapter(base):  # which is refused
             _say_what_cannot_fit(config, base)
         return _open_models(config, task, rewards, base, began, quiet, checkpoint, ranks)
     except BaseException:
