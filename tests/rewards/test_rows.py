@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isobit.commands.dry_run import dry_run_report
+from isobit.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.rewards.pool import RewardPool
@@ -68,4 +68,4 @@ def test_the_dry_run_finds_it_before_a_model_is_loaded(tmp_path: Path, held_out:
     changes = {"held_out_size": None, "options": {}, **task}
     path = write_config(tmp_path, tmp_path / "no_model", task=changes, rewards={"functions": [{"function": "math"}]})
     with pytest.raises(IsobitError, match=re.escape(f"{tmp_path}/bad.jsonl") + ".*4.*reward function math cannot"):
-        dry_run_report(load_config(path))
+        dry_run(load_config(path), print)

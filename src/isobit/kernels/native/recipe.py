@@ -125,13 +125,18 @@ def compile_library(
 
         paths: Mapping[str, tuple[str, ...]] = _PATHS if on_x86() else dict.fromkeys(_PATHS, ())
         running = {n: start(n, [*plain, *paths[n]] if n in paths else general) for n in SOURCES}
-        for name, process in running.items():
-            try:
-                _finish(process)
-            except BuildFailed:
-                if not paths.get(name):
-                    raise
-                _finish(start(name, plain))
+        try:
+            for name, process in running.items():
+                try:
+                    _finish(process)
+                except BuildFailed:
+                    if not paths.get(name):
+                        raise
+                    _finish(start(name, plain))
+        finally:  # where one failed, the others still write into the folder
+            for process in running.values():
+                process.kill()
+                process.wait()
         target = os.path.join(folder, path.name)
         _finish(_start([program, "-shared", *objects.values(), *linking, *everywhere, "-o", target]))
         os.replace(target, path)
