@@ -15,7 +15,7 @@ from benchmarks.common import Claim, Result, race
 from benchmarks.models import save_model
 from isobit import Model
 from isobit.kernels import Packed, get_ops, tensors_of
-from isobit.model.adapter import NewAdapter
+from isobit.model.adapters.targets import NewAdapter
 from isobit.precision import E2M1, QuantSpec, quantize
 from isobit.precision.nibbles import NVFP4, packed
 

@@ -22,7 +22,7 @@ from isobit.config import load_config
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import NO_OBJECTS
-from isobit.training.opening import open_session
+from isobit.training.session.opening import open_session
 
 WARMUP = 1
 CASES = {"micro-batches below a group": 256, "micro-batches of several groups": 4096}
@@ -64,7 +64,7 @@ def _open_step(path: Path, model: Path, kind: str, tokens: int, stack: ExitStack
     session = stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=True))
 
     def computing_all() -> None:
-        with patch("isobit.rl.gradient.without_teaching", lambda micro, idle: frozenset()):
+        with patch("isobit.rl.learner.gradient.without_teaching", lambda micro, idle: frozenset()):
             training_step(session)
 
     return computing_all if kind == CONTESTANTS[0] else lambda: training_step(session)

@@ -26,7 +26,7 @@ from isobit.kernels.gpu import ARCHITECTURES, HOPPER
 from isobit.kernels.triton.launch import KernelLaunch, compile_for, record_launches
 from isobit.kernels.triton.ops import TritonOps
 from isobit.model import ModelConfig
-from isobit.model.shapes import parameter_shapes
+from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
 

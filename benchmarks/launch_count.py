@@ -26,7 +26,7 @@ from isobit.kernels import Layout
 from isobit.kernels.triton.launch import record_launches
 from isobit.kernels.triton.ops import TritonOps
 from isobit.model import ModelConfig
-from isobit.model.shapes import parameter_shapes
+from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
 

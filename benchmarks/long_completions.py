@@ -19,7 +19,7 @@ from benchmarks.common import Claim, Result
 from benchmarks.models import tokenizer
 from isobit import Completion, Engine, Model, Sampling
 from isobit.model import ModelConfig
-from isobit.rl.mismatch import differing_places
+from isobit.rl.algorithm.mismatch import differing_places
 
 LENGTHS = (8192, 32768)
 PRESETS = ("fp8", "bf16")

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from benchmarks.common import Claim, Result
-from isobit.training.host import memory_limit
+from isobit.training.memory.host import memory_limit
 
 SIZES = {
     "16 million": (6, 384, 1024, 16384, 100),
@@ -112,7 +112,7 @@ def main() -> None:
     if verb == "save":
         _save(folder, argument)
         return
-    from isobit.commands.dry_run import planned
+    from isobit.cli.commands.dry_run import planned
     from isobit.config import load_config
     from isobit.training import loop
 

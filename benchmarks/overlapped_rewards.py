@@ -21,7 +21,7 @@ from isobit.config import load_config
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import NO_OBJECTS
-from isobit.training.opening import open_session
+from isobit.training.session.opening import open_session
 
 WARMUP = 2
 

@@ -36,9 +36,9 @@ from isobit.distributed.exchange import GradientSum, buckets
 from isobit.distributed.launch import joined
 from isobit.precision.flow import LINEAR_LAYERS
 from isobit.rl import OptimizerSettings, Sample, for_precision
-from isobit.rl.learner import Learner
-from isobit.rl.objective import OBJECTIVES
-from isobit.rl.optim import Optimizer
+from isobit.rl.algorithm.objective import OBJECTIVES
+from isobit.rl.learner.learner import Learner
+from isobit.rl.optim.adamw import Optimizer
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 

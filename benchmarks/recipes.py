@@ -16,9 +16,9 @@ from benchmarks.common import Claim, Result, race
 from benchmarks.models import save_model
 from benchmarks.steps import GROUP, NEW, PROMPTS, open_step, run_name
 from isobit import Model
-from isobit.rl.correction import correct, correction_metrics
-from isobit.rl.correction_rule import CORRECTIONS
-from isobit.rl.mismatch import mismatch_metrics, sequence_metrics
+from isobit.rl.algorithm.correction import correct, correction_metrics
+from isobit.rl.algorithm.correction_rule import CORRECTIONS
+from isobit.rl.algorithm.mismatch import mismatch_metrics, sequence_metrics
 from isobit.run.directory import read_jsonl
 
 

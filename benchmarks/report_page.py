@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.common import Claim, Result, row
 from benchmarks.recorded_run import write_run
-from isobit.report import write_report
+from isobit.monitor.report import write_report
 
 STEPS = 1000
 _SECONDS, _MEGABYTES = 10.0, 5.0

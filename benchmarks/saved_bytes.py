@@ -20,7 +20,7 @@ from benchmarks.models import tokenizer
 from isobit import Model
 from isobit.kernels import Layout, tensors_of
 from isobit.model import ModelConfig
-from isobit.model.recompute import Recompute
+from isobit.model.forward.recompute import Recompute
 
 SIZES = {512: (1536, 8, 64), 2048: (6144, 16, 128)}
 """Hidden size to intermediate size, query heads and head dimension."""

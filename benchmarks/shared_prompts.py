@@ -23,7 +23,7 @@ from isobit.config import load_config
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import NO_OBJECTS
-from isobit.training.opening import open_session
+from isobit.training.session.opening import open_session
 
 WARMUP = 1
 CASES = {(64, 64, 8): 0.75, (256, 64, 8): 0.45, (256, 64, 16): 0.45, (32, 256, 8): 1.0}

@@ -11,8 +11,8 @@ from isobit.config import load_config
 from isobit.distributed import ALONE, Ranks
 from isobit.training.loop import training_step
 from isobit.training.objects import NO_OBJECTS
-from isobit.training.opening import open_session
-from isobit.training.session import Session
+from isobit.training.session.open_run import Session
+from isobit.training.session.opening import open_session
 
 PROMPTS, GROUP, NEW = 64, 8, 5
 

@@ -22,7 +22,7 @@ from benchmarks.models import save_model
 from benchmarks.steps import open_run
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
-from isobit.training.session import Session
+from isobit.training.session.open_run import Session
 
 KINDS = ("tensorboard", "wandb", "trackio", "mlflow")
 WARMUP, ROWS, SHOWN, INTERVAL_S = 3, 50, 20, 0.25

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from isobit.view.screen import screen
-from isobit.view.watch import Watched
+from isobit.monitor.screen.screen import screen
+from isobit.monitor.screen.watch import Watched
 
 WIDTH, HEIGHT = 104, 24
 

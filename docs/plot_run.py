@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from isobit.report.series import points
+from isobit.monitor.report.series import points
 from isobit.run.directory import METRICS, read_jsonl, require_run
 
 PANELS = (

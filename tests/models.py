@@ -11,8 +11,8 @@ from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
-from isobit.model.linear_attention import LinearAttention
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
+from isobit.model.hub.linear_attention import LinearAttention
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "models" / "stories260K"

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from isobit.commands.dry_run import dry_run
+from isobit.cli.commands.dry_run import dry_run
 from isobit.config import Config
 from isobit.run import metrics
 from isobit.run.checkpoints import all_checkpoints

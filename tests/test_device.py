@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from isobit.engine.calibration import measured_amax
-from isobit.inspection.quantization import activation_health, weight_health
+from isobit.evaluation.inspection.quantization import activation_health, weight_health
 from isobit.kernels import Ops, separate_ops
 from isobit.kernels.reference import ReferenceOps
 from isobit.model import Model, RewardModel, fp8_blocks
-from isobit.model.checkpoint import read_weights
-from isobit.model.kv_scales import KVScales
+from isobit.model.forward.kv_scales import KVScales
+from isobit.model.hub.checkpoint import read_weights
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
 from isobit.rl import Objective, OptimizerSettings, Sample
-from isobit.rl.learner import Learner
-from isobit.rl.optim import Optimizer
-from isobit.rl.supervised import supervised_update
-from isobit.training.meter import PeakMemory
-from isobit.training.statistics import WeightTotals
+from isobit.rl.learner.learner import Learner
+from isobit.rl.learner.supervised import supervised_update
+from isobit.rl.optim.adamw import Optimizer
+from isobit.training.measuring.meter import PeakMemory
+from isobit.training.measuring.statistics import WeightTotals
 
 from .models import tiny_model
 from .pretend_device import DEVICE, Elsewhere, Mixed, PretendDevice

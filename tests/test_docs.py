@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from isobit.config import Config, SftConfig, load_compare_config, load_config, load_sft_config
-from isobit.report.intervals import mean_interval
+from isobit.monitor.report.intervals import mean_interval
 from tests.documents import (
     CHECKED,
     DOCUMENTS,

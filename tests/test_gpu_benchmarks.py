@@ -75,7 +75,7 @@ def test_stages_need_little(tmp_path: Path) -> None:
     names = ", ".join(f"benchmarks.gpu.{name}" for name in (*STAGES, "__main__", "page", "two_processes"))
     done = _python(f"import {names}\nprint([m for m in sys.modules if m.startswith('isobit.c')])", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "isobit.commands" not in done.stdout
+    assert "isobit.cli.commands" not in done.stdout
     assert "isobit.cli" not in done.stdout
     control = _python("import pydantic", tmp_path)
     assert "ModuleNotFoundError" in control.stderr

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import fits
 from benchmarks.plan_jobs import MODELS
 from benchmarks.step_memory import LEVELS, PRESETS
-from isobit.model.shapes import parameter_shapes
+from isobit.model.hub.shapes import parameter_shapes
 from isobit.precision.flow import LINEAR_LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,10 +13,10 @@ import pytest
 
 import isobit
 from isobit import resume, train
-from isobit.commands.compare import compare
+from isobit.cli.commands.compare import compare
 from isobit.config import CompareConfig, Config, SftConfig, load_compare_config, load_config, load_sft_config
 from isobit.options.declare import options_of, plain, sections
-from isobit.training.sft import supervised_run
+from isobit.training.sft.supervised import supervised_run
 from tests.runs import write_config
 from tests.training.test_scoring import reward_model
 
@@ -72,7 +72,7 @@ class Reads:
 
 
 def unread(schemas: list[type], reads: Reads) -> list[str]:
-    by_name = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "trackers").glob("*.py"))
+    by_name = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "monitor" / "trackers").glob("*.py"))
     keys = [(schema, name) for schema in schemas for name in options_of(schema) if (schema, name) not in reads.seen]
     return [f"{s.__name__}.{name}" for s, name in keys if s.__module__ != TRACKING or f'"{name}"' not in by_name]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from isobit import cli
-from isobit.commands import dry_run, generate
+from isobit.cli.commands import dry_run, generate
 from isobit.engine.types import Completion
 from isobit.errors import IsobitError, printable
-from isobit.view import Display
+from isobit.monitor.screen import Display
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \r \u202e \x7f \ud800"
 
@@ -54,7 +54,7 @@ def test_json_of_completions_holds_no_control_character_and_the_same_text() -> N
 
 
 def test_a_broken_line_of_metrics_is_counted(tmp_path: Path) -> None:
-    from isobit.view.watch import GrowingRows
+    from isobit.monitor.screen.watch import GrowingRows
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     growing = GrowingRows(tmp_path / "metrics.jsonl")

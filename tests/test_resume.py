@@ -13,20 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isobit.commands.evaluate import evaluation_config
+from isobit.cli.commands.evaluate import evaluation_config
 from isobit.config import load_config
 from isobit.config.earlier import as_begun
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.periodic import HeldOut
+from isobit.monitor.screen.watch import Watched
 from isobit.options.consistency import TDP32, VDP32, default_order, resolved
-from isobit.rl.learner import Learner
+from isobit.rl.learner.learner import Learner
 from isobit.run import checkpoints
 from isobit.run.directory import LOCK, REPORT, read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import Given
-from isobit.training.opening import open_resumed
+from isobit.training.session.opening import open_resumed
 from isobit.training.train import replay, resume, train
-from isobit.view.watch import Watched
 from tests import warm
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config

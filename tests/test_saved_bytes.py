@@ -6,9 +6,9 @@ import torch
 from benchmarks.saved_bytes import bytes_of_a_token
 from isobit.kernels import Layout
 from isobit.model import Model
-from isobit.model.recompute import Recompute
+from isobit.model.forward.recompute import Recompute
 from isobit.plan.activations import saved_bytes
-from isobit.training.live_bytes import LiveBytes
+from isobit.training.memory.live_bytes import LiveBytes
 from tests.models import tiny_model
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_S = 600
-_PRELOADED = ("isobit.training.loop", *(f"isobit.commands.{name}" for name in ("compare", "evaluate", "inspect")))
+_PRELOADED = ("isobit.training.loop", *(f"isobit.cli.commands.{name}" for name in ("compare", "evaluate", "inspect")))
 _servers: dict[str, "subprocess.Popen[str]"] = {}
 """By the library that is loaded before all others (LD_PRELOAD), or ""."""
 

@@ -37,10 +37,10 @@ from torch import Tensor
 
 from benchmarks.experiments.command import command, of_a_model, write
 from isobit import Engine, Model, Sampling
-from isobit.rl.correction import correct
-from isobit.rl.correction_rule import CorrectionRule
-from isobit.rl.forward import forward
-from isobit.rl.packing import micro_batches, pack
+from isobit.rl.algorithm.correction import correct
+from isobit.rl.algorithm.correction_rule import CorrectionRule
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.packing import micro_batches, pack
 
 FLOWS = {
     "bf16[engines=separate]": "bf16",

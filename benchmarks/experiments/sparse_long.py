@@ -32,7 +32,7 @@ from benchmarks.experiments.command import command, write
 from benchmarks.experiments.sparse_long_tables import ARMS, arms_table, draw, runs_table
 from isobit import Model, Sampling, resume, train
 from isobit.errors import IsobitError, RunFailed
-from isobit.inspection.mismatch import measure_gap
+from isobit.evaluation.inspection.mismatch import measure_gap
 from isobit.run.directory import Lock, read_jsonl
 
 START, LAG = 5, 5

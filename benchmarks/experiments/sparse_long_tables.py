@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.report.intervals import mean_interval, proportion
+from isobit.monitor.report.intervals import mean_interval, proportion
 
 ARMS = (
     ("bf16", "none"),

@@ -24,7 +24,7 @@ from benchmarks.gpu.timing import Rotation, Timer, Timing, race
 from isobit import Model
 from isobit.kernels import get_ops
 from isobit.model import Experts, ModelConfig, Tokenizer
-from isobit.model.shapes import parameter_shapes
+from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
 from isobit.plan.work import Rates
 from isobit.precision import precision_from

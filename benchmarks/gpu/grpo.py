@@ -16,10 +16,10 @@ from benchmarks.roofline import grpo_step
 from isobit import Engine, Model, Sampling
 from isobit.precision import PRESETS as FLOWS
 from isobit.rl import OBJECTIVES, for_precision
-from isobit.rl.learner import Learner
-from isobit.rl.optim import Optimizer
-from isobit.rl.schedule import OptimizerSettings
-from isobit.training.rollouts import sample_of
+from isobit.rl.learner.learner import Learner
+from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.training.rollouts.sources import sample_of
 
 _LARGE = 120 << 30  # bytes: more than an H100 has, and less than an H200
 

@@ -8,8 +8,8 @@ from isobit import Model
 from isobit.kernels import KVStore, Layout
 from isobit.plan.work import floor, learn, prefill
 from isobit.precision import PRESETS as FLOWS
-from isobit.rl.optim import Optimizer
-from isobit.rl.schedule import OptimizerSettings
+from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.schedule import OptimizerSettings
 
 
 def run(bench: Bench) -> None:

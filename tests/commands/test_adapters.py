@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from isobit import cli
-from isobit.commands.serving import open_serving
+from isobit.cli.commands.serving import open_serving
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.evaluation.comparison import ALONE
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter
+from isobit.model.adapters.targets import NewAdapter
 
 Isobit = Callable[..., str]
 NEW = {"math": NewAdapter(4, 8), "code": NewAdapter(3, 2, ["q_proj", "down_proj"])}

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isobit.commands import compare as comparing
-from isobit.commands.compare import compare, folder_name
+from isobit.cli.commands import compare as comparing
+from isobit.cli.commands.compare import compare, folder_name
 from isobit.config import CompareConfig, load_compare_config, load_config
 from isobit.errors import IsobitError
-from isobit.report.intervals import mean_interval
+from isobit.monitor.report.intervals import mean_interval
 from isobit.run.completions import COMPLETIONS, read
 from tests.runs import fingerprint, write_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from isobit.commands import doctor
-from isobit.commands.doctor import diagnose
+from isobit.cli.commands import doctor
+from isobit.cli.commands.doctor import diagnose
 from isobit.kernels import get_ops
 from isobit.options.consistency import default_order
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isobit import cli
-from isobit.commands.evaluate import evaluation_config
+from isobit.cli.commands.evaluate import evaluation_config
 from isobit.config import load_config
 from isobit.training.train import train
 from tests.models import tiny_model

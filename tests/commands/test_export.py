@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from isobit import Model, load_config, train
 from isobit.cli import app
-from isobit.commands.export import export
+from isobit.cli.commands.export import export
 from isobit.errors import IsobitError
 
 from ..models import tiny_model

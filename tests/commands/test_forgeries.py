@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from isobit.commands.verify import verify_command
+from isobit.cli.commands.verify import verify_command
 from isobit.config import load_config
 from isobit.errors import RunFailed
 from isobit.run import certificate, completions

@@ -10,10 +10,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from isobit.cli import app
-from isobit.commands.export import export
+from isobit.cli.commands.export import export
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter
+from isobit.model.adapters.targets import NewAdapter
 from isobit.model.merge import Gap, merged
 from isobit.precision import E4M3, QuantSpec, quantize
 from tests.models import tiny_model

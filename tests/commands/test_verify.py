@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isobit import cli, load_config, train
-from isobit.commands.verify import verify_command
+from isobit.cli.commands.verify import verify_command
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import completions
 from isobit.run.certificate import CERTIFICATE

@@ -151,12 +151,12 @@ def test_given_completions_are_answers_or_refused(
 
 
 # where rows of strangers are read, scored and learned from
-ROOMS = ("data", "tasks", "rewards", "evaluation", "training", "commands/evaluate.py")
+ROOMS = ("data", "tasks", "rewards", "evaluation", "training", "cli/commands/evaluate.py")
 KNOWN = {
     "data/answers.py": {"str(value)"},  # numbers, of a right answer
     "data/arrow_rows.py": {"str(value)"},  # a decimal number
     "rewards/built.py": {"{place}"},  # of a row, whose name is text
-    "training/opening.py": {"{key}"},  # of a config
+    "training/session/opening.py": {"{key}"},  # of a config
 }
 """The places that may, and what is turned into text there."""
 

@@ -31,7 +31,7 @@ def _ranks(given: argparse.Namespace) -> None:
     """One rank of a run; it ends itself if it is the one, in its first life."""
     from isobit.cli import main
     from isobit.distributed.launch import restarted
-    from isobit.training.session import Session
+    from isobit.training.session.open_run import Session
 
     entered, phase = 0, Session._phase
 

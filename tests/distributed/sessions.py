@@ -12,7 +12,7 @@ from isobit.config import load_config
 from isobit.distributed import ALONE, Ranks
 from isobit.training.loop import training_loop
 from isobit.training.objects import NO_OBJECTS, Given
-from isobit.training.opening import open_replay, open_resumed, open_session
+from isobit.training.session.opening import open_replay, open_resumed, open_session
 from tests.distributed.threads import run
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config

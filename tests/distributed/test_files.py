@@ -24,11 +24,12 @@ from isobit.distributed import ALONE, Ranks, files
 from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.best import Best
-from isobit.model import Model, RewardModel, checkpoint, names
-from isobit.model.checkpoint import open_weights, read_weights, write_weights
+from isobit.model import Model, RewardModel
 from isobit.model.fp8_blocks import block_checkpoint
+from isobit.model.hub import checkpoint, names
+from isobit.model.hub.checkpoint import open_weights, read_weights, write_weights
 from isobit.rl import OptimizerSettings
-from isobit.rl.optim import Optimizer
+from isobit.rl.optim.adamw import Optimizer
 from isobit.run import checkpoints
 from isobit.training.parts import not_finite, problem_of, save_checkpoint
 from tests.distributed.threads import run

@@ -17,7 +17,7 @@ from isobit.distributed import launch, supervisor
 from isobit.errors import IsobitError, RankLost
 from isobit.model import model
 from isobit.run.source import source_digest
-from isobit.training import opening
+from isobit.training.session import opening
 from tests.distributed import threads
 from tests.distributed.sessions import session, written
 from tests.runs import write_config

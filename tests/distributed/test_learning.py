@@ -16,10 +16,10 @@ from isobit.distributed.shards import Shards
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.model import Model
 from isobit.rl import Objective, OptimizerSettings, Sample, for_precision
-from isobit.rl.gradient import Differentiation
-from isobit.rl.learner import Learner
-from isobit.rl.objective import OBJECTIVES
-from isobit.rl.optim import Optimizer
+from isobit.rl.algorithm.objective import OBJECTIVES
+from isobit.rl.learner.gradient import Differentiation
+from isobit.rl.learner.learner import Learner
+from isobit.rl.optim.adamw import Optimizer
 from tests.distributed.threads import Meeting, ThreadRanks, run
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, roll_out
@@ -118,7 +118,7 @@ class _AllReduced(GradientSum):
 def test_control_sums_of_ranks_give_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = roll_out(model_of("fp8", "qwen3"))
     state, _ = learn(samples, "fp8", "qwen3")
-    monkeypatch.setattr("isobit.rl.gradient.GradientSum", _AllReduced)
+    monkeypatch.setattr("isobit.rl.learner.gradient.GradientSum", _AllReduced)
     found = {size: run(size, lambda ranks: learn(samples, "fp8", "qwen3", ranks))[0][0] for size in (1, 2, 3)}
     assert not same(found[1], state) or not same(found[2], state)
     assert not same(found[2], found[3])

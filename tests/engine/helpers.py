@@ -9,8 +9,8 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
 from isobit.model import Model
-from isobit.model.config import ModelConfig
-from isobit.model.tokenizer import Tokenizer
+from isobit.model.hub.config import ModelConfig
+from isobit.model.text.tokenizer import Tokenizer
 from tests.models import ALPHABET, level, require
 
 # hidden sizes that are not multiples of 128, grouped heads, three layers

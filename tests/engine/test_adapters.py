@@ -10,8 +10,8 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter
-from isobit.model.serving import Serving
+from isobit.model.adapters.multi_lora import Serving
+from isobit.model.adapters.targets import NewAdapter
 from tests.models import level, require, tiny_model
 
 PROMPTS = ["1+1=", "23*4=", "1+1=", "9-", "567+89=567+89=", "1+1="]

@@ -11,8 +11,8 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
-from isobit.model.linear_attention import LinearAttention
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
+from isobit.model.hub.linear_attention import LinearAttention
 from tests.models import ALPHABET, level, require
 
 from .helpers import CONFIG, differing

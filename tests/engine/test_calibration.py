@@ -13,7 +13,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from
+from isobit.model.forward.kv_scales import AmaxRecorder, KVScales, scales_from
 from isobit.precision import Calibration
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl

@@ -9,7 +9,7 @@ from isobit.engine.engine import Engine, _most_cache_bytes
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.tokenizer import Tokenizer
+from isobit.model.text.tokenizer import Tokenizer
 from tests.models import ALPHABET
 
 from .helpers import CONFIG, fresh, outcome, rollout, tiny

@@ -10,7 +10,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.pages import PagePool
 from isobit.engine.types import Sampling
 from isobit.model import Model
-from isobit.model.kv_scales import KVScales
+from isobit.model.forward.kv_scales import KVScales
 from tests.models import tiny_model
 
 from .helpers import Outcome, fresh, outcome, rollout, tiny

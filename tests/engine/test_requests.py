@@ -13,9 +13,9 @@ from isobit.engine.scheduler import Scheduler
 from isobit.engine.types import Completion, Sampling, Ticket
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.rl.forward import forward
-from isobit.rl.packing import pack
-from isobit.training.rollouts import sample_of
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.packing import pack
+from isobit.training.rollouts.sources import sample_of
 
 from .helpers import fresh, tiny
 from .test_graphs import make_captured  # noqa: F401

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from isobit.engine.engine import Engine
 from isobit.engine.stopping import StopStrings, cut
 from isobit.engine.types import Completion, Sampling
-from isobit.model.tokenizer import Tokenizer
+from isobit.model.text.tokenizer import Tokenizer
 from tests.models import ALPHABET, STORIES
 
 from .helpers import tiny

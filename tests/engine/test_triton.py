@@ -9,8 +9,8 @@ import torch
 
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import get_ops
-from isobit.model.linear_attention import LinearAttention
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
+from isobit.model.hub.linear_attention import LinearAttention
 from tests.models import tiny_model
 
 from .helpers import differing

@@ -19,11 +19,11 @@ from isobit.evaluation.best import Best
 from isobit.evaluation.majority import majority_at_k
 from isobit.evaluation.periodic import HeldOut
 from isobit.model import Model
-from isobit.report.intervals import pass_at_k
+from isobit.monitor.report.intervals import pass_at_k
 from isobit.run import checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.run.metrics import is_timing
-from isobit.training.assembly import evaluation_plan, open_parts
+from isobit.training.session.assembly import evaluation_plan, open_parts
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from isobit.evaluation.paired import DRAWS, EXACT_PAIRS, mcnemar, sign_flip
-from isobit.report.intervals import bootstrap_mean
+from isobit.monitor.report.intervals import bootstrap_mean
 
 
 @pytest.mark.parametrize(

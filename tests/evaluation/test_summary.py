@@ -10,7 +10,7 @@ from isobit.evaluation.comparison import compare, comparison_table
 from isobit.evaluation.measure import tags_of
 from isobit.evaluation.result import Graded, Question, Result
 from isobit.evaluation.summary import ALL, summarize, summary_table, values_per_prompt
-from isobit.report.intervals import proportion
+from isobit.monitor.report.intervals import proportion
 
 
 def graded(reward: float | None, answer: str = "a", tokens: int = 3) -> Graded:

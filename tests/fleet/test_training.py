@@ -14,7 +14,7 @@ from isobit.config import load_config
 from isobit.distributed import Ranks
 from isobit.errors import RunFailed
 from isobit.fleet.fleet import Fleet
-from isobit.rl.learner import Learner
+from isobit.rl.learner.learner import Learner
 from isobit.training.train import TrainResult, resume, train
 from tests.distributed import sessions, threads
 from tests.distributed.sessions import session, trained, written

@@ -8,8 +8,8 @@ from isobit.engine.pages import pages_needed
 from isobit.engine.types import Sampling
 from isobit.model import Experts, ModelConfig
 from isobit.model.families import FAMILIES, Family
-from isobit.model.linear_attention import LinearAttention
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
+from isobit.model.hub.linear_attention import LinearAttention
 from isobit.precision import Precision, precision_from
 from isobit.precision.flow import LINEAR_LAYERS
 

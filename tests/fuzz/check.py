@@ -8,9 +8,9 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Ticket
 from isobit.model import Model, Tokenizer
-from isobit.rl.forward import forward
-from isobit.rl.packing import pack
-from isobit.training.rollouts import sample_of
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.packing import pack
+from isobit.training.rollouts.sources import sample_of
 from tests.models import ALPHABET
 
 from .cases import Case, Schedule

@@ -10,8 +10,8 @@ import torch
 from isobit.cli import app
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
-from isobit.inspection.mismatch import Gap, decompose, measure_gap
-from isobit.inspection.quantization import activation_health, weight_health
+from isobit.evaluation.inspection.mismatch import Gap, decompose, measure_gap
+from isobit.evaluation.inspection.quantization import activation_health, weight_health
 from isobit.model import Model
 from isobit.precision import precision_from
 from tests.model.helpers import random_model, tokens

@@ -7,7 +7,7 @@ import pytest
 
 from isobit.cli import app
 from isobit.errors import IsobitError
-from isobit.inspection.judging import compare_scores, kendall_tau
+from isobit.evaluation.inspection.judging import compare_scores, kendall_tau
 from tests.training.test_scoring import reward_model
 
 

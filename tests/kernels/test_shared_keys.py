@@ -8,7 +8,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Ops, get_ops
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 from isobit.rl import Sample
-from isobit.rl.packing import PackedBatch, pack
+from isobit.rl.learner.packing import PackedBatch, pack
 
 from .helpers import draw, same
 

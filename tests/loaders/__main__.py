@@ -55,7 +55,7 @@ def _place(trace: Any) -> str:
 
 def serve(first: int, last: int) -> None:
     """Run the cases; a line before and after each."""
-    from isobit.model import chat
+    from isobit.model.text import chat
 
     from . import cases
 

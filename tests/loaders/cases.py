@@ -20,7 +20,7 @@ from isobit.data.dataset import Shaping, read_examples
 from isobit.data.readers import Source
 from isobit.engine.prompts import encode
 from isobit.model import Experts, Model, ModelConfig, RewardModel, Tokenizer
-from isobit.model.checkpoint import write_weights
+from isobit.model.hub.checkpoint import write_weights
 
 from . import mutate
 

@@ -17,8 +17,9 @@ from isobit.data import foreign, strict_yaml
 from isobit.data.dataset import Shaping, read_examples
 from isobit.data.readers import Source
 from isobit.errors import LEFT_OUT, IsobitError
-from isobit.model import Model, ModelConfig, Tokenizer, chat
-from isobit.model.checkpoint import read_json, read_weights, write_weights
+from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model.hub.checkpoint import read_json, read_weights, write_weights
+from isobit.model.text import chat
 from isobit.rewards.functions import load_function
 from isobit.tasks import TaskSettings, load_task
 
@@ -353,7 +354,7 @@ def test_a_packed_file_that_grows_without_end_is_refused(tmp_path: Path) -> None
 def test_a_mixture_of_too_many_experts_is_refused_at_once(valid: Path) -> None:
     values = read_json(valid / "mixed" / "config.json") | {"num_local_experts": 2**30, "num_experts": 2**30}
     config = ModelConfig.from_hf(values)
-    from isobit.model import names
+    from isobit.model.hub import names
 
     with pytest.raises(IsobitError, match="2 layers of 1,073,741,824 experts"):
         names.check_shapes({"a": (1,)} | {f"b{i}": (1,) for i in range(9)}, config, "here")

@@ -10,8 +10,8 @@ from torch import Tensor
 from isobit.kernels import Layout
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES as FAMILY_TABLES
-from isobit.model.linear_attention import LinearAttention
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
+from isobit.model.hub.linear_attention import LinearAttention
 from tests.models import ALPHABET, level, require
 
 VOCABULARY = 61

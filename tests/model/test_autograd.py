@@ -9,9 +9,9 @@ from torch import Tensor
 
 from isobit.kernels import Composed, Heads, KVStore, Layout, Ops, get_ops
 from isobit.kernels.truncation import Context, Truncation
-from isobit.model import autograd
-from isobit.model.autograd import Vector, Weight
-from isobit.model.head import head_logprobs
+from isobit.model.forward import autograd
+from isobit.model.forward.autograd import Vector, Weight
+from isobit.model.forward.head import head_logprobs
 from isobit.precision import BF16, E4M3, FP32, INT8, PRESETS, QTensor, QuantSpec, quantize
 
 _ROWS, _IN, _OUT = 150, 300, 260

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isobit.errors import IsobitError
-from isobit.model import Model, ModelConfig, Tokenizer, names
-from isobit.model.checkpoint import read_json, read_weights, write_weights
-from isobit.model.shapes import parameter_shapes
+from isobit.model import Model, ModelConfig, Tokenizer
+from isobit.model.hub import names
+from isobit.model.hub.checkpoint import read_json, read_weights, write_weights
+from isobit.model.hub.shapes import parameter_shapes
 from tests.models import ALPHABET
 
 from .helpers import config, random_model

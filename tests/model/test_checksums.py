@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isobit.errors import Corruption
 from isobit.kernels import tensors_of
-from isobit.model.checksums import Checksums, checksums, first_difference
+from isobit.model.weights.checksums import Checksums, checksums, first_difference
 from tests.models import require, tiny_model
 
 

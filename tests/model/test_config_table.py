@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.model import config as reading
 from isobit.model.families import FAMILIES
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
+from isobit.model.hub import config as reading
 
 from .config_table import CLOSE, run
 from .config_variants import BASES, variants

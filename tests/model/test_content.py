@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from isobit.engine.prompts import encode
 from isobit.errors import IsobitError
 from isobit.model import RewardModel, Tokenizer
-from isobit.model.content import ContentEncoder
+from isobit.model.text.escape_special import ContentEncoder
 from tests.loaders.cases import CHAT, byte_tokenizer
 
 LLAMA = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"

@@ -11,10 +11,11 @@ from isobit.kernels.composed import by_expert
 from isobit.kernels.reference import ReferenceOps
 from isobit.kernels.triton import grouped
 from isobit.kernels.triton.launch import record_launches
-from isobit.model import Experts, Model, experts
-from isobit.model.autograd import Vector, Weight
-from isobit.model.experts import through_experts
-from isobit.model.working import Mixture, map_parts
+from isobit.model import Experts, Model
+from isobit.model.forward import experts
+from isobit.model.forward.autograd import Vector, Weight
+from isobit.model.forward.experts import through_experts
+from isobit.model.weights.layout import Mixture, map_parts
 from isobit.precision import QTensor, QuantSpec
 
 from .helpers import random_model

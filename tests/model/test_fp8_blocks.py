@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from isobit import Model
 from isobit.errors import IsobitError
-from isobit.model import Experts, names
-from isobit.model.checkpoint import read_json, read_weights, write_json
+from isobit.model import Experts
 from isobit.model.fp8_blocks import block_checkpoint
+from isobit.model.hub import names
+from isobit.model.hub.checkpoint import read_json, read_weights, write_json
 from isobit.precision import QTensor
 from tests.models import level
 

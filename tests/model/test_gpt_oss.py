@@ -14,8 +14,8 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.fp8_blocks import block_checkpoint
-from isobit.model.mxfp4_blocks import dequantized
-from isobit.model.together import in_files, place
+from isobit.model.hub.mxfp4_blocks import dequantized
+from isobit.model.hub.packed_experts import in_files, place
 from tests.engine.helpers import differing
 from tests.models import tiny_model
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from isobit.errors import Corruption, IsobitError
 from isobit.kernels import Layout, Ops, get_ops, plain, tensors_of
-from isobit.model import Experts, Model, autograd
-from isobit.model.adapter import NewAdapter
-from isobit.model.low_rank import product, update_norm
-from isobit.model.weights import NO_MASTER, LowRank, Vector, Weight
+from isobit.model import Experts, Model
+from isobit.model.adapters.low_rank import product, update_norm
+from isobit.model.adapters.targets import NewAdapter
+from isobit.model.forward import autograd
+from isobit.model.weights.stored import NO_MASTER, LowRank, Vector, Weight
 from isobit.precision import E4M3, Nibbles, QTensor, QuantSpec, nibbles, quantize
 from tests.models import require, tiny_model
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
-from isobit.model import Model, Tokenizer, names
+from isobit.model import Model, Tokenizer
+from isobit.model.hub import names
 from tests.models import ALPHABET
 
 from .helpers import FAMILIES, config, directory, logits, oracle_logits, random_model, tokens

@@ -10,7 +10,7 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, get_ops
 from isobit.model import Experts, Model, ModelConfig
-from isobit.model.moe import RouteTape, decode_routes, encode_routes, route
+from isobit.model.forward.moe import RouteTape, decode_routes, encode_routes, route
 from isobit.precision import QTensor
 
 from .helpers import config, random_model, tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter
+from isobit.model.adapters.targets import NewAdapter
 from tests.models import tiny_model
 
 from .helpers import directory, oracle, tokens

@@ -11,7 +11,7 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import StateStore
 from isobit.model import Model, Tokenizer
-from isobit.model.checkpoint import read_json, write_json
+from isobit.model.hub.checkpoint import read_json, write_json
 from tests.models import ALPHABET, tiny_model
 
 from .helpers import logits, oracle, oracle_logits, randomize, tokens

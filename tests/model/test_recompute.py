@@ -8,8 +8,8 @@ from torch import Tensor
 
 from isobit.kernels import KVStore, Layout
 from isobit.model import Model
-from isobit.model.kv_scales import AmaxRecorder, KVScales
-from isobit.model.moe import RouteTape
+from isobit.model.forward.kv_scales import AmaxRecorder, KVScales
+from isobit.model.forward.moe import RouteTape
 
 from .helpers import random_model, tokens
 

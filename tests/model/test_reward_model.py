@@ -9,7 +9,7 @@ import transformers
 
 from isobit.errors import IsobitError
 from isobit.model import Model, RewardModel, Tokenizer
-from isobit.model.checkpoint import read_weights
+from isobit.model.hub.checkpoint import read_weights
 from tests.models import ALPHABET
 
 from .helpers import directory, randomize, tokens

@@ -11,7 +11,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
 from isobit.training.train import train
 from tests.models import ALPHABET, tiny_model
 from tests.runs import write_config

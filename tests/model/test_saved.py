@@ -14,10 +14,10 @@ from torch import Tensor
 
 from isobit.kernels import Activation, KVStore, Layout
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter
+from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families import FAMILIES
-from isobit.model.kv_scales import KVScales
-from isobit.model.moe import RouteTape
+from isobit.model.forward.kv_scales import KVScales
+from isobit.model.forward.moe import RouteTape
 from isobit.precision import QTensor
 from tests.models import tiny_model
 

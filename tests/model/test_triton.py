@@ -11,10 +11,10 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model import Experts
-from isobit.model.adapter import NewAdapter
+from isobit.model.adapters.targets import NewAdapter
 from isobit.precision import Nibbles
-from isobit.rl.forward import forward
-from isobit.rl.packing import pack
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.packing import pack
 from tests.models import tiny_model
 from tests.rl.helpers import roll_out
 

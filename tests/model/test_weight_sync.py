@@ -6,7 +6,7 @@ import torch
 from isobit.errors import RunFailed
 from isobit.kernels import Operand
 from isobit.model import Model
-from isobit.model.weight_sync import Receiver, poison
+from isobit.model.weights.sync import Receiver, poison
 from isobit.precision import QTensor
 from tests.models import tiny_model
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
-from isobit.model import autograd
-from isobit.model.autograd import Vector, Weight
-from isobit.model.experts import _one_by_one, through_experts
+from isobit.model.forward import autograd
+from isobit.model.forward.autograd import Vector, Weight
+from isobit.model.forward.experts import _one_by_one, through_experts
 from isobit.model.transformer import Transformer
 from isobit.precision import PRESETS, QuantSpec, along_rows, precision_from, quantize
 from tests.models import require, tiny_model

@@ -9,19 +9,19 @@ from isobit.config import load_config
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import Ranks
 from isobit.model import Experts, Model
-from isobit.model.adapter import NewAdapter
-from isobit.model.linear_attention import LinearAttention
+from isobit.model.adapters.targets import NewAdapter
+from isobit.model.hub.linear_attention import LinearAttention
 from isobit.plan import Job, Lengths, device_named, job_of
 from isobit.plan.activations import saved_bytes
 from isobit.plan.memory import memory, moment_bytes, num_parameters, weights
 from isobit.run.directory import METRICS, read_jsonl
-from isobit.training.assembly import open_parts
-from isobit.training.live_bytes import LiveBytes
 from isobit.training.loop import training_step
+from isobit.training.memory.live_bytes import LiveBytes
+from isobit.training.memory.plan import measure
 from isobit.training.objects import NO_OBJECTS
-from isobit.training.opening import open_session
-from isobit.training.plan import measure
-from isobit.training.session import Session
+from isobit.training.session.assembly import open_parts
+from isobit.training.session.open_run import Session
+from isobit.training.session.opening import open_session
 from isobit.training.train import train
 from tests.distributed.threads import run
 from tests.models import tiny_model
@@ -94,7 +94,7 @@ def test_learning_takes_what_was_planned(
     flow: str, family: str, experts: Experts | None, adapter: AdapterConfig | None, tmp_path: Path
 ) -> None:
     """To 10 %: what the forward saves of a token, and the peak of a micro-batch, as counted from tensors
-    (`isobit.training.live_bytes`); the latter also with activation checkpointing. Logits are few here."""
+    (`isobit.training.memory.live_bytes`); the latter also with activation checkpointing. Logits are few here."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 12, "head_dim": 64}
     more = {} if experts is None else {"experts": experts}
     if family == "qwen3_5_text":  # heads as wide, beside the rest, as its own

@@ -10,7 +10,7 @@ from isobit.config.sections import AdapterConfig
 from isobit.distributed.shards import ownership
 from isobit.engine.engine import Engine
 from isobit.model import Experts, ModelConfig
-from isobit.model.shapes import parameter_shapes
+from isobit.model.hub.shapes import parameter_shapes
 from isobit.plan.memory import (
     cache_bytes_of_a_token,
     gradient_bucket,
@@ -21,8 +21,8 @@ from isobit.plan.memory import (
     weights,
 )
 from isobit.precision import PRESETS, precision_from
-from isobit.rl.optim import Optimizer
-from isobit.rl.schedule import OptimizerSettings
+from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.schedule import OptimizerSettings
 from tests.models import tiny_model
 
 FLOWS = (

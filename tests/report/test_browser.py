@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recorded_run import write_run
-from isobit.report import write_report
+from isobit.monitor.report import write_report
 from isobit.run.completions import COMPLETIONS, pack, read
 from tests.browser import Open, Opened
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from isobit.report.axes import doubling_axis, label, linear_axis, log_axis, nice_values, power_text
-from isobit.report.charts import Panel, draw, draw_all
-from isobit.report.series import MOST_POINTS, Series, line, running_mean, smoothing_width, thin
+from isobit.monitor.report.axes import doubling_axis, label, linear_axis, log_axis, nice_values, power_text
+from isobit.monitor.report.charts import Panel, draw, draw_all
+from isobit.monitor.report.series import MOST_POINTS, Series, line, running_mean, smoothing_width, thin
 
 
 def rows(values: list[float | None], metric: str = "reward/mean") -> list[dict[str, float | None]]:

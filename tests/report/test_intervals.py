@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from isobit.report.intervals import bootstrap_mean, mean_interval, pass_at_k, proportion, student_quantile
+from isobit.monitor.report.intervals import bootstrap_mean, mean_interval, pass_at_k, proportion, student_quantile
 
 
 def test_wilson_known_values() -> None:

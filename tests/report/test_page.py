@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks.recorded_run import write_run
 from isobit.errors import IsobitError
-from isobit.report import write_report
-from isobit.report.document import embedded
-from isobit.report.intervals import student_quantile
-from isobit.report.page import _read, run_names
-from isobit.report.panels import ALL, DERIVED, with_derived
+from isobit.monitor.report import write_report
+from isobit.monitor.report.document import embedded
+from isobit.monitor.report.intervals import student_quantile
+from isobit.monitor.report.page import _read, run_names
+from isobit.monitor.report.panels import ALL, DERIVED, with_derived
 from isobit.run import durable
 from isobit.run.completions import COMPLETIONS, pack
 from isobit.run.metrics import METRICS

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from isobit.report.heatmap import heat_maps, heat_section, shade
-from isobit.report.rollouts import Visit, read_rollouts
-from isobit.report.selection import coarse_to_fine, sample_completions
-from isobit.report.solved import kind, prompt_table
+from isobit.monitor.report.heatmap import heat_maps, heat_section, shade
+from isobit.monitor.report.rollouts import Visit, read_rollouts
+from isobit.monitor.report.selection import coarse_to_fine, sample_completions
+from isobit.monitor.report.solved import kind, prompt_table
 from isobit.run.completions import pack
 
 

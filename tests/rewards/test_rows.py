@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isobit.commands.dry_run import dry_run
+from isobit.cli.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.rewards.pool import RewardPool

@@ -10,11 +10,11 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Model
 from isobit.rl import Group, Objective, OptimizerSettings, Sample
-from isobit.rl.advantages import AdvantageInputs
-from isobit.rl.functions import ADVANTAGES
-from isobit.rl.learner import Learner
-from isobit.rl.loss import LOSSES, LossInputs, ratios
-from isobit.rl.optim import Optimizer
+from isobit.rl.algorithm.advantages import AdvantageInputs
+from isobit.rl.algorithm.functions import ADVANTAGES
+from isobit.rl.algorithm.loss import LOSSES, LossInputs, ratios
+from isobit.rl.learner.learner import Learner
+from isobit.rl.optim.adamw import Optimizer
 
 PROMPTS = ["1+1=", "23*4=", "9-", "567+89=", "0"]
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Layout
-from isobit.model import Model, adding
-from isobit.model.recompute import Recompute
+from isobit.model import Model
+from isobit.model.forward import accumulate_grad as adding
+from isobit.model.forward.recompute import Recompute
 from isobit.rl import Objective, OptimizerSettings, for_precision
-from isobit.rl.learner import Learner
-from isobit.rl.optim import Optimizer
+from isobit.rl.learner.learner import Learner
+from isobit.rl.optim.adamw import Optimizer
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, gradients, roll_out, same_bits
 
@@ -34,7 +35,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return gradient
 
     for module in ("autograd", "experts"):
-        monkeypatch.setattr(f"isobit.model.{module}.added_to", spy)
+        monkeypatch.setattr(f"isobit.model.forward.{module}.added_to", spy)
     return found
 
 
@@ -50,7 +51,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]
         learner = Learner(model, optimizer, objective, micro_batch_tokens=40, recompute=recompute)
         with monkeypatch.context() as patch:
             if not in_place:
-                patch.setattr("isobit.rl.gradient.adding_in_place", nowhere)
+                patch.setattr("isobit.rl.learner.gradient.adding_in_place", nowhere)
             return gradients(learner, samples, alternating(samples))
 
     return learn

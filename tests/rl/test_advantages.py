@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.rl.advantages import has_spread, overlong_penalty
+from isobit.rl.algorithm.advantages import has_spread, overlong_penalty
 from tests.rl.helpers import group_advantages
 
 GROUP_KINDS = ("grpo", "dr_grpo", "rloo")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isobit.rl import Group, Objective
-from isobit.rl.collect import StepBatch, assign_credit
+from isobit.rl.algorithm.credit import StepBatch, assign_credit
 from tests.rl.helpers import group, indices
 
 

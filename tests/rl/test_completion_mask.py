@@ -12,14 +12,14 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Model
 from isobit.rl import Objective, Sample
-from isobit.rl.agreement import Disagreement, require_agreement
-from isobit.rl.batch import rollout_logprobs
-from isobit.rl.collect import assign_credit
-from isobit.rl.forward import forward
-from isobit.rl.optim import Optimizer
-from isobit.rl.packing import pack
-from isobit.rl.schedule import OptimizerSettings
-from isobit.rl.supervised import supervised_update
+from isobit.rl.algorithm.credit import assign_credit
+from isobit.rl.learner.agreement import Disagreement, require_agreement
+from isobit.rl.learner.batch import rollout_logprobs
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.packing import pack
+from isobit.rl.learner.supervised import supervised_update
+from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.schedule import OptimizerSettings
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, distance, gradients, make_learner
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isobit.rl.correction import Correction, correct, correction_metrics, small_step, step_metrics
-from isobit.rl.correction_rule import CORRECTIONS, LEVELS, MEASURES, WEIGHTS, CorrectionRule, Rejection
+from isobit.rl.algorithm.correction import Correction, correct, correction_metrics, small_step, step_metrics
+from isobit.rl.algorithm.correction_rule import CORRECTIONS, LEVELS, MEASURES, WEIGHTS, CorrectionRule, Rejection
 
 
 def of_ratios(rule: CorrectionRule, *sequences: list[float]) -> Correction:

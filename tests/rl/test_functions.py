@@ -9,9 +9,9 @@ import torch
 
 from isobit.errors import IsobitError
 from isobit.rl import OBJECTIVES, Objective, Sample
-from isobit.rl.advantages import AdvantageInputs
-from isobit.rl.collect import assign_credit
-from isobit.rl.functions import (
+from isobit.rl.algorithm.advantages import AdvantageInputs
+from isobit.rl.algorithm.credit import assign_credit
+from isobit.rl.algorithm.functions import (
     LOSSES,
     advantage_function,
     check_functions,
@@ -19,12 +19,12 @@ from isobit.rl.functions import (
     digests,
     loss_function,
 )
-from isobit.rl.loss import LossInputs, LossOutputs
-from isobit.rl.objective import RATIOS
+from isobit.rl.algorithm.loss import LossInputs, LossOutputs
+from isobit.rl.algorithm.objective import RATIOS
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, gradients, loss_inputs, make_learner, roll_out
 
-HEADER = "import torch\nfrom isobit.rl.loss import LossOutputs, clip, ratios\n"
+HEADER = "import torch\nfrom isobit.rl.algorithm.loss import LossOutputs, clip, ratios\n"
 PLAIN = "-inputs.policy_logprobs * inputs.advantages"
 
 
@@ -80,7 +80,7 @@ def test_a_loss_of_each_token_or_of_its_sequence_is_taken(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (f"return {PLAIN}", "returned Tensor, expected isobit.rl.loss.LossOutputs"),
+        (f"return {PLAIN}", "returned Tensor, expected isobit.rl.algorithm.loss.LossOutputs"),
         (f"return LossOutputs(({PLAIN}).sum())", "loss is [], expected a tensor with a number for each token, [13]"),
         (f"return LossOutputs(({PLAIN})[1:])", "loss is [12], expected"),
         ("return LossOutputs(inputs.advantages)", "the loss has no gradient"),

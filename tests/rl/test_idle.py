@@ -14,13 +14,13 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.model import Experts, Model
 from isobit.rl import OBJECTIVES, Objective, OptimizerSettings, Sample, for_precision
-from isobit.rl.agreement import Disagreement
-from isobit.rl.correction_rule import CorrectionRule, Rejection
-from isobit.rl.gradient import Differentiation, OptimizerBatch
-from isobit.rl.idle import drawn
-from isobit.rl.learner import Learner
-from isobit.rl.loss import LossInputs, LossOutputs
-from isobit.rl.optim import Optimizer
+from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
+from isobit.rl.algorithm.loss import LossInputs, LossOutputs
+from isobit.rl.learner.agreement import Disagreement
+from isobit.rl.learner.gradient import Differentiation, OptimizerBatch
+from isobit.rl.learner.learner import Learner
+from isobit.rl.learner.zero_advantage import drawn
+from isobit.rl.optim.adamw import Optimizer
 from tests.distributed.test_learning import whole
 from tests.distributed.threads import run
 from tests.models import tiny_model
@@ -50,7 +50,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def compute_all() -> None:
         for module in ("gradient", "learner"):
-            monkeypatch.setattr(f"isobit.rl.{module}.without_teaching", lambda micro, idle: frozenset())
+            monkeypatch.setattr(f"isobit.rl.learner.{module}.without_teaching", lambda micro, idle: frozenset())
 
     return compute_all
 
@@ -218,7 +218,7 @@ def test_nothing_is_left_out_where_another_term_needs_it(term: str, monkeypatch:
         "router": Objective(router_aux_coefficient=0.5),
         "loss": Objective(loss="mine.py:squared"),
     }[term]
-    monkeypatch.setattr("isobit.rl.learner.loss_function", lambda name: _squared)
+    monkeypatch.setattr("isobit.rl.learner.learner.loss_function", lambda name: _squared)
     if term != "loss":
         monkeypatch.undo()
 
@@ -231,7 +231,9 @@ def test_nothing_is_left_out_where_another_term_needs_it(term: str, monkeypatch:
 
     state, share = found()
     assert share == 0
-    monkeypatch.setattr("isobit.rl.batch.idle_samples", lambda objective, rows: [not bool(r.any()) for r in rows])
+    monkeypatch.setattr(
+        "isobit.rl.learner.batch.idle_samples", lambda objective, rows: [not bool(r.any()) for r in rows]
+    )
     other, left_out = found()
     assert left_out > 0.2
     assert not same_bits(state, other)
@@ -250,12 +252,12 @@ def test_an_expert_that_idle_tokens_chose_has_a_gradient_of_zeros() -> None:
         zeros = [name for name, gradient in found.items() if ".experts." in name and not gradient.any()]
         assert zeros
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("isobit.rl.gradient.served_experts", lambda *given: set())
+            patch.setattr("isobit.rl.learner.gradient.served_experts", lambda *given: set())
             forgetful = make_learner(model, objective, micro_batch_tokens=1)
             assert gradients(forgetful, samples, teaching).keys() < found.keys()
         with pytest.MonkeyPatch.context() as patch:
             for module in ("gradient", "learner"):
-                patch.setattr(f"isobit.rl.{module}.without_teaching", lambda micro, idle: frozenset())
+                patch.setattr(f"isobit.rl.learner.{module}.without_teaching", lambda micro, idle: frozenset())
             full = gradients(make_learner(model, objective, micro_batch_tokens=1), samples, teaching)
         assert same_bits(found, full)
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from isobit.model import Model
 from isobit.rl import OBJECTIVES, Objective, Sample, for_precision
-from isobit.rl.correction_rule import CorrectionRule, Rejection
-from isobit.rl.forward import forward
-from isobit.rl.learner import Learner
-from isobit.rl.optim import Optimizer
-from isobit.rl.packing import pack
-from isobit.rl.supervised import supervised_update
+from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.learner import Learner
+from isobit.rl.learner.packing import pack
+from isobit.rl.learner.supervised import supervised_update
+from isobit.rl.optim.adamw import Optimizer
 from isobit.run import metrics
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, distance, gradients, make_learner, roll_out, same_bits, snapshot

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from isobit.rl import Objective
-from isobit.rl.functions import weighted_sum
-from isobit.rl.loss import clip, kl_penalty, token_weights
-from isobit.rl.objective import KL_ESTIMATORS
+from isobit.rl.algorithm.functions import weighted_sum
+from isobit.rl.algorithm.loss import clip, kl_penalty, token_weights
+from isobit.rl.algorithm.objective import KL_ESTIMATORS
 from tests.rl.helpers import loss_inputs, policy_loss
 
 LOW, HIGH = 0.2, 0.28

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from isobit.rl.mismatch import differing, mismatch_metrics, position_metrics, sequence_metrics
+from isobit.rl.algorithm.mismatch import differing, mismatch_metrics, position_metrics, sequence_metrics
 from isobit.run import metrics
 
 

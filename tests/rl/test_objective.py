@@ -8,10 +8,10 @@ import pytest
 from isobit.config import load_config
 from isobit.precision import PRESETS
 from isobit.rl import OBJECTIVES, Objective, for_precision
-from isobit.rl.correction_rule import CORRECTIONS, CorrectionRule
-from isobit.rl.functions import ADVANTAGES
-from isobit.rl.loss import LOSSES
-from isobit.rl.objective import ADVANTAGE_KINDS, AGGREGATIONS, KL_ESTIMATORS, LOSS_KINDS
+from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
+from isobit.rl.algorithm.functions import ADVANTAGES
+from isobit.rl.algorithm.loss import LOSSES
+from isobit.rl.algorithm.objective import ADVANTAGE_KINDS, AGGREGATIONS, KL_ESTIMATORS, LOSS_KINDS
 
 
 def test_presets_are_the_papers() -> None:

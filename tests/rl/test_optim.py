@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from isobit.errors import IsobitError
-from isobit.rl import OptimizerSettings, learning_rate, optim, optim_8bit
-from isobit.rl.optim import Optimizer
+from isobit.rl import OptimizerSettings, learning_rate
+from isobit.rl.optim import adamw as optim
+from isobit.rl.optim import eight_bit as optim_8bit
+from isobit.rl.optim.adamw import Optimizer
 
 SETTINGS = OptimizerSettings(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1e9)
 SHAPES = {"matrix": (7, 5), "norm": (5,), "bias": (3,)}

@@ -8,9 +8,10 @@ import torch
 
 from isobit.config import load_config
 from isobit.errors import Corruption, IsobitError
-from isobit.rl import OptimizerSettings, optim_8bit
-from isobit.rl.optim import Optimizer
-from isobit.rl.optim_8bit import Moment, code_book
+from isobit.rl import OptimizerSettings
+from isobit.rl.optim import eight_bit as optim_8bit
+from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.eight_bit import Moment, code_book
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config

@@ -14,11 +14,12 @@ from isobit.distributed import ALONE, Shards
 from isobit.errors import Corruption, IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.kernels.reference import ReferenceOps
-from isobit.model.masters import Masters
-from isobit.rl import OptimizerSettings, optim_masters
-from isobit.rl.optim import Optimizer
-from isobit.rl.optim_masters import UpdatedMasters
-from isobit.training.live_bytes import LiveBytes
+from isobit.model.weights.masters import Masters
+from isobit.rl import OptimizerSettings
+from isobit.rl.optim import masters as optim_masters
+from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.masters import UpdatedMasters
+from isobit.training.memory.live_bytes import LiveBytes
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
@@ -93,7 +94,7 @@ def test_parts_threads_and_backends_have_the_same_bits(state: str, monkeypatch: 
     assert same(descend(optimizer(settings, ops=get_ops("reference")), 4), whole)
     for at_once in (1024, 8192, 100_000):
         monkeypatch.setattr(optim_masters, "AT_ONCE", at_once)
-        monkeypatch.setattr("isobit.rl.optim_8bit.AT_ONCE", at_once)
+        monkeypatch.setattr("isobit.rl.optim.eight_bit.AT_ONCE", at_once)
         assert same(descend(optimizer(settings), 4), whole), at_once
     torch.set_num_threads(2)
     assert same(descend(optimizer(settings), 4), whole)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.rl import Sample
-from isobit.rl.packing import micro_batches, minibatches, pack
+from isobit.rl.learner.packing import micro_batches, minibatches, pack
 
 
 def sample(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Sample:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from isobit.rl.replay import ReplayBuffer, ReplaySettings
+from isobit.rl.algorithm.replay import ReplayBuffer, ReplaySettings
 from tests.rl.helpers import group, indices
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from isobit.model import Model, names
+from isobit.model import Model
+from isobit.model.hub import names
 from isobit.rl import Objective, Sample
-from isobit.rl.learner import Learner
-from isobit.rl.routing import BatchLoad
+from isobit.rl.learner.learner import Learner
+from isobit.rl.learner.routing import BatchLoad
 from tests.model.helpers import directory, tokens
 from tests.model.test_model import per_expert
 from tests.rl.helpers import distance, gradients, make_learner
@@ -85,7 +86,7 @@ def test_the_gradient_does_not_depend_on_the_split(precision: str, tmp_path: Pat
         assert distance(auxiliary(learner, samples), whole) < bound
     alone = make_learner(model, BALANCED, micro_batch_tokens=17)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isobit.rl.gradient.batch_load", lambda *arguments: None)
+        patch.setattr("isobit.rl.learner.gradient.batch_load", lambda *arguments: None)
         assert distance(auxiliary(alone, samples), whole) > 2 * bound
     without = [s for s in samples if s.completion_ids]
     assert distance(auxiliary(make_learner(model, BALANCED), without), whole) < bound

@@ -9,7 +9,7 @@ import torch
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.rl.shadow import calibrated_bounds, shadow_metrics
+from isobit.rl.learner.shadow import calibrated_bounds, shadow_metrics
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from isobit.kernels import Copies, get_ops
 from isobit.model import Model
 from isobit.rl import Objective, Sample
-from isobit.rl.forward import forward
-from isobit.rl.packing import micro_batches, pack
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.packing import micro_batches, pack
 from tests.models import require, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from isobit.rl import OBJECTIVES
-from isobit.rl.correction import correct
-from isobit.rl.correction_rule import CorrectionRule, Rejection
-from isobit.rl.loss import kl_penalty, token_weights
+from isobit.rl.algorithm.correction import correct
+from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
+from isobit.rl.algorithm.loss import kl_penalty, token_weights
 from tests.rl.helpers import policy_loss
 
 LENGTHS = [5, 1, 0, 7, 3, 2, 2, 1]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.rl import OptimizerSettings, optim_8bit
-from isobit.rl.optim import Optimizer
-from isobit.rl.optim_8bit import Moment, code_book, smallest_second
+from isobit.rl import OptimizerSettings
+from isobit.rl.optim import eight_bit as optim_8bit
+from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.eight_bit import Moment, code_book, smallest_second
 
 RATE, ROWS, COLUMNS, STEPS = 1e-3, 256, 64, 160
 Gradients = Callable[[int], Tensor]

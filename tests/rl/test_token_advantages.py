@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from isobit.rl import Objective
-from isobit.rl.advantages import AdvantageInputs
-from isobit.rl.functions import ADVANTAGES
-from isobit.rl.token_advantages import _rewards_to_go
+from isobit.rl.algorithm.advantages import AdvantageInputs
+from isobit.rl.algorithm.functions import ADVANTAGES
+from isobit.rl.algorithm.token_advantages import _rewards_to_go
 
 TOKEN_KINDS = ("reinforce_pp", "reinforce_pp_baseline")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isobit.rl import Objective
-from isobit.rl.functions import weighted_sum
-from isobit.rl.loss import clip, kl_in_loss, kl_penalty, token_weights
+from isobit.rl.algorithm.functions import weighted_sum
+from isobit.rl.algorithm.loss import clip, kl_in_loss, kl_penalty, token_weights
 from tests.rl.helpers import loss_inputs
 from tests.rl.test_sources import LENGTHS, generator, padded
 

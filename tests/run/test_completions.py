@@ -12,13 +12,13 @@ import pytest
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.report import write_report
-from isobit.report.rollouts import read_rollouts
+from isobit.monitor.report import write_report
+from isobit.monitor.report.rollouts import read_rollouts
+from isobit.monitor.screen.watch import Watched
 from isobit.run.completions import COMPLETIONS, SAME, CompletionTail, Member, lines, members, pack, parse, read
 from isobit.run.directory import read_jsonl
-from isobit.training.recording import LONGEST_COLUMN, SAMPLED, _compact, _shortened
+from isobit.training.recording.rows import LONGEST_COLUMN, SAMPLED, _compact, _shortened
 from isobit.training.train import replay, resume, train
-from isobit.view.watch import Watched
 from tests.runs import fingerprint, write_config
 
 STEPS = [[{"step": 1, "text": "ü\r\u2028\n"}, {"step": 1, "text": "\ud800 half a pair"}], [], [{"step": 3, "text": ""}]]

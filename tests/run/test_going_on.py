@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobit.commands.export import export
+from isobit.cli.commands.export import export
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
-from isobit.rl.optim import Optimizer
+from isobit.rl.optim.adamw import Optimizer
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.checkpoints import _digest, all_checkpoints, newest
 from isobit.run.completions import COMPLETIONS, lines, members, parse

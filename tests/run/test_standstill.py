@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from isobit.config import load_config
-from isobit.report import write_report
+from isobit.monitor.report import write_report
+from isobit.monitor.screen.screen import screen
+from isobit.monitor.screen.watch import Watched
 from isobit.run.directory import read_jsonl
 from isobit.run.standstill import PATIENCE, Standstill
 from isobit.training.train import resume, train
-from isobit.view.screen import screen
-from isobit.view.watch import Watched
 from tests.runs import write_config
 from tests.view.test_screen import drawn
 

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.commands.evaluate import Request, evaluate_command
-from isobit.commands.export import export
-from isobit.commands.verify import verify_command
+from isobit.cli.commands.evaluate import Request, evaluate_command
+from isobit.cli.commands.export import export
+from isobit.cli.commands.verify import verify_command
 from isobit.config import load_config, load_run_config
-from isobit.report import write_report
+from isobit.monitor.report import write_report
+from isobit.monitor.screen.watch import watch
+from isobit.monitor.trackers.base import Opened, Place
+from isobit.monitor.trackers.follow import TRACKING, Follower
 from isobit.run import completions
 from isobit.run.directory import require_run
-from isobit.trackers.base import Opened, Place
-from isobit.trackers.follow import TRACKING, Follower
 from isobit.training.train import resume, train
-from isobit.view.watch import watch
 from tests.loaders import mutate
 from tests.runs import write_config
 

@@ -15,8 +15,8 @@ import pytest
 from isobit import cli
 from isobit.config import load_config
 from isobit.errors import IsobitError
+from isobit.monitor.screen.watch import watch
 from isobit.run.directory import METRICS, in_use
-from isobit.view.watch import watch
 from tests.runs import write_config
 
 from . import __main__ as fuzzer

@@ -132,14 +132,14 @@ def _all_after(run: Path, step: int) -> bool:
 
 
 def _children(parent: int) -> list[int]:
-    """The processes of the trackers: children that run `isobit.trackers`."""
+    """The processes of the trackers: children that run `isobit.monitor.trackers`."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             status, command = (path / "stat").read_text(), (path / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(status.rpartition(")")[2].split()[1]) == parent and b"isobit.trackers" in command:
+        if int(status.rpartition(")")[2].split()[1]) == parent and b"isobit.monitor.trackers" in command:
             found.append(int(path.name))
     return found
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from isobit.errors import IsobitError
+from isobit.monitor.trackers.base import Opened, Place
+from isobit.monitor.trackers.follow import Follower, Tail, read_state
 from isobit.run.completions import COMPLETIONS, pack
-from isobit.trackers.base import Opened, Place
-from isobit.trackers.follow import Follower, Tail, read_state
 
 REQUEST = {"project": "p", "name": "n", "group": None, "settings": {}, "config": {}, "limit_s": 1.0}
 

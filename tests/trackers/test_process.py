@@ -9,8 +9,8 @@ import pytest
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
+from isobit.monitor.trackers.process import Trackers, check_trackers
 from isobit.run.directory import read_jsonl
-from isobit.trackers.process import Trackers, check_trackers
 from isobit.training.train import train
 from tests.runs import fingerprint, write_config
 

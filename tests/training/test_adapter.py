@@ -15,15 +15,15 @@ from isobit.cli import app
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter, targeted
+from isobit.model.adapters.targets import NewAdapter, targeted
+from isobit.monitor.report.summary import about
 from isobit.precision import Nibbles, QTensor, nibbles
-from isobit.report.summary import about
-from isobit.rl.learner import Learner
+from isobit.rl.learner.learner import Learner
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_loop
 from isobit.training.objects import NO_OBJECTS
-from isobit.training.opening import open_session
-from isobit.training.sft import supervised_run
+from isobit.training.session.opening import open_session
+from isobit.training.sft.supervised import supervised_run
 from isobit.training.train import TrainResult, resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.commands.compare import compare
+from isobit.cli.commands.compare import compare
 from isobit.config import load_compare_config, load_config
 from isobit.errors import RunFailed
-from isobit.inspection.locate import locate
+from isobit.evaluation.inspection.locate import locate
 from isobit.kernels.reference import ReferenceOps
 from isobit.model import Model, Transformer
-from isobit.rl.agreement import Disagreement, promises_bits
+from isobit.rl.learner.agreement import Disagreement, promises_bits
 from isobit.run import checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.training.train import replay, resume, train

@@ -14,12 +14,12 @@ from isobit.evaluation.periodic import HeldOut
 from isobit.kernels import KVStore, Layout
 from isobit.model import Model, RewardModel
 from isobit.precision.quantize import QTensor
-from isobit.rl.agreement import Disagreement
+from isobit.rl.learner.agreement import Disagreement
 from isobit.run import checkpoints
 from isobit.training.parts import Parts
 from isobit.training.policy import Policy
-from isobit.training.saving import Saver
-from isobit.training.session import Session
+from isobit.training.saving.saver import Saver
+from isobit.training.session.open_run import Session
 from isobit.training.train import TrainResult, resume, train
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out

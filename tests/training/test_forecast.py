@@ -14,11 +14,11 @@ import pytest
 
 from isobit.config import load_config
 from isobit.model import ModelConfig
-from isobit.model.names import parts as parts_of
+from isobit.model.hub.names import parts as parts_of
 from isobit.plan.memory import num_parameters
-from isobit.training.assembly import open_parts
-from isobit.training.forecast import forecast
-from isobit.training.plan import measure_parts, plan
+from isobit.training.memory.forecast import forecast
+from isobit.training.memory.plan import measure_parts, plan
+from isobit.training.session.assembly import open_parts
 from tests.models import tiny_model
 from tests.runs import write_config
 
@@ -85,7 +85,7 @@ QWEN3_8B = {
 }
 DRIVER = """
 import resource, sys
-from isobit.training import forecast, plan
+from isobit.training.memory import forecast, plan
 for module in (forecast, plan):
     module.memory_limit = lambda device: ({limit}, "memory of this machine")
 from isobit import cli

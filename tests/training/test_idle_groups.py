@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from isobit.config import load_config
-from isobit.rl.collect import assign_credit
+from isobit.rl.algorithm.credit import assign_credit
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import TrainResult, replay, resume, train
 from tests.runs import fingerprint, write_config
@@ -54,7 +54,7 @@ def test_a_run_keeps_its_bits(tmp_path: Path, base_model: Path, variant: str, mo
     assert all(row["mismatch/differing_tokens"] == 0 for row in found.metrics if variant == "plain")
     with monkeypatch.context() as patch:
         for module in ("gradient", "learner"):
-            patch.setattr(f"isobit.rl.{module}.without_teaching", lambda micro, idle: frozenset())
+            patch.setattr(f"isobit.rl.learner.{module}.without_teaching", lambda micro, idle: frozenset())
         everything = run(tmp_path / "all", base_model, *VARIANTS[variant])
     assert all(row["learn/skipped_share"] == 0 for row in everything.metrics)
     assert _bits(found.run_dir) == _bits(everything.run_dir)

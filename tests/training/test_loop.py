@@ -14,7 +14,7 @@ from isobit.kernels import get_ops
 from isobit.model import Model, Transformer
 from isobit.precision import precision_from
 from isobit.precision.options import _CHOICES
-from isobit.rl.correction_rule import CORRECTIONS
+from isobit.rl.algorithm.correction_rule import CORRECTIONS
 from isobit.run import checkpoints
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import CONFIG, ROLLOUTS_FROM, read_jsonl
@@ -246,7 +246,7 @@ def test_scoring_beside_the_rollout_changes_nothing(
 def test_non_finite_steps_end_the_run_with_the_last_good_checkpoint(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isobit.rl.optim.Optimizer.gradient_norm", lambda self: float("nan"))
+    monkeypatch.setattr("isobit.rl.optim.adamw.Optimizer.gradient_norm", lambda self: float("nan"))
     with pytest.raises(RunFailed, match=r"3 optimizer steps in a row .*step-000002"):
         run(tmp_path, base_model)
     path, warnings = checkpoints.newest(tmp_path / "run" / "checkpoints")

@@ -12,7 +12,7 @@ import pytest
 from isobit import IsobitError, resume, train
 from isobit.errors import RunFailed
 from isobit.rl import Sample
-from isobit.rl.advantages import Advantage
+from isobit.rl.algorithm.advantages import Advantage
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.objects import NO_OBJECTS, Given

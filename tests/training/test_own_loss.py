@@ -12,7 +12,7 @@ from tests.runs import write_config
 
 CLIP = """
 import torch
-from isobit.rl.loss import LossOutputs, ratios
+from isobit.rl.algorithm.loss import LossOutputs, ratios
 
 def loss(inputs):
     ratio = ratios(inputs)

@@ -9,9 +9,9 @@ import pytest
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.precision import precision_from
-from isobit.rl.correction_rule import CorrectionRule, Rejection
+from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.tasks.gsm8k import INSTRUCTION
-from isobit.training.assembly import objective_of, open_parts
+from isobit.training.session.assembly import objective_of, open_parts
 from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 import yaml
 
-from isobit.commands.dry_run import dry_run
+from isobit.cli.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.engine import engine
 from isobit.errors import IsobitError
 from isobit.model import Experts, Model
-from isobit.model.recompute import Recompute
-from isobit.training import forecast, host, plan
-from isobit.training.assembly import open_parts
-from isobit.training.live_bytes import LiveBytes
+from isobit.model.forward.recompute import Recompute
+from isobit.training.memory import forecast, host, plan
+from isobit.training.memory.live_bytes import LiveBytes
 from isobit.training.parts import Parts
+from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
@@ -157,7 +157,7 @@ def test_a_run_that_cannot_fit_says_so_before_it_reads_weights(
         def read(*_: object) -> Model:
             raise IsobitError("no weights are read here")
 
-        monkeypatch.setattr("isobit.training.assembly.load_trained", read)
+        monkeypatch.setattr("isobit.training.session.assembly.load_trained", read)
         with pytest.raises(IsobitError, match="no weights are read here"):
             open_parts(config, quiet=False)
         return capsys.readouterr().err

@@ -10,10 +10,10 @@ import torch
 from isobit.config import load_config
 from isobit.kernels import Layout, get_ops
 from isobit.model import Model
+from isobit.monitor.report import write_report
 from isobit.precision import QuantSpec, QuantTotals, along_rows, error_sums, quantize
-from isobit.report import write_report
 from isobit.run.directory import read_jsonl
-from isobit.training.quantization import LearnerTotals
+from isobit.training.measuring.quantization import LearnerTotals
 from isobit.training.train import resume, train
 from tests.models import level, require, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot

@@ -9,7 +9,7 @@ from isobit.cli import app
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.run.directory import RunDirectory
-from isobit.training.redo import clear_finished
+from isobit.training.recording.overwrite import clear_finished
 from isobit.training.train import resume, train
 from tests.runs import write_config
 

@@ -8,7 +8,7 @@ import torch
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import RewardModel
-from isobit.model.checkpoint import read_json, read_weights, write_json, write_weights
+from isobit.model.hub.checkpoint import read_json, read_weights, write_json, write_weights
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.training.scoring import Scorer, WeightedModel

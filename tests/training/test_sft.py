@@ -28,14 +28,14 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
+from isobit.monitor.report.intervals import proportion
 from isobit.options.consistency import default_order, resolved
 from isobit.precision import Precision, precision_from
-from isobit.report.intervals import proportion
 from isobit.rewards.pool import RewardPool
 from isobit.run.directory import Interruption
 from isobit.tasks import TaskSettings, load_task
-from isobit.training import sft
-from isobit.training.sft import cached_model, supervised_run
+from isobit.training.sft import supervised as sft
+from isobit.training.sft.supervised import cached_model, supervised_run
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 
@@ -244,7 +244,7 @@ def test_a_failure_leaves_nothing(config: WriteConfig, tmp_path: Path, monkeypat
 
 
 def test_steps_that_are_not_finite_end_the_run(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.rl.optim.Optimizer.gradient_norm", lambda self: float("inf"))
+    monkeypatch.setattr("isobit.rl.optim.adamw.Optimizer.gradient_norm", lambda self: float("inf"))
     with pytest.raises(RunFailed, match="sft: 3 steps in a row"):
         supervised_run(load_sft_config(config(steps=5)), quiet=True)
 

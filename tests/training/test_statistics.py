@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from isobit.model.names import layer_and_role
+from isobit.model.hub.names import layer_and_role
 from isobit.rl import Sample
-from isobit.rl.collect import StepBatch
-from isobit.training.statistics import WeightTotals, batch_metrics
+from isobit.rl.algorithm.credit import StepBatch
+from isobit.training.measuring.statistics import WeightTotals, batch_metrics
 from tests.models import tiny_model
 
 

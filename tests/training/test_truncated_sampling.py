@@ -15,8 +15,8 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.kernels import truncation
 from isobit.model import Model
 from isobit.rl import Objective, Sample
-from isobit.rl.forward import forward
-from isobit.rl.packing import pack
+from isobit.rl.learner.forward import forward
+from isobit.rl.learner.packing import pack
 from isobit.run.directory import read_jsonl
 from isobit.training.train import TrainResult, resume, train
 from tests.models import ALPHABET, level, require, tiny_model
@@ -125,7 +125,7 @@ def test_tokens_that_leave_the_support_keep_a_finite_log_probability(monkeypatch
         moved = forward(model, pack(samples), 1.0, objective.truncation)[0]
     assert bool(torch.isfinite(moved).all())
     monkeypatch.setattr(truncation, "truncate_around", _without_the_drawn_tokens)
-    monkeypatch.setattr("isobit.model.head.truncate_around", _without_the_drawn_tokens)
+    monkeypatch.setattr("isobit.model.forward.head.truncate_around", _without_the_drawn_tokens)
     with torch.no_grad():
         control = forward(model, pack(samples), 1.0, objective.truncation)[0]
     outside = ~torch.isfinite(control)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isobit.view import Display, Shown
+from isobit.monitor.screen import Display, Shown
 
 from ..runs import write_config
 

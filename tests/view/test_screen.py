@@ -7,8 +7,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from isobit.view import History, Shown
-from isobit.view.screen import BARS, clock, plain, screen, sparkline, summary
+from isobit.monitor.screen import History, Shown
+from isobit.monitor.screen.screen import BARS, clock, plain, screen, sparkline, summary
 
 
 def history(steps: int = 12, differing: float = 0.0, total: int = 40, **more: float) -> History:

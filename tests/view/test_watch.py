@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from isobit.cli import app
 from isobit.errors import IsobitError
+from isobit.monitor.screen import watch as module
+from isobit.monitor.screen.watch import Watched, watch
 from isobit.run.completions import COMPLETIONS, Member, lines, pack
 from isobit.run.directory import LOCK, RunDirectory
-from isobit.view import watch as module
-from isobit.view.watch import Watched, watch
 
 
 def row(step: int) -> dict[str, float]:

@@ -151,7 +151,7 @@ def _evaluate_or_show(
     check_out(out)
     if first is not None and is_saved(first) and (second is None or is_saved(second)):
         return show_saved(first, second, out, changed=bool(given or best or completions or of))
-    from isobit.commands.evaluate import Request, evaluate_command
+    from isobit.cli.commands.evaluate import Request, evaluate_command
 
     return evaluate_command(first, second, Request(given, best, completions, of), out)
 

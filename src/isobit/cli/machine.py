@@ -15,6 +15,6 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print it as JSO
     isobit doctor
     isobit doctor --json
     """
-    from isobit.commands.doctor import doctor as print_diagnosis
+    from isobit.cli.commands.doctor import doctor as print_diagnosis
 
     print_diagnosis(as_json)

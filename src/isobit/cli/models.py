@@ -44,7 +44,7 @@ def generate(
     echo "12+34=" | isobit generate MODEL --temperature 0
     isobit generate MODEL --adapter math=DIR --adapter code=RUN --prompt "Hello"   each answers, in one batch
     """
-    from isobit.commands.generate import print_completions
+    from isobit.cli.commands.generate import print_completions
     from isobit.engine.types import Sampling
     from isobit.run.directory import model_directory
 
@@ -105,7 +105,7 @@ def inspect(
     isobit inspect MODEL --presets fp8,fp8-rollout --decompose --out inspected
     isobit inspect MODEL --prompts gsm8k.jsonl --column prompt=question
     """
-    from isobit.commands.inspect import inspect_command
+    from isobit.cli.commands.inspect import inspect_command
     from isobit.engine.types import Sampling
     from isobit.run.directory import model_directory
 
@@ -144,6 +144,6 @@ def export(
     isobit export runs/quickstart --to quickstart-bf16
     isobit export MODEL --format fp8 --to MODEL-FP8     FP8 blocks for vLLM, SGLang and transformers
     """
-    from isobit.commands.export import export as write
+    from isobit.cli.commands.export import export as write
 
     print(write(source, to, form, precision, best=best, merge=merge))

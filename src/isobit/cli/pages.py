@@ -20,7 +20,7 @@ def watch(
     isobit watch runs/quickstart
     isobit watch runs/quickstart --once
     """
-    from isobit.view.watch import watch as follow
+    from isobit.monitor.screen.watch import watch as follow
 
     follow(run, once)
 
@@ -36,7 +36,7 @@ def report(
     isobit report runs/quickstart
     isobit report runs/a runs/b --out compare.html
     """
-    from isobit.report import write_report
+    from isobit.monitor.report import write_report
 
     print(write_report(runs, out if out is not None else runs[0] / "report.html"))
 
@@ -53,9 +53,9 @@ def track(
     isobit track runs/quickstart tracking.trackers=[wandb] tracking.wandb.entity=mine
     """
     from isobit.config import load_run_config
+    from isobit.monitor.trackers.process import send_run
     from isobit.options.declare import plain
     from isobit.run.directory import require_run
-    from isobit.trackers.process import send_run
 
     require_run(run)
     changes = ["tracking.close_s=600", *(overrides or [])]
@@ -84,6 +84,6 @@ def verify(
     isobit verify runs/quickstart
     isobit verify runs/quickstart --samples 64
     """
-    from isobit.commands.verify import verify_command
+    from isobit.cli.commands.verify import verify_command
 
     verify_command(run, samples, certificate)

@@ -37,7 +37,7 @@ def plan(
 
     Times are a model, calibrated on what others published. Exits with 2 where the run fits on none of the numbers.
     """
-    from isobit.commands.plan import plan_command
+    from isobit.cli.commands.plan import plan_command
     from isobit.config import load_config
 
     plan_command(

@@ -94,11 +94,11 @@ def _train(
     assert path is not None
     loaded = load_config(path, [*overrides, *([override("run.dir", out)] if out is not None else [])])
     if redo and os.environ.get("RANK", "0") == "0":
-        from isobit.training.redo import clear_finished
+        from isobit.training.recording.overwrite import clear_finished
 
         clear_finished(loaded)
     if dry_run:
-        from isobit.commands.dry_run import dry_run as check
+        from isobit.cli.commands.dry_run import dry_run as check
 
         check(loaded, lambda block: print(printable(block), flush=True))
         return 0
@@ -142,7 +142,7 @@ def sft(
     if out is not None:
         changes.append(override("out", out))
     loaded = load_sft_config(config, changes)
-    from isobit.training.sft import supervised_run  # only here: a mistake in a config needs none of it
+    from isobit.training.sft.supervised import supervised_run  # only here: a mistake in a config needs none of it
 
     with Interruption() as interruption:
         supervised_run(loaded, quiet=quiet, interruption=interruption)
@@ -172,7 +172,7 @@ def compare(
 
     After an interruption the same command continues; finished runs are not repeated.
     """
-    from isobit.commands.compare import compare as run_comparison
+    from isobit.cli.commands.compare import compare as run_comparison
     from isobit.config import load_compare_config
 
     settings = load_compare_config(config, names(presets), seeds, None if out is None else str(out), overrides or ())

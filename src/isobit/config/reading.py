@@ -16,7 +16,7 @@ from isobit.data import strict_yaml
 from isobit.data.foreign import exists, read_bytes, reason_of
 from isobit.errors import IsobitError, brief
 from isobit.options.declare import Before, options_of, plain, unwrapped
-from isobit.rl.objective import Objective, without_preset
+from isobit.rl.algorithm.objective import Objective, without_preset
 
 Source = str | Path | Mapping[str, Any] | Config | SftConfig
 """Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded before."""

@@ -31,10 +31,10 @@ from isobit.fleet.settings import FleetSettings
 from isobit.options.consistency import Consistency
 from isobit.options.declare import Before, above, at_least, at_most, below, text_as
 from isobit.options.reading import OptionError
-from isobit.rl.correction_rule import CorrectionRule
-from isobit.rl.objective import Objective, with_preset
-from isobit.rl.replay import ReplaySettings
-from isobit.rl.schedule import OptimizerSettings
+from isobit.rl.algorithm.correction_rule import CorrectionRule
+from isobit.rl.algorithm.objective import Objective, with_preset
+from isobit.rl.algorithm.replay import ReplaySettings
+from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.tasks import TASKS, TaskSettings
 
 

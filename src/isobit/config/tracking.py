@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from isobit.errors import IsobitError
+from isobit.monitor.trackers.table import TRACKERS
 from isobit.options.declare import OneOf, above, at_least
 from isobit.options.reading import OptionError
-from isobit.trackers.table import TRACKERS
 
 _CREDENTIALS = {
     "wandb": "set WANDB_API_KEY, or run `wandb login`",

@@ -17,7 +17,7 @@ from isobit.distributed.ranks import ALONE, Ranks
 
 BLOCK_ROWS = 128
 MOMENT_BLOCK = 256
-"""Elements of an 8-bit moment's block (`isobit.rl.optim_8bit`): no range cuts one."""
+"""Elements of an 8-bit moment's block (`isobit.rl.optim.eight_bit`): no range cuts one."""
 Rows = tuple[int, int]
 NONE: Rows = (0, 0)
 

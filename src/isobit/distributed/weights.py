@@ -1,7 +1,7 @@
 """Rows that their owners have written into tensors that every rank has: sent to all others, a layer at a time.
 
 What travels are the bytes of the tensors: codes and scales where weights are quantized, so half of BF16's. Left out:
-what the owners write (`isobit.model.working`).
+what the owners write (`isobit.model.weights.layout`).
 """
 
 from collections.abc import Callable, Sequence

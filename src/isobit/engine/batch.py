@@ -16,7 +16,7 @@ from isobit.engine.sampler import Draws, kinds_of
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import StepPlan
 from isobit.kernels import Layout
-from isobit.model.serving import Serving
+from isobit.model.adapters.multi_lora import Serving
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from torch import Tensor
 from isobit.engine.prompts import Prompt, encode
 from isobit.kernels import Layout
 from isobit.model import Model
-from isobit.model.kv_scales import AmaxRecorder, KVScales, scales_from
-from isobit.model.storage import new_store
+from isobit.model.forward.kv_scales import AmaxRecorder, KVScales, scales_from
+from isobit.model.forward.storage import new_store
 
 _FORWARD_TOKENS = 16384
 

@@ -12,7 +12,7 @@ from isobit.engine.sequences import Sequence, StepPlan
 from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Completion, Ticket
 from isobit.model import Model
-from isobit.model.moe import encode_routes
+from isobit.model.forward.moe import encode_routes
 
 _KEPT_STOPS = 64
 

@@ -30,7 +30,7 @@ from isobit.engine.types import Completion, EngineSize, Sampling, Ticket
 from isobit.errors import IsobitError
 from isobit.kernels import Store
 from isobit.model import Model
-from isobit.model.storage import new_store
+from isobit.model.forward.storage import new_store
 
 CACHE_BYTES = 2 << 30
 _GPU_FRACTION = 3  # of the memory that is free: a third for rollouts, one of the rest for an evaluation

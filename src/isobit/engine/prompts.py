@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from isobit.engine.pages import PagePool, pages_needed
 from isobit.errors import IsobitError, brief
-from isobit.model.tokenizer import Tokenizer
+from isobit.model.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 

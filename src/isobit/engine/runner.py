@@ -23,7 +23,7 @@ from isobit.engine.sequences import StepPlan
 from isobit.errors import NonFiniteError
 from isobit.kernels import KVStore, StateStore, Store
 from isobit.model import Model
-from isobit.model.moe import RouteTape
+from isobit.model.forward.moe import RouteTape
 
 _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.float32)
 

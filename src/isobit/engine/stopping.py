@@ -11,7 +11,7 @@ looked for in the text with special tokens, and every other one in the text with
 
 import numpy as np
 
-from isobit.model.tokenizer import Tokenizer
+from isobit.model.text.tokenizer import Tokenizer
 
 _UNKNOWN, _NO, _MAYBE = -1, 0, 1
 _UNSETTLED = 8

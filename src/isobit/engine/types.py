@@ -106,7 +106,7 @@ class Completion:
     sampled from (temperature and truncation included; under greedy decoding: the model's own, at temperature 1).
     After `Engine.extend` the given tokens are among `token_ids`: `completion_mask` is True for each sampled token and
     False for each given one, whose entry in `logprobs` is 0.0; None: all were sampled. `text` is the last turn's.
-    `routes`, where the engine records them, are the experts that served prompt and completion (`model/moe.py`).
+    `routes`, where the engine records them, are the experts that served prompt and completion (`model/forward/moe.py`).
     `finish_reason` is "stop" (end of sequence or a stop string) or "length". `adapter` is the request's.
     """
 

@@ -15,8 +15,8 @@ from isobit.errors import IsobitError, brief, listed
 from isobit.evaluation.paired import mcnemar, sign_flip
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import LENGTHS, beside_each_other, number, results_table, unscored, values_per_prompt
-from isobit.report.intervals import Estimate, bootstrap_mean
-from isobit.report.tables import text_table
+from isobit.monitor.report.intervals import Estimate, bootstrap_mean
+from isobit.monitor.report.tables import text_table
 
 ALONE = "(none)"
 """The line of a model without an adapter."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from isobit.evaluation.majority import majority_at_k
 from isobit.evaluation.result import Graded, Question, Result
-from isobit.report.intervals import Estimate, bootstrap_mean, pass_at_k, proportion
-from isobit.report.tables import text_table
+from isobit.monitor.report.intervals import Estimate, bootstrap_mean, pass_at_k, proportion
+from isobit.monitor.report.tables import text_table
 
 ALL = "(all)"
 """The row of all prompts."""

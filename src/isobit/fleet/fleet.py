@@ -3,7 +3,8 @@
 A completion is a function of weights, prompt, settings and ids (`engine/engine.py`), so which engine samples a group,
 when, beside what, or twice, changes nothing (tests/fleet/test_fleet.py). Engines pull: each holds some groups, and gets
 another when one is finished. One that has nothing left samples a group that another has not finished, and the first
-result counts. A dead engine's groups go back to the others. Left out: when batches are sampled (`training/beside.py`).
+result counts. A dead engine's groups go back to the others. Left out: when batches are sampled
+(`training/rollouts/asynchronous.py`).
 """
 
 import time
@@ -23,7 +24,7 @@ from isobit.fleet import wire
 from isobit.fleet.cluster import Cluster
 from isobit.fleet.engines import EngineActor
 from isobit.fleet.settings import FleetSettings
-from isobit.model.weight_bytes import weight_bytes
+from isobit.fleet.weight_bytes import weight_bytes
 
 _WAIT_S = 0.2  # for a reply, before looking for engines that came or went
 _LOOK_S = 1.0  # the most that a look at them takes

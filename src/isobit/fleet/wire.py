@@ -18,7 +18,7 @@ from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import RunFailed
 from isobit.kernels import computed_by, get_ops
 from isobit.model import Model, ModelConfig, Tokenizer
-from isobit.model.kv_scales import KVScales
+from isobit.model.forward.kv_scales import KVScales
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
 from isobit.run.source import source_digest

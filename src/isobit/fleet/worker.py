@@ -20,7 +20,7 @@ from isobit.engine.types import Completion, Ticket
 from isobit.errors import IsobitError, RunFailed
 from isobit.fleet import wire
 from isobit.fleet.cluster import import_ray
-from isobit.model.weight_bytes import take_weights
+from isobit.fleet.weight_bytes import take_weights
 
 _SLICE_S = 0.5  # after so long a call returns without a finished group, to hear what has changed
 

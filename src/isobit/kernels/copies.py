@@ -1,7 +1,7 @@
 """Copies of rows: which row each is of, and how what the copies give is added again.
 
-Left out: the gradient of copying (`isobit.model.copying`), and which rows several sequences share
-(`isobit.rl.packing`).
+Left out: the gradient of copying (`isobit.model.forward.gather_rows`), and which rows several sequences share
+(`isobit.rl.learner.packing`).
 """
 
 from dataclasses import dataclass

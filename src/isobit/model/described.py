@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobit.errors import IsobitError
-from isobit.model.checkpoint import model_folder, read_json
-from isobit.model.config import ModelConfig
-from isobit.model.peft import base_of, brings_tokenizer, is_adapter
-from isobit.model.tokenizer import Tokenizer
+from isobit.model.adapters.peft import base_of, brings_tokenizer, is_adapter
+from isobit.model.hub.checkpoint import model_folder, read_json
+from isobit.model.hub.config import ModelConfig
+from isobit.model.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)

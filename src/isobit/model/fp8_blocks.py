@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.model import names
 from isobit.model.families import FAMILIES
+from isobit.model.hub import names
 from isobit.model.model import Model
 from isobit.precision import E4M3, QTensor
 from isobit.precision.quantize import BLOCK

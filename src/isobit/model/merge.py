@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import plain
+from isobit.model.adapters.peft import base_of, brings_tokenizer, read_peft
 from isobit.model.model import Model
-from isobit.model.peft import base_of, brings_tokenizer, read_peft
-from isobit.model.tokenizer import Tokenizer
-from isobit.model.working import made_like
+from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.weights.layout import made_like
 from isobit.precision import Nibbles, Precision
 
 

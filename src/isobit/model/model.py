@@ -19,9 +19,12 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
-from isobit.model import names
-from isobit.model.adapter import NewAdapter, new_adapter
-from isobit.model.checkpoint import (
+from isobit.model.adapters.low_rank import Adapter
+from isobit.model.adapters.peft import base_of, brings_tokenizer, check_served, is_adapter, read_peft, write_peft
+from isobit.model.adapters.targets import NewAdapter, new_adapter
+from isobit.model.described import check_vocabulary
+from isobit.model.hub import names
+from isobit.model.hub.checkpoint import (
     SHARD_BYTES,
     model_folder,
     open_weights,
@@ -29,15 +32,12 @@ from isobit.model.checkpoint import (
     write_json,
     write_weights,
 )
-from isobit.model.config import ModelConfig
-from isobit.model.described import check_vocabulary
-from isobit.model.linear_attention import initial
-from isobit.model.low_rank import Adapter
-from isobit.model.masters import MASTERS, own_rows
-from isobit.model.peft import base_of, brings_tokenizer, check_served, is_adapter, read_peft, write_peft
-from isobit.model.shapes import parameter_shapes
-from isobit.model.tokenizer import Tokenizer
+from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.linear_attention import initial
+from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.transformer import USES, Transformer
+from isobit.model.weights.masters import MASTERS, own_rows
 from isobit.precision import Precision, precision_from
 
 _PASS_TOKENS = 8192

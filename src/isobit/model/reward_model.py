@@ -15,11 +15,11 @@ from torch import Tensor
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
-from isobit.model import names
-from isobit.model.checkpoint import Shapes, model_folder, open_weights, read_json
-from isobit.model.config import ModelConfig, architectures
+from isobit.model.hub import names
+from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json
+from isobit.model.hub.config import ModelConfig, architectures
 from isobit.model.model import passes
-from isobit.model.tokenizer import Tokenizer
+from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.transformer import Transformer
 from isobit.precision import Precision, precision_from
 

@@ -20,22 +20,22 @@ from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import Kept, Layout, Ops, Prepared, Store, separate_ops, tensors_of
 from isobit.kernels.truncation import Context, Truncation
-from isobit.model.checksums import Checksums
-from isobit.model.config import ModelConfig
-from isobit.model.head import head_logprobs
-from isobit.model.kv_scales import KVScales, scales_of
-from isobit.model.layers import Pass, Watch, forward
-from isobit.model.low_rank import Adapter
-from isobit.model.making import Made, Sources, factors, make_working
-from isobit.model.masters import Masters, own_rows
-from isobit.model.moe import RouteTape
-from isobit.model.recompute import Recompute
-from isobit.model.rope import Tables, make_tables
-from isobit.model.serving import Serving, Several
-from isobit.model.shapes import parameter_shapes
-from isobit.model.weight_sync import Receiver
-from isobit.model.weights import Vector, Weight
-from isobit.model.working import Working, map_parts, nbytes, remake
+from isobit.model.adapters.low_rank import Adapter
+from isobit.model.adapters.multi_lora import Serving, Several
+from isobit.model.build import Made, Sources, factors, make_working
+from isobit.model.families.rope import Tables, make_tables
+from isobit.model.forward.head import head_logprobs
+from isobit.model.forward.kv_scales import KVScales, scales_of
+from isobit.model.forward.layers import Pass, Watch, forward
+from isobit.model.forward.moe import RouteTape
+from isobit.model.forward.recompute import Recompute
+from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.weights.checksums import Checksums
+from isobit.model.weights.layout import Working, map_parts, nbytes, remake
+from isobit.model.weights.masters import Masters, own_rows
+from isobit.model.weights.stored import Vector, Weight
+from isobit.model.weights.sync import Receiver
 from isobit.precision import Precision
 
 USES = ("rollout", "learner")

@@ -2,7 +2,8 @@
 
 A layer's backward takes most at one of three moments (`_of_a_layer`): at the gradient of its gates, at that of its
 experts' inputs, or at that of queries, keys and values, when what the MLP saved is gone. Tensors are those that the
-operators of a CPU make (`isobit.model.autograd`, `experts`; `isobit.kernels.composed`); a fused kernel makes fewer.
+operators of a CPU make (`isobit.model.forward.autograd`, `experts`; `isobit.kernels.composed`); a fused kernel makes
+fewer.
 """
 
 import math
@@ -10,9 +11,9 @@ from functools import lru_cache
 
 from isobit.config.sections import AdapterConfig
 from isobit.model import ModelConfig
-from isobit.model.adapter import targeted
-from isobit.model.linear_attention import LinearAttention
-from isobit.model.recompute import Recompute
+from isobit.model.adapters.targets import targeted
+from isobit.model.forward.recompute import Recompute
+from isobit.model.hub.linear_attention import LinearAttention
 from isobit.precision import Precision
 from isobit.precision.flow import LINEAR_LAYERS
 
@@ -114,7 +115,7 @@ def _saved_of_a_recurrence(config: ModelConfig, linear: LinearAttention, size: i
 def saved_bytes(
     config: ModelConfig, precision: Precision, layer: int, adapter: AdapterConfig | None = None, but_mlp: bool = False
 ) -> float:
-    """What a layer's forward keeps of a token for its backward (`isobit.model.autograd`, `isobit.model.experts`);
+    """What a layer's forward keeps of a token for its backward (`isobit.model.forward`: `autograd`, `experts`);
     `but_mlp`: what the activation checkpointing of that name keeps."""
     flow = precision.flow("learner", layer, config.num_layers)
     size = flow.compute.itemsize

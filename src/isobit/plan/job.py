@@ -11,11 +11,11 @@ from isobit.config import Config
 from isobit.engine.pages import pages_needed, tokens_of_a_page
 from isobit.errors import IsobitError
 from isobit.model import ModelConfig
-from isobit.model.checkpoint import model_folder, read_json
+from isobit.model.hub.checkpoint import model_folder, read_json
 from isobit.plan.devices import Device
 from isobit.precision import Precision, precision_from
-from isobit.rl.objective import for_precision, shares_prompts
-from isobit.rl.packing import MOST_KEYS
+from isobit.rl.algorithm.objective import for_precision, shares_prompts
+from isobit.rl.learner.packing import MOST_KEYS
 
 _PROMPT_TOKENS = 512
 _MOST_EXPERTS = 1 << 16  # in all layers, in a stranger's config.json: no weights are there to contradict it

@@ -18,16 +18,16 @@ from isobit.distributed import shards
 from isobit.distributed.shards import MOMENT_BLOCK
 from isobit.engine.pages import tokens_of_a_page
 from isobit.model import ModelConfig
-from isobit.model.adapter import targeted
-from isobit.model.low_rank import factor_shapes
-from isobit.model.making import in_nibbles
-from isobit.model.masters import MASTERS
-from isobit.model.shapes import parameter_shapes
+from isobit.model.adapters.low_rank import factor_shapes
+from isobit.model.adapters.targets import targeted
+from isobit.model.build import in_nibbles
+from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.weights.masters import MASTERS
 from isobit.plan.activations import backward_bytes, gate_bytes, kept_bytes
 from isobit.plan.job import Job
 from isobit.precision import E2M1, Flow, Precision, QuantSpec, nibbles
 from isobit.precision.flow import LINEAR_LAYERS
-from isobit.rl.optim_8bit import quantizable
+from isobit.rl.optim.eight_bit import quantizable
 
 HEAD_ELEMENTS = 1 << 28
 """Logits that the learner holds at a time on a GPU (`Transformer.head_rows`)."""
@@ -234,7 +234,7 @@ def quantized_bytes(rows: float, columns: int, spec: QuantSpec) -> float:
 
 
 def moment_bytes(config: ModelConfig, state: str, adapter: AdapterConfig | None = None) -> float:
-    """Of both moments of all that is trained; `state` is fp32 or 8bit (`isobit.rl.optim_8bit`)."""
+    """Of both moments of all that is trained; `state` is fp32 or 8bit (`isobit.rl.optim.eight_bit`)."""
     total = 0
     for (_, role, shape), times in masters(config, adapter).items():
         count = math.prod(shape)

@@ -8,7 +8,7 @@ checkpoints; rewards are computed beside the rollout.
 
 from dataclasses import dataclass
 
-from isobit.model.masters import MASTERS
+from isobit.model.weights.masters import MASTERS
 from isobit.plan import traffic
 from isobit.plan.devices import FACTORS, Factors, rates
 from isobit.plan.job import Job

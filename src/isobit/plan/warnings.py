@@ -1,6 +1,6 @@
 """What a plan warns of: a line each, with what would be right."""
 
-from isobit.model.adapter import beyond_use
+from isobit.model.adapters.targets import beyond_use
 from isobit.plan.devices import GIB
 from isobit.plan.estimate import MOST_RANKS, Estimate, fewest_ranks
 from isobit.plan.memory import gradient_bucket, memory, micro_batch_tokens

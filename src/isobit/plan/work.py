@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from isobit.model import ModelConfig
-from isobit.model.recompute import Recompute
+from isobit.model.forward.recompute import Recompute
 from isobit.precision import Flow, Precision
 from isobit.precision.flow import LINEAR_LAYERS
 

@@ -2,7 +2,7 @@
 
 Members that follow one another are one file to `zcat`, pandas and Python's gzip (RFC 1952, 2.2): JSONL, a row for each
 completion. Each says its own length in an extra field of its header (2.3.1.1), so a step is found without unpacking
-those before it, appended, and cut off again, exactly. Left out: what is in a row (`training/recording.py`).
+those before it, appended, and cut off again, exactly. Left out: what is in a row (`training/recording/rows.py`).
 """
 
 import hashlib

@@ -6,7 +6,7 @@ from isobit.config import Config, SftConfig
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.adapter import NewAdapter, beyond_use, targeted
+from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described
 
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
+from isobit.monitor.screen import Display
 from isobit.run.directory import RunDirectory
-from isobit.training.meter import Meter
+from isobit.training.measuring.meter import Meter
 from isobit.training.parts import Parts
-from isobit.training.saving import Saver
-from isobit.training.snapshot import State
-from isobit.view import Display
+from isobit.training.saving.saver import Saver
+from isobit.training.saving.snapshot import State
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from isobit.rl import Sample
-from isobit.rl.advantages import Advantage
-from isobit.rl.agreement import Disagreement
-from isobit.rl.batch import mismatch_of
-from isobit.rl.correction import small_step
-from isobit.rl.learner import Learned
-from isobit.training.agreement import failure, warning_of
+from isobit.rl.algorithm.advantages import Advantage
+from isobit.rl.algorithm.correction import small_step
+from isobit.rl.learner.agreement import Disagreement
+from isobit.rl.learner.batch import mismatch_of
+from isobit.rl.learner.learner import Learned
 from isobit.training.context import Context
+from isobit.training.measuring.agreement import failure, warning_of
+from isobit.training.measuring.quantization import LearnerTotals
+from isobit.training.measuring.statistics import recorded
 from isobit.training.objects import Measure, measured
-from isobit.training.quantization import LearnerTotals
 from isobit.training.sampled_ahead import SampledAhead
-from isobit.training.statistics import recorded
 
 
 class Learning:

@@ -16,12 +16,12 @@ opened (`opening.py`), and each verb itself (`policy.py`, `rollouts.py`, `learni
 from collections.abc import Sequence
 from typing import Protocol
 
-from isobit.rl.collect import StepBatch, assign_credit
-from isobit.rl.objective import Objective
-from isobit.rl.samples import Group
+from isobit.rl.algorithm.credit import StepBatch, assign_credit
+from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.samples import Group
 from isobit.training.learning import Learning
 from isobit.training.policy import Policy
-from isobit.training.recorder import Recorder
+from isobit.training.recording.recorder import Recorder
 
 
 class Rollouts(Protocol):

@@ -18,7 +18,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.options.declare import plain as plain_values
 from isobit.rewards.spec import OBJECT
 from isobit.rl import Sample
-from isobit.rl.advantages import Advantage
+from isobit.rl.algorithm.advantages import Advantage
 
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Sequence[RewardFunction | str | tuple[RewardFunction | str, float]]

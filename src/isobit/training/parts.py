@@ -25,16 +25,16 @@ from isobit.evaluation.periodic import HeldOut
 from isobit.fleet.fleet import Fleet
 from isobit.kernels import computed_by
 from isobit.model import Model
-from isobit.model.checksums import Checksums
+from isobit.model.weights.checksums import Checksums
 from isobit.options.consistency import default_order
 from isobit.rewards.pool import RewardPool
 from isobit.rl import Objective
-from isobit.rl.collect import StepBatch
-from isobit.rl.functions import digests
-from isobit.rl.learner import Learner, LearnerState
-from isobit.rl.optim import Optimizer
-from isobit.rl.replay import ReplayBuffer
-from isobit.rl.samples import groups_from_json
+from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl.algorithm.functions import digests
+from isobit.rl.algorithm.replay import ReplayBuffer
+from isobit.rl.algorithm.samples import groups_from_json
+from isobit.rl.learner.learner import Learner, LearnerState
+from isobit.rl.optim.adamw import Optimizer
 from isobit.run import checkpoints
 from isobit.run.certificate import GENESIS
 from isobit.run.directory import METRICS, NOTHING_WRITTEN

@@ -1,8 +1,8 @@
 """Verb 1, sync: the working weights that sample and learn become those of the masters."""
 
-from isobit.model.low_rank import update_norm
+from isobit.model.adapters.low_rank import update_norm
 from isobit.training.context import Context
-from isobit.training.statistics import WeightTotals
+from isobit.training.measuring.statistics import WeightTotals
 
 
 class Policy:

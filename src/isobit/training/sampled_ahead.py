@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from isobit.config import Config
 from isobit.model.keeping import KeptWeights
 from isobit.rl import Sample
-from isobit.rl.agreement import Compared
-from isobit.rl.collect import StepBatch
-from isobit.rl.idle import drawn
+from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl.learner.agreement import Compared
+from isobit.rl.learner.zero_advantage import drawn
 from isobit.training.context import Context
 
 

@@ -14,8 +14,8 @@ from isobit.distributed.launch import joined, restarted
 from isobit.run.directory import CONFIG, METRICS, read_jsonl, require_run
 from isobit.training.loop import training_loop
 from isobit.training.objects import Given, Measure, OnStep, Rewards, Rows
-from isobit.training.opening import open_replay, open_resumed, open_session
-from isobit.training.session import Session
+from isobit.training.session.open_run import Session
+from isobit.training.session.opening import open_replay, open_resumed, open_session
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from isobit.kernels import Heads, KVStore, Layout, get_ops
 from isobit.kernels.triton import heads, heads_backward
 from isobit.kernels.triton.launch import record_launches
 from isobit.kernels.triton.ops import TritonOps
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
 from isobit.precision import BF16, E4M3, E5M2, FP32, INT8, QuantSpec
 
 from ..helpers import draw, same

@@ -2,7 +2,8 @@
 
 softmax over the experts is float64 inside, its denominator the tree of `sums.tree_sum`, and rounded to float32; gates
 are added in float32 in the order of the experts they belong to. So no sum depends on the number of rows
-(`tests/kernels/test_routing.py`). Left out: the router's logits, which are a product, and gradients (`model/moe.py`).
+(`tests/kernels/test_routing.py`). Left out: the router's logits, which are a product, and gradients
+(`model/forward/moe.py`).
 """
 
 import torch

@@ -8,7 +8,7 @@ is the memory's speed, and for the few thousand logits of a decode step the laun
 `by_expert` sorts the choices of a few thousand slots, as decoding has, in one launch and not in a dozen: the place of a
 choice is how many come before it, counted. More are sorted by PyTorch; integers are the same.
 
-Left out: the router's logits, which are a product, and gradients (`model/moe.py`).
+Left out: the router's logits, which are a product, and gradients (`model/forward/moe.py`).
 """
 
 import torch

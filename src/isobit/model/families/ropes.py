@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.model.rope import Rope
+from isobit.model.families.rope import Rope
 
 _KINDS = ("full_attention", "sliding_attention")
 

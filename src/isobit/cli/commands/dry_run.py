@@ -1,0 +1,115 @@
+"""`isobit train --dry-run`: check everything that a run would open, and say what it is and what memory it takes.
+
+What needs no weights comes first: data, rewards, prompts, and the memory plan by shapes, which is wanted most where the
+weights do not fit. Then the weights are read, and memory is counted from them.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+from isobit.config import Config
+from isobit.errors import IsobitError
+from isobit.kernels import Ops, get_ops
+from isobit.model.adapters.low_rank import Adapter
+from isobit.model.adapters.targets import targeted
+from isobit.model.described import Described, described
+from isobit.plan.memory import num_parameters
+from isobit.precision import Precision, precision_from
+from isobit.run.directory import refuse_existing
+from isobit.tasks import Task
+from isobit.training.adapting import rank_warning
+from isobit.training.memory.forecast import forecast
+from isobit.training.memory.host import resident_bytes
+from isobit.training.memory.plan import MemoryPlan, advice, longest_sequence, measure_parts, plan
+from isobit.training.parts import Parts
+from isobit.training.rollouts.lengths import encode_prompt, endless, first_prompt, fit_prompts
+from isobit.training.session.assembly import objective_of, open_parts
+from isobit.training.session.cautions import cautions
+
+Say = Callable[[str], None]
+
+
+def planned(config: Config) -> MemoryPlan:
+    """The memory plan of a config."""
+    process = resident_bytes()
+    parts = open_parts(config, quiet=True)
+    parts.rewards.close()
+    return plan(parts, measure_parts(parts), process, parts.micro_batch_tokens)
+
+
+def dry_run(config: Config, say: Say) -> None:
+    """Check everything that the run would open, and say what it is, block by block; writes nothing but the cached base
+    model. Raises IsobitError for whatever does not fit, and where the weights are more than the memory."""
+    refuse_existing(Path(config.run.dir))
+    process = resident_bytes()
+    blocks = count()
+
+    def separated(block: str) -> None:
+        say(block if next(blocks) == 0 else f"\n{block}")
+
+    prompts: list[str] = []
+
+    def before_weights(task: Task, base: Path) -> None:
+        prompts.append(_say_without_weights(config, task, base, process, separated))
+
+    parts = open_parts(config, quiet=False, before_weights=before_weights)
+    parts.rewards.close()
+    separated(_measured(parts, process))
+    separated(prompts[0])
+
+
+def _say_without_weights(config: Config, task: Task, base: Path, process: int, say: Say) -> str:
+    """What needs no weights; returns the first prompt, which comes last. Raises IsobitError, after that, where the
+    weights do not fit into the memory."""
+    model = described(base, None if config.adapter is None else config.adapter.init)
+    if config.model.chat_template is not None:
+        model.tokenizer.use_template(config.model.chat_template)
+    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True)
+    ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
+    say(_heading(config, precision, model, fitted.task, ops))
+    trained = f"{config.optimizer.masters}, {config.optimizer.state}"
+    say(precision.table(model.config.num_layers, trained))
+    longest = len(encode_prompt(fitted.longest, model))
+    expected = forecast(config, model.config, longest, ops, process)
+    say(expected.text())
+    prompt = first_prompt(fitted.task.train, model)
+    if (reason := expected.not_loaded()) is not None:
+        say(prompt)
+        raise IsobitError(
+            f"{reason}: the rest of the check, which needs them, is left out; lower the plan, or take a larger machine"
+        )
+    return prompt
+
+
+def _heading(config: Config, precision: Precision, model: Described, task: Task, ops: Ops) -> str:
+    """What is trained on what, and what to beware of."""
+    parameters, rule = f"{num_parameters(model.config):,} parameters", objective_of(config, precision).rule
+    if (given := config.adapter) is not None:
+        adapter = Adapter(given.rank, given.alpha, targeted(model.config, given.targets), {}, "")
+        parameters += f", frozen, and an {adapter}: {num_parameters(model.config, given):,} parameters"
+    heading = (
+        f"{model.config.family}, {parameters}; "
+        f"task {task.name}: {len(task.train)} training and {len(task.held_out)} held-out prompts\n"
+        f"{config.steps} steps of {config.prompts_per_step} prompts x {config.sampling.group_size} completions; "
+        f"correction: {rule}\n{ops.why}; consistency: {config.consistency}"
+    )
+    for warning in (endless(model, config.sampling), rank_warning(config, model), *cautions(config, task, model)):
+        if warning is not None:
+            heading += f"\n{warning}"
+    return heading
+
+
+def _measured(parts: Parts, process: int) -> str:
+    """Memory, counted from the tensors that there are, and measured on a few tokens."""
+    learning = measure_parts(parts)
+    return "\n".join(
+        [
+            "memory, counted from the weights that were read",
+            plan(parts, learning, process, parts.micro_batch_tokens).table(),
+            f"longest sequence: {longest_sequence(parts)} tokens; cache: {parts.engine.pages.num_pages} pages; "
+            f"micro-batches of {parts.micro_batch_tokens} tokens",
+            advice(parts, learning, process),
+        ]
+    )

@@ -1,0 +1,222 @@
+"""`isobit eval`: a model, a run or given completions on held-out prompts; and two of them compared.
+
+The questions come from a configuration, the evaluated run's or an empty one, changed by the command line: so a run's
+checkpoint is evaluated as training evaluated it. Left out: what is measured (`evaluation/`), and the comparison of
+saved results (`evaluation/shown.py`).
+"""
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from isobit.cli.commands.serving import open_serving
+from isobit.config import Config, load_run_config, parse_config
+from isobit.data.answers import answer_in
+from isobit.data.dataset import Example
+from isobit.errors import IsobitError, brief, listed
+from isobit.evaluation.comparison import check_same_prompts
+from isobit.evaluation.measure import grade_given, measure_each, tags_of
+from isobit.evaluation.progress import ProgressLine
+from isobit.evaluation.result import Question, Result, read_result, write_result
+from isobit.evaluation.shown import is_saved, show, show_adapters
+from isobit.model import Model
+from isobit.model.hub.checkpoint import model_folder
+from isobit.options.declare import plain
+from isobit.rewards.pool import RewardPool
+from isobit.run import directory as runs
+from isobit.tasks import Task, load_task
+from isobit.training.rollouts.lengths import fit_prompts, say_ends, say_special_tokens
+from isobit.training.scoring import Scorer
+from isobit.training.session.assembly import date_of, evaluation_plan, held_out_judge, reward_models, sized_engine
+
+DEFAULT_SAMPLES = 8
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks. `given`: sections of a run's configuration, as far as they are given; `best`: a run's
+    best model instead of its newest; `completions`: a column to score instead of a model's answers; `adapters`: PEFT
+    folders or runs by name, each asked over the model, which is asked alone too."""
+
+    given: Mapping[str, Any]
+    best: bool = False
+    completions: str | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+
+
+def evaluate_command(first: Path | None, second: Path | None, request: Request, out: Path | None) -> None:
+    """Print what is found; with `out`, write it with every completion. A side is a model directory, a run, or a result
+    that was written before. Raises IsobitError for contradictory arguments and for bad data."""
+    if (first is None) == (request.completions is None) or (first is None and second is not None):
+        raise IsobitError(
+            "give a model to evaluate, a run, or a saved result; or none of them, and --completions COLUMN to score a "
+            "column of the data"
+        )
+    if request.adapters and (first is None or second is not None or is_saved(first)):
+        raise IsobitError(
+            "--adapter: give the model that the adapters are for, without --against and --completions; each is "
+            "compared with that model alone"
+        )
+    results = _evaluate([path for path in (first, second) if path is not None], request)
+    _require_rewards(results, out)
+    if request.adapters:
+        show_adapters(results[0], dict(zip(request.adapters, results[1:])), out)
+    else:
+        show(results[0], results[1] if len(results) > 1 else None, out)
+
+
+def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
+    """A run's configuration, or an empty one, with what is given in its place.
+
+    A task that is named replaces the run's whole, a file its files, a number of samples its k. Raises IsobitError for
+    values that cannot be.
+    """
+    values: dict[str, Any] = plain(load_run_config(run)) if run is not None else dict(_EMPTY)
+    for section, found in given.items():
+        replaced = not isinstance(found, Mapping) or (section == "task" and "name" in found)
+        values[section] = found if replaced else {**values.get(section, {}), **found}
+    if "path" in given.get("task", {}):
+        values["task"] = {**values["task"], "held_out_size": None}
+    evaluation, asked = dict(values.get("evaluation", {})), given.get("evaluation", {})
+    if "pass_at" in asked and not evaluation.get("num_samples"):
+        evaluation["num_samples"] = DEFAULT_SAMPLES
+    if "num_samples" in asked and "pass_at" not in asked:
+        evaluation["pass_at"] = []
+    return parse_config(Config, {**values, "evaluation": evaluation}, "isobit eval")
+
+
+def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
+    """The result of each side; of given completions where there is none; after a side those of its adapters."""
+    for path in (path for path in sides if not is_saved(path)):  # before what is asked of it, which may be a run's
+        model_folder(path)
+    run = next((path for path in (*sides, *request.adapters.values()) if _is_run(path)), None)
+    if request.best and run is None:
+        raise IsobitError("--best: there is no run whose best model could be taken")
+    config, now = evaluation_config(run, request.given), date_of({} if run is None else runs.began_by(run))
+    models = {path: runs.model_directory(path, request.best) for path in sides if not is_saved(path)}
+    adapters = {name: runs.model_directory(path, request.best) for name, path in request.adapters.items()}
+    saved = {path: read_result(path) for path in sides if is_saved(path)}
+    task, plan = load_task(replace(config.task, seed=config.seed)), evaluation_plan(config)
+    if run is not None and config.task.too_long == "drop":  # what training left out is left out here
+        model = Model.load(models[run] if run in models else models[sides[0]], "float32")
+        model.tokenizer.now = now
+        model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+        task = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=True).task
+    examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
+    if not examples:
+        raise IsobitError("there is nothing to evaluate: the held-out split is empty")
+    tags_of(examples, plan.tag)  # what is wrong is found before a model is loaded
+    for path, result in saved.items():
+        check_same_prompts(str(path), result.prompts, "the data", [example.prompt for example in examples])
+    with _pool(config, task) as pool:
+        pool.check_columns(examples[0].columns)
+        pool.check_rows((example.place, example.columns) for example in examples)
+        if request.completions is not None:
+            texts = [_column(example, request.completions, i) for i, example in enumerate(examples)]
+            return [_result(f"column {request.completions}", config, grade_given(examples, texts, pool, plan), pool)]
+        scorer = Scorer(pool, [] if pool.specs else reward_models(config, now), stop_on_error=False)
+        results = []
+        for path in sides:
+            if path in saved:
+                results.append(saved[path])
+            else:
+                answered = _ask(models[path], adapters, config, examples, scorer, now)
+                for answerer, questions in zip((models[path], *adapters.values()), answered):
+                    results.append(_result(str(answerer), config, questions, pool))
+    return results
+
+
+def _ask(
+    path: Path,
+    adapters: Mapping[str, Path],
+    config: Config,
+    examples: Sequence[Example],
+    scorer: Scorer,
+    now: datetime,
+) -> list[tuple[Question, ...]]:
+    """The answers of a model, and of each of its adapters; `now`: the date that they are told."""
+    gc.collect()  # of a model that was asked before
+    plan, template, names = evaluation_plan(config), config.model.chat_template, [None, *adapters]
+    if adapters:
+        flow = (config.precision, config.backend, config.consistency)
+        model = open_serving(path, adapters, flow, template)
+    else:
+        model = Model.load(path, config.precision, config.backend, config.consistency)
+        if template is not None:
+            model.tokenizer.use_template(template)
+    model.tokenizer.now = now
+    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    say_ends(model)
+    say_special_tokens(examples, model)
+    sequences = len(names) * len(examples) * max(1, plan.num_samples)
+    engine = sized_engine(config, model, [e.prompt for e in examples], sequences)
+    engine.calibrate([example.prompt for example in examples])
+    with ProgressLine(str(path)) as progress:
+        return measure_each(engine, examples, held_out_judge(scorer), plan, names, progress.update)
+
+
+def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:
+    """How many examples: as given; of a run's own task as many as its evaluations take; else all."""
+    own = of_run and not {"name", "path"} & set(given.get("task", {}))
+    return config.evaluation.samples if own or "samples" in given.get("evaluation", {}) else None
+
+
+def _pool(config: Config, task: Task) -> RewardPool:
+    specs = config.rewards.functions or task.rewards
+    if not specs and not config.rewards.models:
+        raise IsobitError("no reward function: give --reward FILE.py:FUNCTION, or use a task that has one of its own")
+    return RewardPool(
+        specs,
+        deadline_s=config.rewards.deadline_s,
+        num_workers=config.rewards.num_workers,
+        on_error="skip",
+        environment=config.rewards.environment,
+    )
+
+
+def _result(model: str, config: Config, questions: tuple[Question, ...], pool: RewardPool) -> Result:
+    plan = evaluation_plan(config)
+    names = [spec.label for spec in pool.specs] or [reward.name for reward in config.rewards.models]
+    settings = {
+        "task": plain(config.task),
+        "precision": config.precision,
+        "consistency": config.consistency,
+        "seed": config.seed,
+        "max_new_tokens": plan.asked.max_new_tokens,
+        "stop": list(plan.asked.stop),
+        **{name: getattr(plan.asked, name) for name in _SAMPLED},
+        "tag": plan.tag,
+        "answer_pattern": config.evaluation.answer_pattern,
+    }
+    return Result(model, questions, plan.ks, tuple(names), settings)
+
+
+def _column(example: Example, column: str, index: int) -> str:
+    if column not in example.columns:
+        raise IsobitError(
+            f"--completions {brief(column)}: example {index} has no such column; it has {listed(example.columns)}"
+        )
+    return answer_in(example.columns, column, example.place)
+
+
+def _require_rewards(results: Sequence[Result], out: Path | None) -> None:
+    """Raise IsobitError where no completion has a reward, since an accuracy of 0 would say another thing; what was
+    answered first is in `out` then."""
+    graded = [one for result in results for q in result.questions for one in (q.greedy, *q.samples)]
+    if any(one.reward is not None for one in graded):
+        return
+    if out is not None:
+        write_result(out, results[0].to_json())
+    raise IsobitError(
+        f"{results[0].model}: none of {len(graded):,} completions was scored, so there is no accuracy: "
+        f"{graded[0].error or 'every reward function returned None'}"
+    )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / runs.CONFIG).is_file()

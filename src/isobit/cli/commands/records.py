@@ -1,0 +1,200 @@
+"""What a run recorded, read as strictly as it was written: its completions, its metrics, and the chain of hashes that
+holds them together (`run/certificate.py`).
+
+What can be seen without the weights is seen here: a row that is no row, that is there twice or not at all, that says
+another prompt than its group, or a reward that is not the sum of its parts; and whatever does not have the hash that
+the certificate has of it. Left out: what the weights sample (`verify.py`).
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isobit.config import Config
+from isobit.config.reading import read_source
+from isobit.errors import IsobitError
+from isobit.rl import Sample
+from isobit.run import certificate, checkpoints, completions
+from isobit.run import directory as runs
+from isobit.run.certificate import CERTIFICATE, Chain
+from isobit.run.completions import COMPLETIONS
+from isobit.training.parts import head_of
+from isobit.training.saving.certificate import of_config
+
+_WHOLE = ("prompt_ids", "completion_ids", "rollout_logprobs")
+
+
+@dataclass
+class Records:
+    """Of the steps that were asked for, by how many had been learned: whole samples by prompt and sample, with their
+    rows. `count`: all completions; `held`: those whose lines have the hash that the certificate has of them;
+    `problems` in words."""
+
+    chain: Chain | None
+    samples: dict[int, dict[tuple[int, int], Sample]] = field(default_factory=dict)
+    rows: dict[tuple[int, int, int], Mapping[str, Any]] = field(default_factory=dict)
+    count: int = 0
+    held: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def read_records(run: Path, config: Config, steps: set[int]) -> Records:
+    """All that a run recorded; whole samples of what was sampled after the given numbers of learned steps."""
+    chain = certificate.read_chain(run / CERTIFICATE)
+    found = Records(chain, problems=list(chain.problems) if chain is not None else [])
+    last = None
+    if runs.in_use(run):  # what comes after the newest checkpoint is still being written
+        last = max(steps, default=0)
+    members = dict[int, str]()
+    for step, lines in _steps(run / COMPLETIONS, found):
+        if last is not None and step > last:
+            break
+        digest = hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
+        if step in members:
+            found.problems.append(f"{COMPLETIONS}: step {step} is there twice")
+        elif members and step < max(members):
+            found.problems.append(f"{COMPLETIONS}: step {step} stands after step {max(members)}")
+        members[step] = digest
+        found.count += len(lines)
+        found.held += len(lines) * (chain is not None and chain.rows.get(step, {}).get("rollouts") == digest)
+        _take(step, lines, steps, config, found)
+    if chain is not None and not chain.rows:
+        found.problems.append(f"{CERTIFICATE} has no row")
+    elif chain is not None:
+        _against_chain(run, config, chain, members, last, found)
+    return found
+
+
+def _steps(path: Path, found: Records) -> Iterator[tuple[int, list[bytes]]]:
+    """The lines of one step after another."""
+    place = 0
+    for member in completions.members(path):
+        place = member.start + member.length
+        try:
+            lines = completions.lines(path, member)
+            yield int(completions.parse(lines[0])["step"]), lines
+        except (IsobitError, IndexError) as error:
+            found.problems.append(str(error) or f"{path}: no row at byte {member.start}")
+    if path.is_file() and path.stat().st_size > place and not runs.in_use(path.parent):
+        found.problems.append(f"{path.name}: bytes from {place:,} on are no whole step")
+
+
+def _take(step: int, lines: Sequence[bytes], steps: set[int], config: Config, found: Records) -> None:
+    """The rows of a step: each is looked at, and kept where its step is wanted."""
+    groups: dict[int, list[int]] = {}
+    prompts: dict[int, object] = {}
+    for line in lines:
+        try:
+            row = completions.parse(line)
+            where = f"step {step}, prompt {row['prompt_index']}, sample {row['sample_index']}"
+            sample = _sample(row)
+        except (IsobitError, KeyError) as error:
+            found.problems.append(f"{COMPLETIONS}, step {step}: {error}")
+            continue
+        groups.setdefault(row["prompt_index"], []).append(row["sample_index"])
+        if row["step"] != step:
+            found.problems.append(f"{where}: the row says step {row['step']}")
+        if (problem := _reward_problem(row, config)) is not None:
+            found.problems.append(f"{where}: {problem}")
+        if sample is None or "rollout_step" not in row:  # a sampled run has part of a row, and versions before no step
+            continue
+        if prompts.setdefault(sample.prompt_index, sample.prompt_ids) != sample.prompt_ids:
+            found.problems.append(f"{where}: its prompt is not that of its group")
+        if sample.rollout_step in steps:
+            key = (sample.prompt_index, sample.sample_index)
+            found.samples.setdefault(sample.rollout_step, {})[key] = sample  # once, though it may be learned from again
+            found.rows[sample.rollout_step, sample.prompt_index, sample.sample_index] = row
+    size = config.sampling.group_size
+    for prompt, samples in groups.items():
+        if sorted(samples) != list(range(size)):
+            found.problems.append(
+                f"step {step}, prompt {prompt}: its samples are {sorted(samples)}, and a group has 0 to {size - 1}"
+            )
+
+
+def _sample(row: Mapping[str, Any]) -> Sample | None:
+    """The sample of a whole row; None of one that a sampled run has in part. Raises IsobitError for what is neither."""
+    numbers = (
+        "prompt_index",
+        "sample_index",
+        *(("rollout_step", "weights_version") if "completion_ids" in row else ()),
+    )
+    if any(type(row.get(name, 0)) is not int for name in numbers):
+        raise IsobitError("not a row of completions: its numbers are no whole numbers")
+    if "completion_ids" not in row:
+        return None
+    try:
+        ids = (*row["prompt_ids"], *row["completion_ids"])
+        whole = all(type(token) is int for token in ids) and isinstance(row["completion"], str)
+        if not whole or type(row["truncated"]) is not bool:
+            raise TypeError
+        return Sample.from_json(row)
+    except (KeyError, TypeError, AssertionError):
+        raise IsobitError("not a row of completions") from None
+
+
+def _reward_problem(row: Mapping[str, Any], config: Config) -> str | None:
+    """What is wrong with a row's reward, where its parts and the config's weights say what it must be."""
+    specs = [(spec.label, spec.weight) for spec in config.rewards.functions]
+    weights = dict([*specs, *((model.name, model.weight) for model in config.rewards.models)])
+    reward, parts = row.get("reward"), row.get("rewards")
+    if reward is None or not config.rewards.functions or not isinstance(parts, Mapping):
+        return None
+    if parts.keys() != weights.keys():
+        return f"its rewards are {', '.join(map(str, parts))}, and the config's {', '.join(weights)}"
+    try:
+        total = sum(
+            (weight * parts[name] for name, weight in weights.items() if weight and parts[name] is not None), 0.0
+        )
+    except TypeError:
+        return "its rewards are no numbers"
+    return None if reward == total else f"its reward is {reward!r}, and its parts make {total!r}"
+
+
+def _against_chain(
+    run: Path, config: Config, chain: Chain, members: Mapping[int, str], last: int | None, found: Records
+) -> None:
+    for step in sorted({*members, *chain.rows}):
+        if step < chain.first or (last is not None and step > last):
+            continue
+        said, digest = chain.rows.get(step, {}).get("rollouts"), members.get(step)
+        if step not in chain.rows:
+            found.problems.append(f"{COMPLETIONS}: step {step} is not in {CERTIFICATE}; {_whole_again(run)}")
+        elif said != digest:
+            what = "are missing" if digest is None else "are not those that were recorded"
+            found.problems.append(f"{COMPLETIONS}: completions of step {step} {what} (SHA-256)")
+    seen: dict[int, str] = {}
+    for row in runs.read_jsonl(run / runs.METRICS, found.problems.append):
+        step = int(row["step"])
+        if step in seen:
+            found.problems.append(f"{runs.METRICS}: step {step} is there twice")
+        seen[step] = certificate.of_metrics(row)
+    for step, held in chain.rows.items():
+        if step and step not in seen and (last is None or step <= last):
+            found.problems.append(f"{runs.METRICS}: the row of step {step} is missing; {_whole_again(run)}")
+        elif step and step in seen and seen[step] != held["metrics"]:
+            found.problems.append(f"{runs.METRICS}: the row of step {step} is not the one that was recorded")
+    if extra := [step for step in seen if step > chain.last and last is None]:
+        found.problems.append(f"{runs.METRICS}: step {extra[0]} is not in {CERTIFICATE}; {_whole_again(run)}")
+    if of_config(read_source(run / runs.CONFIG, ())[0]) != chain.rows[chain.last]["config"]:
+        found.problems.append(f"{runs.CONFIG} is not the config that step {chain.last} was done with")
+
+
+def _whole_again(run: Path) -> str:
+    return f"if the run was interrupted there: isobit train --resume {run}"
+
+
+def checkpoint_problem(path: Path, chain: Chain | None) -> str | None:
+    """Why a checkpoint does not belong to the chain, or None. One from before there was a chain says nothing."""
+    head, step = head_of(path), checkpoints.step_of(path)
+    if head == certificate.GENESIS:
+        return None if chain is None or step not in chain.rows else f"{path} has no hash of the certificate"
+    if chain is None:
+        return f"{CERTIFICATE} is missing, and {path} has the hash of its row of step {step}"
+    if step not in chain.rows:
+        return f"{CERTIFICATE} has no row of step {step}, of which {path} is: rows are missing"
+    if chain.rows[step]["hash"] != head:
+        return f"{path} has another hash of step {step} than {CERTIFICATE}: one of them is not this run's"
+    return None

@@ -1,0 +1,24 @@
+"""A model that serves several adapters, as `generate` and `eval` open it: frozen, without masters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from isobit.model import Model
+from isobit.model.adapters.targets import NewAdapter
+
+_OF_NOTHING = NewAdapter(1, 1.0, ())
+"""An adapter of no matrix: a model that is loaded with it is frozen, and reads each weight without keeping it."""
+
+
+def open_serving(
+    path: Path,
+    adapters: Mapping[str, Path],
+    flow: tuple[str | Mapping[str, object], str, str],
+    chat_template: str | Path | None = None,
+) -> Model:
+    """The model at `path` under `flow`, (precision, backend, consistency), with PEFT folders by name. Raises
+    IsobitError as `Model.serving`."""
+    model = Model.load(path, *flow, adapter=_OF_NOTHING)
+    if chat_template is not None:
+        model.tokenizer.use_template(chat_template)
+    return model.serving(adapters)

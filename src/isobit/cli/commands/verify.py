@@ -1,0 +1,235 @@
+"""`isobit verify`: whether a run's weights sampled what the run recorded, token by token and bit by bit, and whether
+what it recorded is all there.
+
+A rollout is a function of the weights, the prompt, the seed and a token's place. So a checkpoint, which has the weights
+after n steps, draws again every completion that was sampled after n steps, with every log-probability, its text, and
+how it ended; whoever gets a run can ask that of it without trusting whoever made it. Completions of steps whose
+checkpoint is gone are held by the certificate's chain of hashes alone, and so are rewards, which are not computed again
+(`records.py`). Left out: the learning, which `isobit train --from-rollouts` repeats.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isobit.cli.commands.records import Records, checkpoint_problem, read_records
+from isobit.config import Config, load_run_config
+from isobit.engine.types import Completion
+from isobit.errors import IsobitError, RunFailed
+from isobit.evaluation.progress import ProgressLine
+from isobit.kernels import computed_by
+from isobit.model import Model
+from isobit.precision import precision_from
+from isobit.rl import Sample
+from isobit.run import checkpoints
+from isobit.run import directory as runs
+from isobit.run.certificate import Chain
+from isobit.training.adapting import load_trained
+from isobit.training.measuring.agreement import unlike
+from isobit.training.saving.certificate import of_weights
+from isobit.training.session.assembly import base_of, date_of, rollout_sampling, sized_engine
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Of the completions of one checkpoint: how many tokens there are, how many were drawn with another log-probability
+    or not at all, and the first of these, or of what else differs, in words; `other`: what was computed otherwise when
+    they were recorded."""
+
+    completions: int
+    tokens: int
+    differing: int
+    first: str | None
+    other: Sequence[str] = ()
+
+
+def verify_command(run: Path, limit: int | None, head: str | None = None) -> None:
+    """Draw again what each checkpoint of the run sampled, of each at least `limit` completions if so many are recorded
+    (None: all), compare what was recorded with its certificate, and print a line for each. `head`: the hash of a step
+    that was kept elsewhere. Raises RunFailed where anything differs, and IsobitError where nothing can be compared."""
+    runs.require_run(run)
+    config = load_run_config(run)
+    _refuse(run, config)
+    found = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
+    records = read_records(run, config, {checkpoints.step_of(path) for path in found})
+    if head is not None:
+        records.problems += _kept_elsewhere(records.chain, head)
+    drawn, tokens, failed = 0, 0, list(records.problems)
+    for path in found:
+        step = checkpoints.step_of(path)
+        samples = _whole_groups([sample for _, sample in sorted(records.samples.get(step, {}).items())], limit)
+        compared_, problems = _checkpoint(run, config, path, samples, records)
+        failed += problems
+        if samples:
+            drawn, tokens = drawn + len(samples), tokens + compared_.tokens
+            print(said := _line(step, compared_), flush=True)
+            failed += [said] if compared_.first is not None else []
+    if not drawn and not failed:
+        raise IsobitError(
+            f"{run}: none of its checkpoints sampled completions that are recorded; it keeps the newest "
+            f"{config.run.keep_last} (run.keep_last), and records {config.run.completions} (run.completions)"
+        )
+    for line in records.problems:
+        print(line)
+    if failed:
+        raise RunFailed(f"{run}: not what was recorded, in {len(failed)} places: {failed[0]}")
+    print(_held(records))
+    print(
+        f"{run}: {drawn:,} of {records.count:,} completions were drawn again, and 0 of their {tokens:,} tokens "
+        "differ in any bit: these weights sampled what is recorded"
+    )
+
+
+def _kept_elsewhere(chain: Chain | None, head: str) -> list[str]:
+    """What is wrong where somebody kept the hash of a step."""
+    rows = {} if chain is None else chain.rows
+    if any(row["hash"] == head for row in rows.values()):
+        return []
+    return [f"no step has the hash {head}: this is not the run of which it was said"]
+
+
+def _held(records: Records) -> str:
+    chain = records.chain
+    if chain is None:
+        return "no certificate: a version before recorded the run; rows that are missing, and rewards, are not checked"
+    begins = "" if chain.first == 0 else f"; steps before {chain.first} are not in it"
+    return (
+        f"certificate: {records.held:,} completions, their rewards and the metrics of steps {chain.first} to "
+        f"{chain.last} are as they were recorded (SHA-256){begins}; its last hash: {chain.head}"
+    )
+
+
+def _refuse(run: Path, config: Config) -> None:
+    if (other := runs.rollouts_from(run)) is not None:
+        raise IsobitError(f"{run} learned from the rollouts of another run and sampled none; verify {other}")
+    precision = precision_from(config.precision)
+    if precision.calibrated:
+        raise IsobitError(
+            f"{run}: under {precision.name} keys and values have scales that were calibrated during the run and "
+            "are not recorded, so its completions cannot be drawn again"
+        )
+
+
+def _whole_groups(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
+    """The first groups that hold `limit` samples."""
+    kept: list[Sample] = []
+    for _, group in groupby(samples, lambda sample: sample.prompt_index):
+        if limit is not None and len(kept) >= limit:
+            break
+        kept += group
+    return kept
+
+
+def _checkpoint(
+    run: Path, config: Config, checkpoint: Path, samples: Sequence[Sample], records: Records
+) -> tuple[Compared, list[str]]:
+    """What a checkpoint draws again, and what else is wrong with it."""
+    step, tokens, chain = checkpoints.step_of(checkpoint), sum(len(s.completion_ids) for s in samples), records.chain
+    if (damage := checkpoints.damage(checkpoint)) is not None:
+        line = f"checkpoint {checkpoint} is damaged: {damage}"
+        return Compared(len(samples), tokens, tokens, line), [] if samples else [line]
+    problem = checkpoint_problem(checkpoint, chain)
+    if not samples and chain is None:
+        return Compared(0, 0, 0, None), [problem] if problem is not None else []
+    base = checkpoint if config.adapter is None else base_of(config, runs.began_by(run), quiet=True)
+    model = load_trained(config, base, checkpoint)
+    row = {} if chain is None else chain.rows.get(step, {})
+    if problem is None and row and of_weights(model) != row["weights"]:
+        problem = f"the weights in {checkpoint} are not those that the certificate has of step {step}"
+    problems = [problem] if problem is not None else []
+    return (_draw_again(run, config, model, samples, records) if samples else Compared(0, 0, 0, None)), problems
+
+
+def _draw_again(run: Path, config: Config, model: Model, samples: Sequence[Sample], records: Records) -> Compared:
+    model.tokenizer.now = date_of(runs.began_by(run))
+    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
+    sampling = rollout_sampling(config)
+    engine = sized_engine(config, model, list(prompts.values()), len(prompts) * sampling.n)
+    step = samples[0].rollout_step
+    with ProgressLine(str(run)) as progress:
+        groups = engine.generate(
+            list(prompts.values()), sampling, list(prompts),
+            lambda _, done: progress.update(f"step {step}", done, len(prompts) * sampling.n),
+        )  # fmt: skip
+    drawn = {(c.prompt_id, c.sample_index): c for group in groups for c in group}
+    facts = computed_by(model.ops) | {"formats": model.precision.formats()}
+    found = replace(compared(samples, drawn), other=unlike(run, config, facts))
+    for sample in samples if found.first is None else ():
+        row = records.rows[step, sample.prompt_index, sample.sample_index]
+        if (problem := _text_problem(row, model)) is not None:
+            return replace(found, first=f"prompt {sample.prompt_index}, sample {sample.sample_index}: {problem}")
+    return found
+
+
+def _text_problem(row: Mapping[str, Any], model: Model) -> str | None:
+    """The recorded texts of a prompt are those of its tokens, or which is not."""
+    texts = {"prompt": False, "prompt_rendered": True}
+    for name, special in texts.items():
+        if row.get(name) != model.tokenizer.decode(row["prompt_ids"], special=special):
+            return f"its {name} is not the text of its tokens"
+    return None
+
+
+def compared(samples: Sequence[Sample], drawn: Mapping[tuple[int, int], Completion]) -> Compared:
+    """Recorded samples beside what was drawn, by prompt and sample."""
+    tokens = differing = 0
+    first = None
+    for sample in samples:
+        tokens += len(sample.completion_ids)
+        again = drawn.get((sample.prompt_index, sample.sample_index))
+        where = f"prompt {sample.prompt_index}, sample {sample.sample_index}"
+        if again is None:
+            differing, first = differing + len(sample.completion_ids), first or f"{where}: no such sample is drawn"
+            continue
+        count, what = _tokens_differ(sample, again)
+        differing += count
+        what = what or _ending_differs(sample, again)
+        first = first or (what and f"{where}, {what}")
+    return Compared(len(samples), tokens, differing, first)
+
+
+def _tokens_differ(sample: Sample, again: Completion) -> tuple[int, str | None]:
+    """How many tokens differ, and the first of them in words."""
+    ids, logprobs = again.token_ids, again.logprobs
+    found, wanted = _pairs(ids, logprobs), _pairs(sample.completion_ids, sample.rollout_logprobs)
+    equal = [place < len(found) and found[place] == pair for place, pair in enumerate(wanted)]
+    count = max(equal.count(False), len(found) - len(wanted))
+    if not count:
+        return 0, None
+    place = equal.index(False) if False in equal else len(wanted)
+    recorded = _said(sample.completion_ids, sample.rollout_logprobs, place)
+    return count, f"token {place}: recorded {recorded}, drawn {_said(ids, logprobs, place)}"
+
+
+def _ending_differs(sample: Sample, again: Completion) -> str | None:
+    """What differs where the tokens do not."""
+    if list(sample.prompt_ids) != list(again.prompt_token_ids):
+        return "its prompt: recorded other tokens than those that its group was drawn with"
+    if sample.truncated != (again.finish_reason == "length"):
+        return f"truncated: recorded {sample.truncated}, drawn {again.finish_reason == 'length'}"
+    if sample.completion != again.text:
+        return f"its text: recorded {sample.completion[:60]!r}, drawn {again.text[:60]!r}"
+    mask = None if again.completion_mask is None else tuple(again.completion_mask)
+    return None if sample.completion_mask == mask else "completion_mask: recorded another than drawn"
+
+
+def _pairs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[int, int]]:
+    """Each token with the bits of its log-probability."""
+    return list(zip(ids, np.asarray(logprobs, np.float32).view(np.uint32).tolist()))
+
+
+def _said(ids: Sequence[int], logprobs: Sequence[float], place: int) -> str:
+    return f"id {ids[place]} with log-probability {logprobs[place]!r}" if place < len(ids) else "none"
+
+
+def _line(step: int, found: Compared) -> str:
+    what = f"step {step}: {found.completions:,} completions, {found.tokens:,} tokens"
+    if found.first is None:
+        return f"{what}: drawn again, every token and every bit of its log-probability"
+    note = f" (recorded with another {', '.join(found.other)}, where bits may differ)" if found.other else ""
+    return f"{what}: {found.differing:,} differ; first: {found.first}{note}"

@@ -1,1 +1,0 @@
-"""The effect of a precision flow on a model, without training it; the command is `commands/inspect.py`."""

@@ -1,0 +1,134 @@
+"""Adapters of low rank on frozen weights (LoRA: Hu et al. 2021, arXiv 2106.09685), never merged, with their gradients.
+
+For a linear layer with working weight W, rows x̂ as W multiplies them (dequantized, if they are quantized), and factors
+A [r, K] and B [n, r] of some rows of W, with s = alpha / r:
+
+    y = round(W·x̂ + bias + s · (B · u)),  u = round(A · x̂)
+
+W·x̂ + bias and B·u are float32 results of `Ops.product`; times s and the sum are float32 operations, element by element;
+`round` is to the compute format. A fused matrix has factors for each of its projections; columns without any have
+W·x̂ + bias alone. So a row's bits do not depend on its batch (`tests/model/test_low_rank.py`), and with B = 0 they are
+those of W alone where a backend's float32 result, rounded, is its BF16 result: under `bitwise`; under `exact` y is then
+rounded twice. The backward, of dy:
+
+    du = round(s · (dy·B)),  dx = round(dy·W + Σ du·A),  dA = duᵀ·x̂,  dB = s · (dyᵀ·u)
+
+where dy·W runs as the flow says. Left out: DoRA, dropout, adapters of embeddings, heads and experts.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import Operand, Ops, plain
+from isobit.model.weights.stored import LowRank, Weight
+
+
+class Projection(NamedTuple):
+    """A matrix [hi - lo, inputs] of a model: rows `lo` to `hi` of the master `weight`. `name` is `layers.3.q_proj`,
+    `module` Hugging Face's name."""
+
+    name: str
+    module: str
+    weight: str
+    lo: int
+    hi: int
+    inputs: int
+
+    @property
+    def masters(self) -> tuple[str, str]:
+        """The names of A and B."""
+        return f"{self.name}.lora_A", f"{self.name}.lora_B"
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model that they adapt, and
+    `origin` how a person would name the adapter."""
+
+    rank: int
+    alpha: float
+    projections: tuple[Projection, ...]
+    tensors: Mapping[str, Tensor]
+    base: str = ""
+
+    @property
+    def scale(self) -> float:
+        """What the product of B and A is multiplied by."""
+        return self.alpha / self.rank
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of A and B of each projection, in their order."""
+        return factor_shapes(self.projections, self.rank)
+
+    def of(self, weight: str) -> list[Projection]:
+        """The adapted projections of a master."""
+        return [one for one in self.projections if one.weight == weight]
+
+    def __str__(self) -> str:
+        names = dict.fromkeys(one.name.rpartition(".")[2] for one in self.projections)
+        return f"adapter of rank {self.rank}, alpha {self.alpha:g}, on {', '.join(names)}"
+
+
+def factor_shapes(projections: Sequence[Projection], rank: int) -> dict[str, tuple[int, ...]]:
+    """Name to shape of A [rank, inputs] and B [outputs, rank] of projections."""
+    found: dict[str, tuple[int, ...]] = {}
+    for one in projections:
+        a, b = one.masters
+        found |= {a: (rank, one.inputs), b: (one.hi - one.lo, rank)}
+    return found
+
+
+def product(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(y [T, N] in `dtype` of x [T, K], the u [T, r] of each adapter)."""
+    if not weight.adapters:
+        return ops.product(x, weight.prepared, weight.bias, dtype), ()
+    total = ops.product(x, weight.prepared, weight.bias, torch.float32)
+    kept = add(total, x, weight.adapters, ops, dtype)
+    return total.to(dtype), kept
+
+
+def add(total: Tensor, x: Operand, adapters: Iterable[LowRank], ops: Ops, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Add to W·x̂ + bias, `total` [T, N] float32, what the adapters of a weight make of x [T, K]; the u of each."""
+    values, kept = plain(x, dtype), []
+    for one in adapters:
+        u = ops.product(values, one.a.prepared, None, dtype)
+        delta = ops.product(u, one.b.prepared, None, torch.float32)
+        total[:, one.lo : one.hi] += delta.mul_(one.scale)  # two operations: one that fuses them would round once
+        kept.append(u)
+    return tuple(kept)
+
+
+def backward(
+    dy: Tensor, x: Operand, kept: Sequence[Tensor], weight: Weight, ops: Ops, needs_input: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """(what the adapters add to dx [T, K], float32, or None; dA and dB of each in turn, float32), of dy [T, N]."""
+    values, dx, found = plain(x, dy.dtype), None, list[Tensor]()
+    for one, u in zip(weight.adapters, kept):
+        part = dy[:, one.lo : one.hi].contiguous()
+        a, b = (plain(factor.working, dy.dtype) for factor in (one.a, one.b))
+        du = ops.gradient_product(part, b.t(), torch.float32).mul_(one.scale).to(dy.dtype)
+        da = ops.gradient_product(du.t(), values.t(), torch.float32)
+        db = ops.gradient_product(part.t(), u.t(), torch.float32).mul_(one.scale)
+        found += [da, db]
+        if needs_input:
+            more = ops.gradient_product(du, a.t(), torch.float32)
+            dx = more if dx is None else dx.add_(more)
+    return dx, found
+
+
+def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
+    """The Frobenius norm of scale · B·A over all `adapters`, of the working factors: of one it is that of the sum over
+    (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]."""
+    squares = []
+    for one in adapters:
+        a, b = plain(one.a.working, torch.float32), plain(one.b.working, torch.float32).t()
+        grams = [ops.gradient_product(factor, factor, torch.float32).double() for factor in (a, b)]
+        squares.append((grams[0] * grams[1]).sum() * one.scale**2)
+    total = math.fsum(torch.stack(squares).tolist()) if squares else 0.0
+    return math.sqrt(max(total, 0.0))

@@ -1,0 +1,208 @@
+"""PEFT's folders of an adapter: adapter_model.safetensors and adapter_config.json, read and written, in FP32.
+
+Names are PEFT's (`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`), so `peft` loads what is written
+here, and its folders load here (`tests/model/test_peft.py`). What an adapter's config.json says beside rank and alpha
+is taken only where it changes nothing; the rest is refused by name. Left out: the arithmetic (`low_rank.py`).
+"""
+
+import filecmp
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.data.foreign import exists
+from isobit.distributed import Ranks, Shards
+from isobit.distributed.files import Part, write_file
+from isobit.errors import IsobitError, brief
+from isobit.model.adapters.low_rank import Adapter, Projection
+from isobit.model.adapters.targets import projections
+from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json, write_json
+from isobit.model.hub.config import ModelConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_REFUSED = {
+    "use_dora": "DoRA",
+    "use_rslora": "rsLoRA",
+    "modules_to_save": "modules that are trained whole",
+    "rank_pattern": "ranks that differ",
+    "alpha_pattern": "alphas that differ",
+    "fan_in_fan_out": "transposed weights",
+    "lora_bias": "biases",
+    "layer_replication": "layers that are repeated",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "experts",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+"""Keys of adapter_config.json that change what an adapter computes, and what they stand for."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initializations that write into the base model, without which the factors mean something else."""
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory is an adapter's, and no model's."""
+    return exists(directory / CONFIG) and not exists(directory / "config.json")
+
+
+def brings_tokenizer(directory: Path) -> bool:
+    """Whether a tokenizer is beside an adapter, with the tokens that end a sequence, as `Model.save` writes it."""
+    return exists(directory / "tokenizer.json") and exists(directory / "generation_config.json")
+
+
+def base_of(directory: Path) -> Path:
+    """The model that an adapter's directory names. Raises IsobitError if it names none, or one that is not here."""
+    base = read_json(directory / CONFIG).get("base_model_name_or_path")
+    if isinstance(base, str) and base and exists(Path(base)):
+        return model_folder(base)
+    raise IsobitError(
+        f"{directory}: its model {base or '(base_model_name_or_path is missing)'} is not here; give the model's "
+        "directory, and this one as its adapter (--adapter, or Model.load(path, adapter=...))"
+    )
+
+
+def check_served(directory: Path, base: Path | None) -> None:
+    """Raise IsobitError for a directory that no model at `base` can serve: a whole model, or an adapter of another one
+    that is here too; a copy of `base` is none, and where the model has moved nobody can say."""
+    if exists(directory / "config.json") and not exists(directory / CONFIG):
+        raise IsobitError(f"adapter {directory}: a whole model, merged or never adapted; give it as the model itself")
+    named = read_json(directory / CONFIG).get("base_model_name_or_path")
+    if base is None or not isinstance(named, str) or not named or not exists(Path(named)):
+        return
+    other = Path(named)
+    if other.resolve() != base.resolve() and not _same_weights(other, base):
+        raise IsobitError(f"adapter {directory}: of the model {other}, whose weights are not those of {base}; "
+                          "serve each beside its own")  # fmt: skip
+
+
+def _same_weights(first: Path, second: Path) -> bool:
+    """Whether two models' files of weights are the same bytes."""
+    names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (first, second)]
+    same = names[0] == names[1] and all((first / name).stat().st_size == (second / name).stat().st_size
+                                        for name in names[0])  # fmt: skip
+    return same and all(filecmp.cmp(first / name, second / name, shallow=False) for name in names[0])
+
+
+def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
+    """The adapter of a directory, for a model of this architecture at `base`. Raises IsobitError for what is missing or
+    damaged, what is not supported, and factors that do not fit the model."""
+    if not exists(directory / CONFIG):
+        raise IsobitError(
+            f"adapter {directory}: no {CONFIG} in it; expected a PEFT folder, such as a checkpoint of a run that "
+            "trained an adapter (RUN/checkpoints/step-...)"
+        )
+    values = read_json(directory / CONFIG)
+    rank, alpha = _settings(values, directory / CONFIG)
+    with open_weights(directory, name=WEIGHTS) as weights:
+        chosen = _adapted(weights.shapes, config, rank, directory)
+        tensors = {name: weights.rows(key) for one in chosen for name, key in _keys(one).items()}
+    return Adapter(rank, alpha, tuple(chosen), tensors, base)
+
+
+def write_peft(directory: Path, adapter: Adapter, masters: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Write an adapter's two files; each rank writes the rows that it keeps of the `masters`, the first one the rest.
+    Raises OSError if one cannot."""
+    shards = Shards.of(adapter.shapes, ranks)
+    parts = {}
+    for one in adapter.projections:
+        for name, key in _keys(one).items():
+            lo = shards.own(name)[0] if shards.owned(name) else 0
+            start = lo * shards.width(name)
+            parts[key] = Part(torch.float32, shards.shapes[name], masters.get(name), start)
+    ranks.on_first(lambda: write_json(directory / CONFIG, _config(adapter)))
+    write_file(directory / WEIGHTS, parts, ranks)
+
+
+def _config(adapter: Adapter) -> dict[str, Any]:
+    alpha = adapter.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "r": adapter.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _target_modules(adapter),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _target_modules(adapter: Adapter) -> list[str]:
+    """The ends of the modules' names; whole names where an end is found in some layers only, as dense ones among
+    experts are."""
+    layers: dict[str, set[str]] = {}
+    for one in adapter.projections:
+        layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
+    most = max(map(len, layers.values()))
+    found = (one.name.rpartition(".")[2] for one in adapter.projections)
+    if all(len(each) == most for each in layers.values()):
+        return list(dict.fromkeys(found))
+    return [one.module for one in adapter.projections]
+
+
+def _keys(one: Projection) -> dict[str, str]:
+    """The names of A and B here, and in a file."""
+    return {name: f"{_PREFIX}{one.module}.{name.rpartition('.')[2]}.weight" for name in one.masters}
+
+
+def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float]:
+    """(rank, alpha). Raises IsobitError for what else an adapter's config.json asks for."""
+    if values.get("peft_type") != "LORA":
+        raise IsobitError(f"{path}: peft_type is {brief(repr(values.get('peft_type')))}; only LORA is read")
+    for key, what in _REFUSED.items():
+        if values.get(key):
+            raise IsobitError(f"{path}: {key}: {what} cannot be read; only plain LoRA adapters are")
+    if values.get("bias", "none") != "none":
+        raise IsobitError(f"{path}: bias: trained biases cannot be read; only bias: none is")
+    if str(values.get("init_lora_weights", True)).lower().startswith(_CHANGES_BASE):
+        raise IsobitError(
+            f"{path}: init_lora_weights: {values['init_lora_weights']} changes the base model; save the adapter as "
+            "plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
+        )
+    rank, alpha = values.get("r"), values.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise IsobitError(f"{path}: r: expected a whole number, at least 1, got {brief(repr(rank))}")
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+        raise IsobitError(f"{path}: lora_alpha: expected a number above 0, got {brief(repr(alpha))}")
+    return rank, float(alpha)
+
+
+def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) -> list[Projection]:
+    """The projections whose factors these tensors are. Raises IsobitError for tensors that are no factors, and for
+    those that do not fit."""
+    chosen, known = [], set[str]()
+    for one in projections(config):
+        a, b = _keys(one).values()
+        if a not in shapes and b not in shapes:
+            continue
+        for key, shape in ((a, (rank, one.inputs)), (b, (one.hi - one.lo, rank))):
+            if key not in shapes:
+                raise IsobitError(f"{directory}: tensor {key} is missing; A and B belong together")
+            if shapes[key] != shape:
+                raise IsobitError(f"{directory}: tensor {key} has shape {shapes[key]}, but the model and r ask for "
+                                  f"{shape}")  # fmt: skip
+        chosen.append(one)
+        known |= {a, b}
+    if others := shapes.keys() - known:
+        raise IsobitError(
+            f"{directory}: tensor {brief(min(others))} is no factor of a linear layer of this {config.family} model; "
+            "adapters of experts, embeddings and heads are not read"
+        )
+    if not chosen:
+        raise IsobitError(f"{directory}: {WEIGHTS} holds no tensors")
+    return chosen

@@ -1,0 +1,99 @@
+"""Which matrices of a model an adapter has factors for, and a new adapter's values.
+
+A begins as PEFT begins it, uniform in ±1 / sqrt(inputs) (Kaiming's bound with a = sqrt(5)), and B = 0, so that a new
+adapter changes nothing. Left out: the arithmetic (`low_rank.py`), and folders (`peft.py`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from isobit.errors import IsobitError
+from isobit.model.adapters.low_rank import Adapter, Projection, factor_shapes
+from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.names import parts
+from isobit.options.projections import ALL_LINEAR, MLP_PROJECTIONS
+from isobit.precision.flow import LINEAR_LAYERS
+
+
+@dataclass(frozen=True)
+class NewAdapter:
+    """What a new adapter is made by; `targets`: names of `PROJECTIONS`, or all-linear."""
+
+    rank: int
+    alpha: float
+    targets: Sequence[str] = (ALL_LINEAR,)
+    seed: int = 0
+
+
+def projections(config: ModelConfig) -> list[Projection]:
+    """The matrices that may have adapters: of attention, and of MLPs that are no experts."""
+    found = []
+    for weight, tensors in parts(config):
+        if weight.rpartition(".")[2] not in LINEAR_LAYERS or ".experts." in weight:
+            continue
+        lo = 0
+        for name, (rows, inputs) in tensors:
+            module = name.removesuffix(".weight")
+            short = f"{weight.rpartition('.')[0]}.{module.rpartition('.')[2]}"
+            found.append(Projection(short, module, weight, lo, lo + rows, inputs))
+            lo += rows
+    return found
+
+
+def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, ...]:
+    """The matrices that `targets` name. Raises IsobitError where they are experts', or another
+    family's."""
+    has_experts = any(config.is_mixture(layer) for layer in range(config.num_layers))
+    known = projections(config)
+    if ALL_LINEAR in targets:
+        if has_experts:
+            raise IsobitError(
+                "adapter.targets: all-linear would take the experts, which have no adapters yet; give "
+                "targets: [q_proj, k_proj, v_proj, o_proj]"
+            )
+        return tuple(known)
+    found = tuple(one for one in known if one.name.rpartition(".")[2] in targets)
+    missing = [name for name in targets if not any(one.name.endswith(f".{name}") for one in found)]
+    if missing:
+        of_experts = has_experts and missing[0] in MLP_PROJECTIONS
+        where = "of experts, which have no adapters yet" if of_experts else f"no matrix of a {config.family} model"
+        raise IsobitError(f"adapter.targets: {missing[0]} is {where}; targets may be {', '.join(_names(known))}")
+    return found
+
+
+def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapter:
+    """A random A and B = 0, by `given`. The same seed gives the same values. Raises IsobitError as `targeted`."""
+    chosen = targeted(config, given.targets)
+    generator = torch.Generator().manual_seed(given.seed)
+    tensors = {}
+    for name, shape in factor_shapes(chosen, given.rank).items():
+        if name.endswith("lora_B"):
+            tensors[name] = torch.zeros(shape)
+        else:
+            tensors[name] = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+    return Adapter(given.rank, float(given.alpha), chosen, tensors, base)
+
+
+def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | None:
+    """What to warn of where factors have more of a rank than the matrices that they change, or None. Not refused: with
+    matrices of several sizes people choose a rank by the large ones, and PEFT and its folders have no limit."""
+    smaller: dict[str, tuple[int, int]] = {}
+    for one in targeted(config, targets):
+        shape = one.hi - one.lo, one.inputs
+        if min(shape) < rank:
+            smaller.setdefault(one.name.rpartition(".")[2], shape)
+    if not smaller:
+        return None
+    found = ", ".join(f"{name} [{rows}, {inputs}]" for name, (rows, inputs) in smaller.items())
+    enough = max(map(min, smaller.values()))
+    return (
+        f"adapter.rank {rank} is above the smaller side of {found}: no change of these has a rank above that, and what "
+        f"the factors have beyond takes memory and time; {enough} is enough for them"
+    )
+
+
+def _names(known: Sequence[Projection]) -> list[str]:
+    return list(dict.fromkeys(one.name.rpartition(".")[2] for one in known))

@@ -1,0 +1,225 @@
+"""Makes the working weights of a use for the first time, of masters, or of values that are read and not kept.
+
+Left out: what they are, and their making anew (`working.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import Kept, Ops, Stacked
+from isobit.model.adapters.low_rank import Adapter
+from isobit.model.hub.config import ModelConfig
+from isobit.model.weights.layout import Attention, Delta, Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
+from isobit.model.weights.stored import NO_MASTER, LowRank, Vector, Weight, working_vector
+from isobit.precision import Flow, Format, Nibbles, Precision, QTensor, QuantSpec, nibbles
+
+Made = dict[tuple[int | None, Flow], Layer | Outside]
+"""The parts made so far, by layer and flow; uses with the same flow share them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What working weights are made of. `masters` are the leaves: where these hold no numbers, what is made is
+    storage that `remake` fills. With an `adapter`, `masters` are values that nothing trains, which are read one at a
+    time and not kept, and `leaves` those of the adapter's masters."""
+
+    masters: Mapping[str, Tensor]
+    adapter: Adapter | None = None
+    leaves: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def leaf(self, master: Tensor) -> Tensor:
+        """That through which the gradient of a master returns."""
+        return master if self.adapter is None else NO_MASTER
+
+    def kept(self, quantized: QTensor, master: Tensor, dgrad: str) -> Kept:
+        """A quantized weight as it is stored: what nothing writes again in nibbles, where these hold it."""
+        frozen = self.adapter is not None and in_nibbles(quantized.spec, quantized.shape, dgrad)
+        return nibbles.packed(quantized, master.detach()) if frozen else quantized
+
+    def low_rank(self, name: str, flow: Flow) -> tuple[LowRank, ...]:
+        """The adapters of a weight, their working factors in the compute format."""
+
+        def factor(name: str) -> Weight:
+            working = self.leaves[name].detach().to(flow.compute.dtype, copy=True)
+            return Weight(name, self.leaves[name], working, None, None)
+
+        if self.adapter is None:
+            return ()
+        return tuple(
+            LowRank(factor(one.masters[0]), factor(one.masters[1]), one.lo, one.hi, self.adapter.scale)
+            for one in self.adapter.of(name)
+        )
+
+
+def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[LowRank, ...]:
+    """An adapter's factors of one weight that nothing trains, prepared for `ops`."""
+
+    def factor(name: str) -> Weight:
+        working = adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)
+        return Weight(name, NO_MASTER, ops.prepare(working), None, None)
+
+    pairs = [(one, tuple(map(factor, one.masters))) for one in adapter.of(name)]
+    return tuple(LowRank(a, b, one.lo, one.hi, adapter.scale) for one, (a, b) in pairs)
+
+
+def in_nibbles(spec: QuantSpec, shape: tuple[int, ...], dgrad: str) -> bool:
+    """Whether a frozen weight of this shape is stored with two codes to a byte. An FP8 DGrad quantizes the transposed
+    weight again, so it needs the whole."""
+    return dgrad != "fp8" and nibbles.holds(spec, shape)
+
+
+def make_working(
+    config: ModelConfig,
+    precision: Precision,
+    ops: Ops,
+    sources: Sources,
+    use: str,
+    made: Made,
+    multiplying: Ops,
+) -> Working:
+    """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops` quantize; the use
+    multiplies with `multiplying`, which prepare the weights."""
+    parts: list[Layer | Outside] = []
+    for index in (None, *range(config.num_layers)):
+        flow = precision.flow(use, index, config.num_layers)
+        if (index, flow) not in made:
+            part = (
+                _make_outside(config, flow, sources)
+                if index is None
+                else _LayerMaker(config, precision, ops, sources, index, flow).layer()
+            )
+            made[index, flow] = _prepared(part, multiplying)
+        parts.append(made[index, flow])
+    outside, *layers = parts
+    assert isinstance(outside, Outside)
+    return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
+
+
+def _prepared(part: Layer | Outside, ops: Ops) -> Any:
+    """The same with every linear layer's weight prepared for `ops`."""
+
+    def change(part: Weight | Vector) -> Weight | Vector:
+        if not isinstance(part, Weight) or isinstance(part.working, Nibbles):  # of nibbles there are no packs
+            return part
+        return replace(part, prepared=ops.prepare(part.working))
+
+    return map_parts(part, change)
+
+
+def _make_outside(config: ModelConfig, flow: Flow, sources: Sources) -> Outside:
+    embed = _vector("embed", flow, sources)
+    head = embed if config.tie_embeddings else _vector("head", flow, sources)
+    final_norm = _vector("final_norm", flow, sources, config.norm_offset)
+    return Outside(embed, final_norm, Weight(head.name, head.master, head.working, None, None))
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerMaker:
+    """Makes the working weights of one layer."""
+
+    config: ModelConfig
+    precision: Precision
+    ops: Ops
+    sources: Sources
+    index: int
+    flow: Flow
+
+    def layer(self) -> Layer:
+        config = self.config
+        norms = {name: self.norm(name) for name in config.norms}
+        mixture = config.is_mixture(self.index)
+        return Layer(
+            flow=self.flow,
+            input_norm=norms.get("input_norm"),
+            attention=self.delta() if config.is_linear(self.index) else self.attention(),
+            attention_out_norm=norms.get("attention_out_norm"),
+            post_norm=norms.get("post_norm"),
+            mlp=self.mixture() if mixture else Mlp(self.made("gate_up"), self.made("down"), config.activation),
+            mlp_out_norm=norms.get("mlp_out_norm"),
+        )
+
+    def attention(self) -> Attention:
+        norms = (self.norm("q_norm"), self.norm("k_norm")) if self.config.qk_norm else None
+        return Attention(self.made("qkv"), norms, self.single("sinks") if self.config.sinks else None, self.made("o"))
+
+    def delta(self) -> Delta:
+        vectors = self.single("conv"), self.single("decay"), self.single("step_bias"), self.norm("state_norm")
+        return Delta(self.made("qkv"), _single(self.named("gates"), self.sources), *vectors, self.made("o"))
+
+    def mixture(self) -> Mixture:
+        config = self.config
+        assert config.experts is not None
+        (gate_up, ups), (down, downs) = self.stacked("gate_up"), self.stacked("down")
+        experts = tuple(Mlp(first, second, config.activation) for first, second in zip(ups, downs))
+        router = _single(self.named("router"), self.sources)
+        return Mixture(router, experts, gate_up, down, config.experts.per_token, config.experts.normalize)
+
+    def stacked(self, role: str) -> tuple[Stacked, list[Weight]]:
+        """A matrix of all experts in one storage, and each expert's."""
+        assert self.config.experts is not None
+        count = self.config.experts.count
+        names, leaves = [f"experts.{number}.{role}" for number in range(count)], []
+
+        def matrices() -> Iterator[Kept]:
+            for name in names:
+                master = self.sources.masters[self.named(name)]
+                leaves.append(self.sources.leaf(master))
+                yield self.made_of(name, master)
+
+        stack = Stacked.of(matrices(), count)
+        return with_biases(stack, [self.weight(*each) for each in zip(names, leaves, stack.experts)])
+
+    def named(self, name: str) -> str:
+        return f"layers.{self.index}.{name}"
+
+    def norm(self, name: str) -> Vector:
+        return _vector(self.named(name), self.flow, self.sources, self.config.offset_of(name))
+
+    def single(self, name: str) -> Vector:
+        return _vector(self.named(name), self.flow, self.sources, dtype=torch.float32)
+
+    def made(self, name: str) -> Weight:
+        return self.weight(name, self.sources.masters[self.named(name)])
+
+    def made_of(self, name: str, master: Tensor) -> Kept:
+        """A matrix as the flow stores it."""
+        spec = self.precision.linear_flow(self.flow, name.rpartition(".")[2]).weight
+        if spec is None:
+            return master.detach().to(self.flow.compute.dtype, copy=True)
+        dgrad, _ = self.precision.backward(self.index, self.config.num_layers)
+        return self.sources.kept(self.ops.quantize(master.detach(), spec, self.named(name)), master, dgrad)
+
+    def weight(self, name: str, master: Tensor, working: Kept | None = None) -> Weight:
+        """A linear layer, of a `working` matrix that is made already, or makes it."""
+        precision, sources, compute = self.precision, self.sources, self.flow.compute.dtype
+        bias = sources.masters.get(f"{self.named(name)}_bias")
+        rounded = None if bias is None else bias.detach().to(compute, copy=True)
+        operand = self.made_of(name, master) if working is None else working
+        kept = None if bias is None else sources.leaf(bias)
+        adapters = sources.low_rank(self.named(name), self.flow)
+        found = Weight(self.named(name), sources.leaf(master), operand, kept, rounded, adapters=adapters)
+        activation = precision.linear_flow(self.flow, name.rpartition(".")[2]).activation
+        if activation is None:
+            return found
+        dgrad, wgrad = precision.backward(self.index, self.config.num_layers)
+        own, gradient = precision.wgrad_activation == "own-copy" and sources.adapter is None, precision.gradient
+        return replace(found, activation=activation, gradient=gradient, dgrad=dgrad, wgrad=wgrad, own_copy=own)
+
+
+def _single(name: str, sources: Sources) -> Weight:
+    """A linear layer in FP32: a router, or the gates of linear attention."""
+    master, bias = sources.masters[name], sources.masters.get(f"{name}_bias")
+    values = master.detach().to(torch.float32, copy=True)
+    if bias is None:
+        return Weight(name, sources.leaf(master), values, None, None)
+    return Weight(name, sources.leaf(master), values, sources.leaf(bias), bias.detach().to(torch.float32, copy=True))
+
+
+def _vector(name: str, flow: Flow, sources: Sources, offset: float = 0.0, dtype: torch.dtype | None = None) -> Vector:
+    """`dtype`: of the working copy, by default the compute format."""
+    master = sources.masters[name]
+    return Vector(name, sources.leaf(master), working_vector(master, dtype or flow.compute.dtype, offset), offset)

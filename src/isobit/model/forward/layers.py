@@ -1,0 +1,203 @@
+"""One forward of the model over rows: its layers, and `Pass`, which is all that they share.
+
+Left out: the operators with their gradients (`autograd.py`), experts (`moe.py`), and state that outlives a forward
+(`transformer.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import Heads, KVStore, Layout, Ops, StateStore, Store, unwatched
+from isobit.model.families.rope import Tables
+from isobit.model.forward import autograd
+from isobit.model.forward.delta import Recurrent, linear_attention
+from isobit.model.forward.kv_scales import KVScales, scales_of
+from isobit.model.forward.moe import RouteTape, mixture
+from isobit.model.forward.recompute import Recompute, recomputed
+from isobit.model.forward.storage import new_store
+from isobit.model.hub.config import ModelConfig
+from isobit.model.weights.layout import Attention, Delta, Layer, Mixture, Working
+from isobit.model.weights.permute_heads import arranged, arranged_norm
+from isobit.model.weights.stored import Vector, Weight
+
+Watch = Callable[[Ops, int | None], Any]
+"""Called with the operators and the index of the layer that uses them (None outside the layers); returns the operators
+to use instead. These return the same results, and may look at them (`isobit.kernels.Watching`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What the layers of one forward share.
+
+    `masters` receive gradients. `stores` hold keys and values or states, one per layer; without them each layer has a
+    temporary one, and states are not kept. `scales` are those of a calibrated cache. `tape` follows the routers of a
+    mixture of experts, `watch` the operators. With `recompute` the backward computes each layer's activations again, or
+    those of its MLP, and the forward keeps none (`recompute.py`). While `calibrating`, queries with calibrated scales
+    stay in the compute format.
+    """
+
+    config: ModelConfig
+    ops: Ops
+    layout: Layout
+    tables: Tables
+    masters: Mapping[str, Tensor]
+    stores: Sequence[Store] | None = None
+    scales: KVScales | None = None
+    tape: RouteTape | None = None
+    watch: Watch | None = None
+    recompute: Recompute = False
+    calibrating: bool = False
+
+    def ops_of(self, layer: int | None) -> Ops:
+        """The operators of a layer, or outside the layers."""
+        return self.ops if self.watch is None else self.watch(self.ops, layer)
+
+    def store_of(self, index: int, layer: Layer) -> KVStore:
+        """Where a layer's keys and values are."""
+        if self.stores is None:
+            return self.temporary_store(index, layer)
+        found = self.stores[index]
+        assert isinstance(found, KVStore)
+        return found
+
+    def states_of(self, index: int) -> StateStore | None:
+        """Where a layer's states are, if anywhere."""
+        found = None if self.stores is None else self.stores[index]
+        assert not isinstance(found, KVStore)
+        return found
+
+    def temporary_store(self, index: int, layer: Layer) -> KVStore:
+        """An empty one for a layer's keys and values of this forward alone."""
+        flow, layout = layer.flow, self.layout
+        scales = scales_of(self.scales)[index, :2] if flow.calibrated else None
+        size = layout.num_slots // layout.page_size, layout.page_size
+        found = new_store(self.config, index, flow, *size, layout.positions.device, flow.kv, scales)
+        assert isinstance(found, KVStore)
+        return found
+
+
+def forward(tokens: Tensor, working: Working, one: Pass) -> Tensor:
+    """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators' device."""
+    ops, outside = one.ops_of(None), working.outside
+    x, residual = autograd.embedding(tokens, outside.embed, one.config.embedding_scale, ops), None
+    compute = _recomputed_layer if one.recompute is True else _layer
+    for index, layer in enumerate(working.layers):
+        x, residual = compute(x, residual, index, layer, one)
+    return autograd.rms_norm(x, residual, outside.final_norm, one.config.rms_eps, ops)[0]
+
+
+def _layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
+    """(what the layer adds, the residual stream that it is added to), both [T, hidden]."""
+    eps, ops = one.config.rms_eps, one.ops_of(index)
+    if isinstance(layer.attention, Delta):
+        x, residual = _recall(x, residual, index, layer, layer.attention, one, ops)
+    else:
+        qkv, residual = _into(x, residual, layer.input_norm, layer.attention.qkv, eps, ops)
+        x = _attend(qkv, index, layer, layer.attention, one, ops)
+    x = _out_of(x, layer.attention_out_norm, eps, ops)
+    if isinstance(layer.mlp, Mixture):
+        assert layer.post_norm is not None
+        normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
+        x = mixture(normed, layer.mlp, ops, one.tape, one.recompute == "mlp")
+    else:
+        into = layer.post_norm, layer.mlp.gate_up, eps
+        gate_up, residual = _into(x, residual, *into, ops)
+        again = partial(_into, residual.detach(), None, *into, unwatched(ops))
+        x = autograd.gated_linear(
+            gate_up, layer.mlp.activation, layer.mlp.down, ops, again if one.recompute == "mlp" else None
+        )
+    return _out_of(x, layer.mlp_out_norm, eps, ops), residual
+
+
+def _into(
+    x: Tensor, residual: Tensor | None, norm: Vector | None, weight: Weight, eps: float, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """(the sum x + residual, normed if there is a norm, times the weight [T, N]; the sum itself [T, hidden])."""
+    if norm is not None:
+        return autograd.norm_linear(x, residual, norm, eps, weight, ops)
+    summed = x if residual is None else x + residual
+    return autograd.linear(summed, weight, ops), summed
+
+
+def _out_of(x: Tensor, norm: Vector | None, eps: float, ops: Ops) -> Tensor:
+    """What attention or MLP adds, normed if there is a norm."""
+    return x if norm is None else autograd.rms_norm(x, None, norm, eps, ops)[0]
+
+
+def _recall(
+    x: Tensor, residual: Tensor | None, index: int, layer: Layer, own: Delta, one: Pass, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """(linear attention and its output projection, the sum x + residual), both [T, hidden]."""
+    assert layer.input_norm is not None
+    assert one.config.linear is not None
+    normed, residual = autograd.rms_norm(x, residual, layer.input_norm, one.config.rms_eps, ops)
+    qkvz = autograd.linear(normed, own.qkv, ops, kept=True)
+    gates = autograd.linear(normed, own.gates, ops, kept=True, dtype=torch.float32)
+    given = Recurrent(one.config.linear, one.config.rms_eps, one.layout, one.states_of(index))
+    return linear_attention(qkvz, gates, own, given, ops), residual
+
+
+def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, one: Pass, ops: Ops) -> Tensor:
+    """Attention and its output projection: qkv [T, (H + 2 KV) · D], with gates [T, (2 H + 2 KV) · D], to
+    [T, hidden]."""
+    dim, norms, rope = one.config.head_dim, own.head_norms, one.config.rope_of(index)
+    if norms is not None and one.config.norms_all_heads:
+        qkv, norms = _normed_heads(qkv, norms, one.config.rms_eps, ops), None
+    rotated = dim if rope is None else rope.rotated(dim)
+    qkv, gate = arranged(qkv, one.config, rotated)
+    if norms is not None:
+        norms = arranged_norm(norms[0], rotated), arranged_norm(norms[1], rotated)
+    masters = None if norms is None else (norms[0].master, norms[1].master)
+    tables = one.tables[rope]
+    heads = Heads(None if norms is None else (norms[0].working, norms[1].working), one.config.rms_eps, tables)
+    query, scale = layer.flow.query, None
+    if one.calibrating and layer.flow.calibrated_queries:
+        query = None
+    elif layer.flow.calibrated_queries:
+        scale = scales_of(one.scales)[index, 2:]
+    factor = one.config.attention_scale
+    store, temporary = partial(one.store_of, index, layer), partial(one.temporary_store, index, layer)
+    window = one.config.window(index)
+    further = query, scale, own.sinks, layer.flow.probabilities
+    given = autograd.Attended(heads, store, temporary, one.layout, factor, window, *further)
+    out = autograd.attend(qkv.view(len(qkv), qkv.shape[1] // dim, dim), masters, given, ops)
+    if gate is not None:
+        return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
+    return autograd.linear(out.flatten(1), own.o, ops, kept=True)
+
+
+def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Ops) -> Tensor:
+    """qkv [T, (H + 2 KV) · D], its queries normed as one row of H · D, its keys as one of KV · D."""
+    width, kv_width = (norm.working.shape[0] for norm in norms)
+    q, k, v = qkv.split((width, kv_width, kv_width), dim=1)
+    q, k = (autograd.rms_norm(x.contiguous(), None, norm, eps, ops)[0] for x, norm in zip((q, k), norms))
+    return torch.cat((q, k, v), dim=1)
+
+
+def _recomputed_layer(x: Tensor, residual: Tensor | None, index: int, layer: Layer, one: Pass) -> tuple[Tensor, Tensor]:
+    """`_layer`, computed again in the backward. The tape records the first forward only; a router's probabilities have
+    a gradient, so they are among the results."""
+    tape = one.tape if isinstance(layer.mlp, Mixture) else None
+    given = tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
+    chosen: list[Tensor] = []
+
+    def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+        own = None if tape is None else RouteTape(None if given is None else given.unsqueeze(1))
+        x, residual = _layer(x, residual, index, layer, replace(one, tape=own))
+        if own is None:
+            return x, residual, None
+        chosen[:] = own.chosen
+        return x, residual, own.probabilities[0]
+
+    prefix = f"layers.{index}."
+    masters = [master for name, master in one.masters.items() if name.startswith(prefix)]
+    x, residual, probabilities = recomputed(run, x, residual, masters)
+    if tape is not None:
+        tape.chosen += chosen
+        tape.probabilities.append(probabilities)
+    return x, residual

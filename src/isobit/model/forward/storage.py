@@ -1,0 +1,26 @@
+"""The store of a layer: keys and values of attention, or the states of linear attention."""
+
+import torch
+from torch import Tensor
+
+from isobit.kernels import KVStore, StateStore, Store
+from isobit.model.hub.config import ModelConfig
+from isobit.precision import Flow, QuantSpec
+
+
+def new_store(
+    config: ModelConfig,
+    layer: int,
+    flow: Flow,
+    pages: int,
+    page_size: int,
+    device: torch.device | str,
+    kv: QuantSpec | None,
+    scales: Tensor | None = None,
+) -> Store:
+    """An empty one, of `pages`. `kv`: how keys and values are stored; with calibrated `scales` [2], if there are."""
+    if config.linear is not None and config.is_linear(layer):
+        inputs = config.linear.width - 1, config.linear.channels
+        return StateStore.allocate(pages, inputs, config.linear.state, flow.compute, device)
+    shape = pages * page_size, config.num_kv_heads, config.head_dim
+    return KVStore.allocate(*shape, kv, flow.compute, scales, device)

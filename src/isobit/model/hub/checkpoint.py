@@ -1,0 +1,278 @@
+"""Hugging Face directories: read and write weights (safetensors, single or sharded) and JSON files.
+
+Reads float32, bfloat16 and float16 tensors, E4M3 ones in blocks of 128x128 (`fp8_blocks.py`), and MXFP4
+(`mxfp4_blocks.py`), into float32. Every
+defect of a directory is one `IsobitError`. Left out: pickled weights, other quantized checkpoints, and making a write
+atomic (`isobit.run.checkpoints`).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from isobit.data.foreign import BadJson, check_readable, exists, parse_json, read_bytes, reason_of
+from isobit.distributed import ALONE, Ranks
+from isobit.distributed.files import FileTensor, Part, file_tensors, write_file
+from isobit.errors import IsobitError, brief, download_hint
+from isobit.model.hub import mxfp4_blocks as mxfp4
+from isobit.model.hub.folders import instead
+from isobit.precision import E4M3
+from isobit.precision.quantize import BLOCK, expand_scale
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+Shapes = Mapping[str, tuple[int, ...]]
+SHARD_BYTES = 5 << 30
+_MOST_TEXT_BYTES = 1 << 28  # a tokenizer.json of a vocabulary of 260,000 has 3e7
+_LANGUAGE_MODEL, _BESIDE = "model.language_model.", ("model.visual.", "mtp.")
+_SCALES = "_scale_inv"
+_EXPECTED = {"adapter": "a PEFT folder, such as a checkpoint of a run that trained an adapter"}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def model_folder(path: str | Path, what: str = "model") -> Path:
+    """The Hugging Face directory at a path. Raises IsobitError where there is none."""
+    if not isinstance(path, (str, Path)):
+        raise IsobitError(f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}")
+    folder = Path(path)
+    if not exists(folder):
+        hint = download_hint(path) or f"; expected {_EXPECTED.get(what, 'a Hugging Face model directory')}"
+        raise IsobitError(f"{what} {folder}: no such directory{hint}")
+    if not folder.is_dir():
+        raise IsobitError(f"{what} {folder}: a file; give the Hugging Face model directory that it is in")
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, within the limits of `isobit.data.foreign`; IsobitError if it is missing or
+    malformed."""
+    try:
+        values = parse_json(read_text(path))
+    except BadJson as error:
+        line = "" if error.line is None else f", line {error.line}"
+        raise IsobitError(f"{path}{line}: not valid JSON: {error.reason}") from None
+    if not isinstance(values, dict):
+        raise IsobitError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def read_text(path: Path) -> str:
+    """A text file of a model directory; IsobitError if it is missing, not UTF-8 or far too long."""
+    try:
+        return read_bytes(path, _MOST_TEXT_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        exists(path)  # raises for a link whose target is gone
+        what = instead(path.parent) if path.name == "config.json" else ""
+        raise IsobitError(
+            f"{path.parent}: {path.name} is missing{what or '; expected a Hugging Face model directory'}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+
+
+class Weights:
+    """The tensors of a directory whose files are open: their `shapes`, and their rows as float32, of which no more is
+    read than is asked for. Scales of FP8 blocks belong to their tensors, and blocks and scales of MXFP4 are one. Of a
+    model that reads images too these are its language model's, by the names that they have without it."""
+
+    def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, FileTensor]]) -> None:
+        tensors = _of_language_model(tensors)
+        self._directory, self._tensors = directory, tensors
+        scales = [key for key in tensors if key.endswith(_SCALES) and key.removesuffix(_SCALES) in tensors]
+        self._packed = mxfp4.shapes_of(tensors, directory)
+        scales += [name + suffix for name in self._packed for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)]
+        kept = {key: each.shape for key, (_, each) in tensors.items() if key not in set(scales)}
+        self.shapes: Shapes = kept | self._packed
+
+    def check(self) -> None:
+        """Raise IsobitError unless every tensor is of numbers that are read, and FP8 blocks have their scales."""
+        packed = {name + suffix for name in self._packed for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        for name, (path, tensor) in self._tensors.items():
+            if name in packed:
+                continue
+            blocks = tensor.dtype == E4M3.dtype and len(tensor.shape) == 2
+            if tensor.dtype not in _FLOATS and not blocks:
+                raise IsobitError(
+                    f"{path}: tensor {brief(name)} has dtype {tensor.dtype}; expected float32, bfloat16 or float16"
+                )
+            if not blocks:
+                continue
+            scale = self._tensors.get(f"{name}{_SCALES}")
+            grid = tuple(-(-size // BLOCK) for size in tensor.shape)
+            if scale is None or scale[1].shape != grid:
+                found = "no scales" if scale is None else f"scales of shape {scale[1].shape}"
+                raise IsobitError(
+                    f"{self._directory}: FP8 tensor {brief(name)} has {found}; expected {brief(name)}{_SCALES} {grid}"
+                )
+
+    def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
+        """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is not finite. Where
+        scales are powers of two, the values of FP8 blocks are exact."""
+        hi = next(iter(self.shapes[name]), 1) if hi is None else hi
+        if name in self._packed:
+            return self._unpacked(name, lo, hi)
+        values = self._read(name, lo, hi)
+        if self._tensors[name][1].dtype != E4M3.dtype:
+            return values
+        first = lo // BLOCK  # a rank's rows of a query, key or value may begin inside a block
+        scale = self._read(f"{name}{_SCALES}", first, -(-hi // BLOCK))
+        scales = expand_scale(scale, (BLOCK, BLOCK), (scale.shape[0] * BLOCK, values.shape[1]))
+        return values * scales[lo - first * BLOCK : hi - first * BLOCK]
+
+    def _unpacked(self, name: str, lo: int, hi: int) -> Tensor:
+        parts = []
+        for suffix in (mxfp4.BLOCKS, mxfp4.SCALES):
+            path, tensor = self._tensors[name + suffix]
+            with _reading(path):
+                parts.append(tensor[lo:hi])
+        return _finite(mxfp4.dequantized(*parts), path, name)
+
+    def _read(self, name: str, lo: int, hi: int) -> Tensor:
+        path, tensor = self._tensors[name]
+        with _reading(path):
+            values = (tensor[lo:hi] if tensor.shape else tensor[...]).float()
+        return _finite(values, path, name)
+
+
+def _of_language_model(tensors: Mapping[str, tuple[Path, FileTensor]]) -> Mapping[str, tuple[Path, FileTensor]]:
+    """Without the towers beside it, and the layers that predict further tokens, where files have a language model."""
+    if not any(name.startswith(_LANGUAGE_MODEL) for name in tensors):
+        return tensors
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(_BESIDE)}
+    return {name.replace(_LANGUAGE_MODEL, "model.", 1): tensor for name, tensor in kept.items()}
+
+
+def _finite(values: Tensor, path: Path, name: str) -> Tensor:
+    if not bool(torch.isfinite(values).all()):
+        raise IsobitError(f"{path}: tensor {brief(name)} holds NaN or infinity")
+    return values
+
+
+@contextmanager
+def open_weights(
+    directory: Path, check: Callable[[Shapes], None] | None = None, name: str | None = None
+) -> Iterator[Weights]:
+    """The weights of a directory, or of the file of this `name` in it. `check` gets their shapes before any is read,
+    and raises for what the model cannot take. Raises IsobitError for a file that is missing or corrupt, and for
+    headers and an index that contradict each other."""
+    tensors: dict[str, tuple[Path, FileTensor]] = {}
+    with ExitStack() as stack:
+        files = _weight_files(directory) if name is None else {name: []}
+        for name, wanted in files.items():
+            path = directory / name
+            for key, tensor in _opened(path, stack).items():
+                if key in tensors:
+                    raise IsobitError(
+                        f"{directory}: tensor {brief(key)} is in both {tensors[key][0].name} and {name}; it must be in "
+                        "one of them"
+                    )
+                tensors[key] = path, tensor
+            for key in wanted:
+                if key not in tensors or tensors[key][0] != path:
+                    raise IsobitError(
+                        f"{directory / INDEX}: tensor {brief(key)} is not in {name}, where weight_map says it is"
+                    )
+        weights = Weights(directory, tensors)
+        if check is not None:
+            check(weights.shapes)
+        weights.check()
+        yield weights
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, float32, by their Hugging Face names; raises as `open_weights` and `Weights.rows`."""
+    with open_weights(directory) as weights:
+        return {name: weights.rows(name) for name in weights.shapes}
+
+
+def _opened(path: Path, stack: ExitStack) -> dict[str, FileTensor]:
+    """The tensors of a safetensors file. Raises IsobitError for one that is missing, cannot be read, or is damaged."""
+    if not exists(path):
+        raise IsobitError(f"{path.parent}: weight file {path.name} is missing")
+    try:
+        check_readable(path)
+    except OSError as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    with _reading(path):
+        return file_tensors(stack.enter_context(safe_open(path, framework="pt")))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise IsobitError(
+            f"{path}: truncated or corrupt safetensors file ({' '.join(str(error).split())[:300]})"
+        ) from None
+
+
+def _weight_files(directory: Path) -> dict[str, list[str]]:
+    """The files of the weights, and the tensors that the index says are in each."""
+    if exists(directory / WEIGHTS):
+        return {WEIGHTS: []}
+    if exists(directory / INDEX):
+        mapping = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(mapping, dict) or not mapping:
+            raise IsobitError(f"{directory / INDEX}: weight_map is missing or empty")
+        files: dict[str, list[str]] = {}
+        for tensor, name in mapping.items():
+            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+                raise IsobitError(f"{directory / INDEX}: weight_map names a file outside the directory: {name!r:.80}")
+            files.setdefault(name, []).append(tensor)
+        return dict(sorted(files.items()))
+    raise IsobitError(f"{directory}: no {WEIGHTS} and no {INDEX}; only safetensors checkpoints are read")
+
+
+def write_weights(
+    directory: Path, tensors: Mapping[str, Tensor | Part], shard_bytes: int = SHARD_BYTES, ranks: Ranks = ALONE
+) -> None:
+    """Write `tensors`, of any device, as one safetensors file, or as shards of at most `shard_bytes` with an index. Of
+    a `Part` each rank writes what it has.
+
+    Weights that the directory already holds are replaced, whichever of the two forms they have.
+    """
+    parts = {name: t if isinstance(t, Part) else Part.whole(t) for name, t in tensors.items()}
+    shards = _shards(parts, shard_bytes)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [WEIGHTS]
+    for name, shard in zip(names, shards):
+        write_file(directory / name, shard, ranks)
+
+    def finish() -> None:
+        written = {*names}
+        if len(shards) > 1:
+            total = sum(part.nbytes for part in parts.values())
+            weight_map = {key: name for name, shard in zip(names, shards) for key in shard}
+            write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            written.add(INDEX)
+        for pattern in (WEIGHTS, INDEX, "model-?????-of-?????.safetensors"):
+            for path in directory.glob(pattern):
+                if path.name not in written:
+                    path.unlink()
+
+    ranks.on_first(finish)
+
+
+def _shards(parts: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:
+    """The parts in their order, in as few files as hold at most `shard_bytes`, or a single part."""
+    shards: list[dict[str, Part]] = [{}]
+    size = 0
+    for name, part in parts.items():
+        if shards[-1] and size + part.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = part
+        size += part.nbytes
+    return shards
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

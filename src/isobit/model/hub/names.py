@@ -1,0 +1,222 @@
+"""Hugging Face tensor names to fused masters, and back.
+
+`q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` (Mixtral: w1, w3) those of
+`gate_up`: the `modules` of a family's table. Every expert has its own tensors, also where files hold all of a layer
+together (`together.py`).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.distributed import ALONE, Ranks, Shards
+from isobit.distributed.files import Part
+from isobit.distributed.shards import Rows
+from isobit.distributed.weights import Stored, share_rows
+from isobit.errors import IsobitError, brief
+from isobit.model.families import FAMILIES
+from isobit.model.hub.checkpoint import Shapes
+from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.packed_experts import Place, Read, apart, in_files, joined, place
+from isobit.model.hub.shapes import parameter_shapes
+
+_OUTSIDE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_BARE = ("sinks", "decay", "step_bias")  # tensors whose names end with the module's
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def fuse(
+    read: Read, config: ModelConfig, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that `check_shapes`
+    takes, rounded to `dtype`. No others are read."""
+    shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config)
+
+    def own(master: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
+        pieces = [read(piece.name, piece.lo, piece.hi) for piece in _pieces(tensors, shards.own(master))]
+        return torch.cat(pieces).reshape(shards.own_shape(master)).to(dtype)
+
+    return {master: own(master, tensors) for master, tensors in parts(config) if shards.owned(master)}
+
+
+def split(
+    masters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE
+) -> dict[str, Part]:
+    """Hugging Face tensors, of which each rank writes the rows that it keeps of the masters; the inverse of `fuse`."""
+    shards = Shards.of(parameter_shapes(config), ranks)
+    found: dict[str, Part] = {}
+    for master, tensors in parts(config):
+        if _together(config) and ".experts." in master:
+            continue
+        found |= {name: Part(dtype, shape) for name, shape in tensors}
+        for piece in _pieces(tensors, shards.own(master)):
+            mine = masters[master][piece.at : piece.at + piece.hi - piece.lo].reshape(-1, *piece.shape[1:])
+            found[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
+    return found | (_joined(masters, config, dtype, shards) if _together(config) else {})
+
+
+def _joined(masters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, shards: Shards) -> dict[str, Part]:
+    """The tensors that hold experts together. Alone, each is made when it is written; of several ranks the first makes
+    and writes them, of the rows that all have sent, and holds them until then."""
+    groups: dict[str, list[tuple[Place, str, int, int]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for master, tensors in parts(config):
+        first = 0
+        for name, shape in tensors:
+            if (at := place(name)) is not None:
+                groups.setdefault(at.name, []).append((at, master, first, first + shape[0]))
+                shapes[name] = shape
+            first += shape[0]
+    whole, found = in_files(shapes), dict[str, Part]()
+    for name, members in groups.items():
+        values = _whole(masters, dict.fromkeys(member[1] for member in members), dtype, shards)
+        pieces = [(at, values[master][lo:hi]) for at, master, lo, hi in members]
+        make = partial(joined, pieces, whole[name], dtype)
+        mine = make if shards.ranks.size == 1 else make() if shards.ranks.first else None
+        found[name] = Part(dtype, whole[name], mine)
+    return found
+
+
+def _whole(
+    masters: Mapping[str, Tensor], wanted: Iterable[str], dtype: torch.dtype, shards: Shards
+) -> Mapping[str, Tensor]:
+    """These masters with the rows that other ranks keep; where there are others, as `dtype`."""
+    if shards.ranks.size == 1:
+        return masters
+    device = next(iter(masters.values())).device
+    found = {name: torch.empty(shards.shapes[name], dtype=dtype, device=device) for name in wanted}
+    for name, tensor in found.items():
+        if shards.owned(name):
+            tensor[slice(*shards.own(name))] = masters[name].detach().to(dtype)
+    share_rows([Stored(name, tensor) for name, tensor in found.items()], shards)
+    return found
+
+
+def _together(config: ModelConfig) -> bool:
+    mixtures = FAMILIES[config.family].mixtures
+    return mixtures is not None and mixtures.together
+
+
+def _reader(read: Read, config: ModelConfig) -> Read:
+    return apart(read) if _together(config) else read
+
+
+class Fused(Mapping[str, Tensor]):
+    """Whole masters, float32 on a device, each read when it is asked for, and not kept."""
+
+    def __init__(self, read: Read, config: ModelConfig, device: torch.device) -> None:
+        self._read, self._device, self._parts = _reader(read, config), device, dict(parts(config))
+        self._shapes = parameter_shapes(config)
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = [self._read(tensor, 0, shape[0]) for tensor, shape in self._parts[name]]
+        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return whole.reshape(self._shapes[name]).to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+class _Piece(NamedTuple):
+    """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of what a rank keeps."""
+
+    name: str
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+    at: int
+
+
+def _pieces(tensors: Sequence[tuple[str, tuple[int, ...]]], rows: Rows) -> Iterator[_Piece]:
+    """Where these rows of a master are, in the tensors that it is made of."""
+    first = 0
+    for name, shape in tensors:
+        lo, hi = max(rows[0] - first, 0), min(rows[1] - first, shape[0])
+        if lo < hi:
+            yield _Piece(name, shape, lo, hi, first + lo - rows[0])
+        first += shape[0]
+
+
+def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
+    """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than they are many, however
+    large the sizes in config.json."""
+    count = 0 if config.experts is None else config.experts.count
+    most = sum(map(math.prod, shapes.values())) if _together(config) else len(shapes)
+    if config.num_layers > len(shapes) or config.num_mixtures * count > most:
+        experts = f" of {count:,} experts" if count else ""
+        raise IsobitError(
+            f"{where}: config.json says {config.num_layers:,} layers{experts}, but the weights are {len(shapes):,} "
+            "tensors, fewer than such layers have"
+        )
+    expected = {name: shape for _, names in parts(config) for name, shape in names}
+    expected = in_files(expected) if _together(config) else expected
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    given = {name for name in shapes if not name.endswith(_IGNORED_SUFFIXES)} - tied
+    for problem, names in (
+        ("is missing", expected.keys() - given),
+        ("is not part of this architecture", given - expected.keys()),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise IsobitError(f"{where}: tensor {brief(min(names))} {problem}{more}; config.json says {config.family}")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise IsobitError(f"{where}: tensor {name} has shape {shapes[name]}, but config.json asks for {shape}")
+
+
+def check_tied(read: Read, shapes: Shapes, config: ModelConfig, where: str, ranks: Ranks = ALONE) -> None:
+    """Refuse a head that differs from the embedding where config.json ties them: `transformers` would take the head.
+    Each rank compares the rows that it keeps."""
+    embed, head = _OUTSIDE["embed"], _OUTSIDE["head"]
+    if not config.tie_embeddings or head not in shapes:
+        return
+    lo, hi = Shards.of(parameter_shapes(config), ranks).own("embed")
+    if shapes[head] != shapes[embed] or not torch.equal(read(head, lo, hi), read(embed, lo, hi)):
+        raise IsobitError(
+            f"{where}: tensor lm_head.weight differs from the embedding; config.json must have tie_word_embeddings "
+            "false"
+        )
+
+
+def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
+    """For every master, in order: its name, and the Hugging Face tensors that are its rows, with their shapes."""
+    modules = FAMILIES[config.family].modules
+    for master, shape in parameter_shapes(config).items():
+        if master in _OUTSIDE:
+            yield master, [(_OUTSIDE[master], shape)]
+            continue
+        _, index, *inside, name = master.split(".")
+        base = name if name in _BARE else name.removesuffix("_bias")
+        suffix = ".bias" if base != name else "" if name in _BARE else ".weight"
+        linear, own = config.is_linear(int(index)), f"linear.{base}"
+        heights = _heights(base, shape[0], config, linear)
+        named = modules["experts." + base if inside else own if linear and own in modules else base]
+        names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
+        row = (1, *shape[1:]) if base == "conv" else shape[1:]  # a convolution's has one input for each channel
+        yield master, [(n, (height, *row)) for n, height in zip(names, heights)]
+
+
+def _heights(base: str, rows: int, config: ModelConfig, linear: bool) -> tuple[int, ...]:
+    """Rows of each tensor that a master is made of."""
+    if base == "gate_up" or base == "gates":
+        return rows // 2, rows // 2
+    if base != "qkv":
+        return (rows,)
+    if linear and config.linear is not None:
+        return config.linear.channels, config.linear.values
+    kv = config.num_kv_heads * config.head_dim
+    return rows - 2 * kv, kv, kv
+
+
+def layer_and_role(name: str) -> tuple[int, str]:
+    """Layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts down) from
+    `layers.3.experts.7.down`."""
+    parts = name.split(".")
+    return int(parts[1]), f"{'experts ' if 'experts' in parts else ''}{parts[-1]}"

@@ -1,0 +1,73 @@
+"""Names and shapes of a model's masters, of its architecture alone."""
+
+from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.linear_attention import LinearAttention
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name to shape of every master, in order.
+
+    `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D, C], `q_norm` and
+    `k_norm` [D], or [H · D] and [KV · D], `sinks` [H], `o` [C, H · D], `attention_out_norm`, `post_norm`, then
+    `gate_up` [2 I, C] and `down` [C, I], or `router` [E, C] and `experts.e.gate_up` and `experts.e.down` of each expert
+    e, and `mlp_out_norm`; `final_norm`; `head` [V, C], unless it is the embedding. Norms are those of
+    `ModelConfig.norms`. A bias has the name of its weight and `_bias`. A layer with linear attention has
+    `LinearAttention.shapes` from `qkv` to `o`, and where attention has gates, those are rows of `qkv`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
+    for index in range(config.num_layers):
+        linear = config.linear if config.is_linear(index) else None
+        inside = _attention_shapes(config) if linear is None else _linear_shapes(config, linear)
+        inside |= _mlp_shapes(config, config.is_mixture(index))
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
+    shapes["final_norm"] = (config.hidden_size,)
+    if not config.tie_embeddings:
+        shapes["head"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, dim = config.hidden_size, config.head_dim
+    heads, kv_heads = (config.num_heads, config.num_kv_heads) if config.norms_all_heads else (1, 1)
+    shapes: dict[str, tuple[int, ...]] = {"input_norm": (hidden,), "qkv": (config.qkv_rows, hidden)}
+    if config.qkv_bias:
+        shapes["qkv_bias"] = (config.qkv_rows,)
+    if config.qk_norm:
+        shapes |= {"q_norm": (heads * dim,), "k_norm": (kv_heads * dim,)}
+    if config.sinks:
+        shapes["sinks"] = (config.num_heads,)
+    shapes["o"] = (hidden, config.num_heads * dim)
+    if config.o_bias:
+        shapes["o_bias"] = (hidden,)
+    shapes["attention_out_norm"] = (hidden,)
+    return _with_norms_of(config, shapes)
+
+
+def _linear_shapes(config: ModelConfig, linear: LinearAttention) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    own = {"input_norm": (hidden,), **linear.shapes(hidden), "attention_out_norm": (hidden,)}
+    return _with_norms_of(config, own)
+
+
+def _mlp_shapes(config: ModelConfig, mixture: bool) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
+    if mixture and config.experts is not None:
+        own: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
+        for number in range(config.experts.count):
+            own[f"experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
+            own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
+        for name, shape in own.items():
+            shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
+    else:
+        shapes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        if config.mlp_bias:
+            shapes |= {"gate_up_bias": (2 * inner,), "down_bias": (hidden,)}
+    shapes["mlp_out_norm"] = (hidden,)
+    return _with_norms_of(config, shapes)
+
+
+def _with_norms_of(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Without the norms that the architecture does not have."""
+    kept = {"q_norm", "k_norm", "state_norm", *config.norms}
+    return {name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept}

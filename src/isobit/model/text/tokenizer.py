@@ -1,0 +1,279 @@
+"""Text to tokens and back, through `tokenizers`; chat templates (`chat.py`).
+
+Reads `tokenizer.json`, the tokens that are added to it (`added_tokens.py`), the chat templates, and the
+end-of-sequence ids of `generation_config.json` or `config.json`. Beside these the tokenizer's own ends a completion
+too: fine-tuning often changes one of them alone. `Tokenizer.characters` makes one from an alphabet, for models made
+from scratch. Left out: slow tokenizers and tokenizers with code of their own.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from isobit.data.foreign import exists, read_bytes, reason_of
+from isobit.errors import IsobitError
+from isobit.model.hub.checkpoint import read_json, read_text, write_json
+from isobit.model.hub.config import token_ids
+from isobit.model.text import chat
+from isobit.model.text.added_tokens import add_tokens, named_tokens, read_settings, token_text
+from isobit.model.text.escape_special import ContentEncoder, Rule
+from isobit.model.text.turns import turn_tokens
+
+_MOST_TEMPLATE_BYTES = 1 << 24
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_SPECIALS = ("<pad>", "<s>", "</s>")
+_TEMPLATES = "additional_chat_templates"
+
+
+class Tokenizer:
+    """A fast tokenizer with its special tokens and chat template."""
+
+    def __init__(self, fast: FastTokenizer, settings: Mapping[str, Any], eos_ids: Sequence[int], template: str | None):
+        self.fast = fast
+        self.settings = dict(settings)
+        self.eos_ids = tuple(eos_ids)
+        self.chat_template = template
+        self.other_templates: dict[str, str] = {}
+        """Templates by name that are saved beside the one that is used, such as `tool_use`."""
+        self.ends: str | None = None
+        """What ends a completion, in words, where files of the model do not agree."""
+        self.special_tokens_in_content: Rule = "escape"
+        self.now = datetime.now()
+        """What a template's `strftime_now` says. A run keeps it, so that its prompts are the same on another day."""
+        fast.no_truncation()
+        fast.no_padding()
+        self._contents: tuple[str | None, ContentEncoder] | None = None
+        self._special = {i: token.content for i, token in fast.get_added_tokens_decoder().items() if token.special}
+
+    @staticmethod
+    def load(directory: str | Path) -> "Tokenizer":
+        """From a Hugging Face directory; IsobitError if a file is missing or malformed."""
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not exists(path):
+            raise IsobitError(f"{directory}: tokenizer.json is missing; save the model with a fast tokenizer")
+        text = read_text(path)
+        with _of_tokenizers(f"{path}: not a tokenizer that can be read"):
+            fast = FastTokenizer.from_str(text)
+            if not fast.get_vocab(with_added_tokens=True):
+                raise IsobitError(f"{path}: not a tokenizer that can be read: its vocabulary is empty")
+        settings = read_settings(directory)
+        with _of_tokenizers(f"{directory}: its added tokens cannot be read"):
+            add_tokens(fast, settings, directory)
+        eos, ends = _eos_ids(directory, fast, settings)
+        templates = _templates(directory, settings)
+        default = next((name for name in ("default", *templates) if name in templates), None)
+        tokenizer = Tokenizer(fast, settings, eos, None if default is None else templates.pop(default))
+        tokenizer.ends, tokenizer.other_templates = ends, templates
+        return tokenizer
+
+    @staticmethod
+    def characters(alphabet: str) -> "Tokenizer":
+        """One token per character of `alphabet`, after <pad>, <s> and </s>; nothing is added to a text."""
+        symbols = sorted(set(alphabet))
+        vocabulary = {symbol: i for i, symbol in enumerate([*_SPECIALS, *symbols])}
+        fast = FastTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # which is none: see `encode`
+        fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        fast.decoder = decoders.Fuse()
+        fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "<pad>",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "clean_up_tokenization_spaces": False,
+        }
+        return Tokenizer(fast, settings, [vocabulary["</s>"]], None)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.fast.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids; with `add_special`, the post-processor adds what it adds (such as a start token).
+
+        Raises IsobitError for text that the vocabulary cannot write.
+        """
+        with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
+            return self.fast.encode(text, add_special_tokens=add_special).ids
+
+    def encode_text(self, text: str, add_special: bool = True) -> list[int]:
+        """`encode` of text that somebody else wrote: special tokens that it spells are text, unless
+        `special_tokens_in_content` says otherwise (`content.py`)."""
+        with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
+            return self._content().text(text, self.special_tokens_in_content, add_special)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of `render_chat`, in which the special tokens are the template's, as in `encode_text`."""
+
+        def render(given: Sequence[Mapping[str, Any]]) -> str:
+            return self.render_chat(given, add_generation_prompt)
+
+        with _of_tokenizers("the tokenizer cannot encode a chat"):
+            return self._content().chat(messages, self.special_tokens_in_content, render)
+
+    def _content(self) -> ContentEncoder:
+        """What encodes others' texts under the present template."""
+        if self._contents is None or self._contents[0] != self.chat_template:
+            added = self.fast.get_added_tokens_decoder().values()
+            turns = () if self.chat_template is None else turn_tokens(added, self._render)
+            self._contents = self.chat_template, ContentEncoder(self.fast, turns)
+        return self._contents[1]
+
+    def special_tokens_in(self, prompt: str | Sequence[Any]) -> list[str]:
+        """The special tokens that a text or the messages of a chat spell."""
+        return self._content().spelled(prompt)
+
+    def is_byte(self, token: int) -> bool:
+        """Whether a token is named as a byte (`<0xE2>`): those next to one another are decoded together."""
+        return _BYTE.fullmatch(self.fast.id_to_token(token) or "") is not None
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text without special tokens, or with them where `special` is true."""
+        with _of_tokenizers("the tokenizer cannot decode its tokens"):
+            return self.fast.decode(list(ids), skip_special_tokens=not special)
+
+    def decode_completion(self, prompt: Sequence[int], completion: Sequence[int], *, special: bool = False) -> str:
+        """The text that `completion` adds to `prompt`: decoders may treat the first token of a text differently."""
+        whole, before = self.decode([*prompt, *completion], special=special), self.decode(prompt, special=special)
+        return whole[len(before) :] if whole.startswith(before) else self.decode(completion, special=special)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is left out of the text that `decode` writes."""
+        return token in self._special
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a text has the name of such a token in it."""
+        return any(name in text for name in self._special.values())
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The conversation as the template writes it, with the start of the assistant's turn unless it is whole. Where
+        the assistant's turn is begun in it, by a last message of its own, the text ends with that, to be continued.
+        Raises IsobitError without a template, and for what the template refuses."""
+        if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
+            return chat.continued(messages, lambda given: self._render(given, False))
+        return self._render(messages, add_generation_prompt)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        if self.chat_template is None:
+            raise IsobitError(
+                "the prompt is a chat, but the model has no chat template; give text prompts, or a template with "
+                "model.chat_template (--chat-template)"
+            )
+        variables = {
+            "messages": list(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return chat.render(self.chat_template, variables | named_tokens(self.settings), self.now)
+
+    def use_template(self, path: str | Path) -> None:
+        """Take the chat template of a file from now on; `save` writes it. Raises IsobitError if it cannot be read or
+        parsed."""
+        try:
+            text = read_bytes(Path(path), _MOST_TEMPLATE_BYTES).decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise IsobitError(f"cannot read chat template {path}: {reason_of(error)}") from None
+        try:
+            chat.check_template(text)
+        except IsobitError as error:
+            raise IsobitError(f"{path}: {error}") from None
+        self.chat_template = text
+        self.settings.pop("chat_template", None)
+
+    def differs(self, other: "Tokenizer") -> str | None:
+        """In what another one would write or end texts differently; None: in nothing."""
+        if self.fast.to_str() != other.fast.to_str():
+            return "tokenizer"
+        if set(self.eos_ids) != set(other.eos_ids):
+            return "end-of-sequence ids"
+        return "chat template" if self.chat_template != other.chat_template else None
+
+    def save(self, directory: str | Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and the chat templates."""
+        directory = Path(directory)
+        # not `save`, whose error on a full disk is no OSError
+        (directory / "tokenizer.json").write_text(self.fast.to_str(pretty=True), encoding="utf-8")
+        template, settings = self.chat_template, dict(self.settings)
+        if self.other_templates or template != settings.get("chat_template"):  # else it stays where it was
+            settings.pop("chat_template", None)
+            if template is not None:
+                (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        write_json(directory / "tokenizer_config.json", settings)
+        for name, text in self.other_templates.items():
+            (directory / _TEMPLATES).mkdir(exist_ok=True)
+            (directory / _TEMPLATES / f"{name}.jinja").write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _of_tokenizers(what: str) -> Iterator[None]:
+    """Turn what the library raises into an IsobitError: a plain Exception, or, where its code in Rust panics, an
+    exception that is none."""
+    try:
+        yield
+    except IsobitError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise IsobitError(f"{what}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if exists(path) else {}
+
+
+def _eos_ids(directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], str | None]:
+    """The ids, those of the model first; and what they are, where the tokenizer's is another."""
+    ids: tuple[int, ...] = ()
+    path = directory
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        try:
+            ids = token_ids(_optional_json(path).get("eos_token_id"))
+        except ValueError as error:
+            raise IsobitError(f"{path}: eos_token_id: {error}") from None
+        if ids:
+            break
+    token = fast.token_to_id(token_text(settings.get("eos_token")))
+    if token is None or token in ids:
+        return ids, None
+    if not ids:
+        return (token,), None
+    own, other = " or ".join(_said(fast, each) for each in ids), _said(fast, token)
+    return (*ids, token), f"{directory}: a completion ends with {own} of {path.name}, or {other} of the tokenizer"
+
+
+def _said(fast: FastTokenizer, token: int) -> str:
+    return f"{fast.id_to_token(token)} (id {token})"
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+
+
+def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Those in files take the place of those in tokenizer_config.json."""
+    path, folder = directory / "chat_template.jinja", directory / _TEMPLATES
+    found = {"default": read_text(path)} if exists(path) else {}
+    for each in sorted(folder.glob("*.jinja")) if folder.is_dir() else ():
+        found[each.stem] = read_text(each)
+    if found:
+        return found
+    given = settings.get("chat_template")
+    if isinstance(given, str):
+        return {"default": given}
+    entries = [entry for entry in given if _is_named(entry)] if isinstance(given, list) else []
+    return {entry["name"]: entry["template"] for entry in entries if _is_file_name(entry["name"])}
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and "\0" not in name and len(name.encode()) < 200

@@ -1,0 +1,300 @@
+"""Working weights: the tensors that products multiply, made of the masters at each sync for each distinct flow.
+
+Uses with one flow and one engine share one storage, so neither can be stale. A sync overwrites it and its packs in
+place (`remake`), because a captured CUDA graph reads from these addresses. Left out: how they are made first
+(`making.py`), when (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.distributed.weights import Stored, share_rows
+from isobit.kernels import Activation, Kept, Operand, Ops, Packed, Stacked, tensors_of
+from isobit.model.weights.masters import Masters
+from isobit.model.weights.stored import LowRank, Vector, Weight, working_vector
+from isobit.precision import Flow, Nibbles, QTensor
+from isobit.precision.quantize import largest_of, quantize_part
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """Working weights outside the layers. A tied head is the embedding's storage."""
+
+    embed: Vector
+    final_norm: Vector
+    head: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Mlp:
+    """A gated MLP: of a layer, or one expert."""
+
+    gate_up: Weight
+    down: Weight
+    activation: Activation
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1 if `normalize`.
+
+    `gate_up` and `down` store the working weights of all experts; each expert's weights are views of them.
+    """
+
+    router: Weight
+    experts: tuple[Mlp, ...]
+    gate_up: Stacked
+    down: Stacked
+    per_token: int
+    normalize: bool
+
+    def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
+        """The same with other experts: over the present storages if their working weights are there, else over new
+        ones, which are not prepared."""
+        if all(
+            new.gate_up.working is old.gate_up.working and new.down.working is old.down.working
+            for new, old in zip(experts, self.experts)
+        ):
+            gate_up = replace(self.gate_up, prepared=tuple(expert.gate_up.prepared for expert in experts))
+            down = replace(self.down, prepared=tuple(expert.down.prepared for expert in experts))
+            return replace(self, experts=experts, gate_up=gate_up, down=down)
+        gate_up, ups = stack([expert.gate_up for expert in experts])
+        down, downs = stack([expert.down for expert in experts])
+        moved = tuple(replace(expert, gate_up=first, down=second) for expert, first, second in zip(experts, ups, downs))
+        return replace(self, experts=moved, gate_up=gate_up, down=down)
+
+
+def stack(weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
+    """The working weights and biases of a layer's experts in one storage, and the weights over it."""
+    stacked = Stacked.of((weight.working for weight in weights), len(weights))
+    found = [replace(weight, prepared=matrix) for weight, matrix in zip(weights, stacked.experts)]
+    return with_biases(stacked, found)
+
+
+def with_biases(stacked: Stacked, weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
+    """A stack with the biases of its weights, if they have any, and the weights with their rows of these."""
+    biases = [weight.bias for weight in weights if weight.bias is not None]
+    if not biases:
+        return stacked, list(weights)
+    bias = torch.stack(biases)
+    return replace(stacked, bias=bias), [replace(weight, bias=row) for weight, row in zip(weights, bias.unbind(0))]
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Of queries and keys, whose heads are normed where the architecture does that, as there are `sinks` in float32."""
+
+    qkv: Weight
+    head_norms: tuple[Vector, Vector] | None
+    sinks: Vector | None
+    o: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """Linear attention by the gated delta rule: `qkv` has z, the gate of the result, too; `gates`, in FP32, give the
+    rule's b and a. All vectors are float32, but the norm of what states give."""
+
+    qkv: Weight
+    gates: Weight
+    conv: Vector
+    decay: Vector
+    step_bias: Vector
+    state_norm: Vector
+    o: Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Working weights of one layer, and the flow that they are for. Norms are before attention (`input_norm`) and MLP
+    (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`), where the architecture has them."""
+
+    flow: Flow
+    input_norm: Vector | None
+    attention: Attention | Delta
+    attention_out_norm: Vector | None
+    post_norm: Vector | None
+    mlp: Mlp | Mixture
+    mlp_out_norm: Vector | None
+
+
+@dataclass(frozen=True, eq=False)
+class Working:
+    """All working weights of one use; those of an adapter come after the weights that they are added to."""
+
+    outside: Outside
+    layers: tuple[Layer, ...]
+
+    @cached_property
+    def _all(self) -> tuple[Weight | Vector, ...]:
+        """Every weight and vector, which stay what they are: a sync writes into their tensors."""
+        return tuple(_parts((self.outside, *self.layers)))
+
+    def tensors(self) -> Iterator[tuple[str, Kept, Tensor]]:
+        """(name, working tensor, master) of each that is stored, once."""
+        seen: set[int] = set()
+        for part in self._all:
+            for name, working, master in _stored(part):
+                if id(working) not in seen:
+                    seen.add(id(working))
+                    yield name, working, master
+
+    def written(self, names: Collection[str]) -> Iterator[tuple[str, Operand]]:
+        """(name, working tensor) of each that a sync makes of these masters; nibbles are frozen."""
+        for name, working, _ in self.tensors():
+            if name in names:
+                assert not isinstance(working, Nibbles)
+                yield name, working
+
+    @cached_property
+    def offsets(self) -> Mapping[str, float]:
+        """What is added to masters in their working copies, by name, where anything is."""
+        return {part.name: part.offset for part in self._all if isinstance(part, Vector) and part.offset}
+
+    def linear_layers(self) -> Iterator[Weight]:
+        """The weights of the products inside the layers."""
+        return (part for part in _parts(self.layers) if isinstance(part, Weight))
+
+    def packs(self) -> dict[int, Packed]:
+        """What the backend packed of the weights, by `id`."""
+        parts = (part for part in self._all if isinstance(part, Weight))
+        return {id(part.prepared): part.prepared for part in parts if isinstance(part.prepared, Packed)}
+
+
+def remake(
+    uses: Iterable[Working],
+    ops: Ops,
+    masters: Masters,
+    names: Collection[str],
+    put: "Put | None" = None,
+    multiplying: Ops | None = None,
+) -> None:
+    """Overwrite the working weights of these masters, and then their packs, in place; shared ones once.
+
+    `ops` quantize; `multiplying`, by default the same, multiply with the weights and pack them. Every rank makes the
+    rows that it keeps, by `put` (default: `write`), and gets the others'. Raises NonFiniteError on all ranks if one
+    finds NaN or infinity.
+    """
+    uses = list(uses)
+    targets = {id(t): (name, t) for use in uses for name, t in use.written(names)}
+    shards = masters.shards
+    largest = _largest(targets.values(), masters)
+    offsets = {name: offset for use in uses for name, offset in use.offsets.items()}
+
+    def make() -> None:
+        for name, target in targets.values():
+            if shards.owned(name):
+                made = made_like(target, masters.parameters[name], ops, name, largest.get(name), offsets.get(name, 0.0))
+                (put or write)(rows_of(target, shards.own(name)), made)
+        if shards.ranks.size > 1:
+            ops.raise_faults()
+
+    shards.ranks.together(make)
+    share_rows([each for name, target in targets.values() for each in _stored_rows(name, target)], shards)
+    packed_again = set[int]()
+    for working in uses:
+        for key, packed in working.packs().items():
+            if id(packed.weight) in targets and key not in packed_again:
+                packed_again.add(key)
+                (multiplying or ops).prepare(packed.weight, packed)
+
+
+Put = Callable[[Operand, Operand], None]
+"""Overwrites an operand by another."""
+
+
+def made_like(
+    target: Operand, master: Tensor, ops: Ops, name: str, largest: float | None = None, offset: float = 0.0
+) -> Operand:
+    """Rows of a master in the format of a working tensor, an `offset` added; `largest`: the largest magnitude of the
+    whole master, where
+    the scales of its rows depend on it."""
+    master = master.detach()
+    if not isinstance(target, QTensor):
+        return working_vector(master, target.dtype, offset)
+    if largest is None:
+        return ops.quantize(master, target.spec, name)
+    return quantize_part(master, target.spec, largest, name)
+
+
+def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[str, float]:
+    """The largest magnitude of each master whose scales need that of all rows; none where one rank has all rows."""
+    ranks = masters.shards.ranks
+    if ranks.size == 1:
+        return {}
+    needed = sorted({name for name, t in targets if isinstance(t, QTensor) and not t.spec.rows_independent})
+    if not needed:
+        return {}
+    mine = {name: float(p.detach().abs().max()) for name, p in masters.parameters.items() if name in needed}
+    found = ranks.gather(mine)
+    return {name: largest_of(values[name] for values in found if name in values) for name in needed}
+
+
+def rows_of(target: Operand, rows: tuple[int, int]) -> Operand:
+    """The rows of a working tensor that are made of a master's `rows`."""
+    if rows == (0, target.shape[0]):
+        return target
+    if not isinstance(target, QTensor):
+        return target[slice(*rows)]
+    data, scale = (each.rows(rows) for each in _stored_rows("", target))
+    return QTensor(data, scale, target.spec)
+
+
+def _stored_rows(name: str, target: Operand) -> list[Stored]:
+    if not isinstance(target, QTensor):
+        return [Stored(name, target)]
+    return [Stored(name, target.data), Stored(name, target.scale, target.block[0])]
+
+
+def write(target: Operand, values: Operand) -> None:
+    """Overwrite a working tensor."""
+    for into, source in zip(tensors_of(target), tensors_of(values), strict=True):
+        assert into.shape == source.shape
+        into.copy_(source)
+
+
+def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) -> Any:
+    """The same structure with every weight and vector changed; an adapter's factors before what they are added to."""
+    if isinstance(value, Weight) and value.adapters:
+        return change(replace(value, adapters=map_parts(value.adapters, change)))
+    if isinstance(value, (Weight, Vector)):
+        return change(value)
+    if isinstance(value, LowRank):
+        return replace(value, a=map_parts(value.a, change), b=map_parts(value.b, change))
+    if isinstance(value, tuple):
+        return tuple(map_parts(item, change) for item in value)
+    if isinstance(value, Mixture):
+        experts = map_parts(value.experts, change)
+        return replace(value.change(experts), router=map_parts(value.router, change))
+    if isinstance(value, (Working, Outside, Layer, Attention, Delta, Mlp)):
+        return replace(value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)})
+    return value
+
+
+def nbytes(operand: Kept) -> int:
+    """Bytes of a working tensor, scales included."""
+    return operand.numel() * operand.element_size() if isinstance(operand, Tensor) else operand.nbytes
+
+
+def _parts(value: object) -> Iterator[Weight | Vector]:
+    """Every weight and vector in a structure, in order."""
+    if isinstance(value, (Weight, Vector)):
+        yield value
+        if isinstance(value, Weight):
+            yield from _parts(tuple(factor for one in value.adapters for factor in (one.a, one.b)))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, (Outside, Layer, Attention, Delta, Mlp, Mixture)):
+        yield from _parts(tuple(vars(value).values()))
+
+
+def _stored(value: Weight | Vector) -> Iterator[tuple[str, Kept, Tensor]]:
+    yield value.name, value.working, value.master
+    if isinstance(value, Weight) and value.bias is not None and value.bias_master is not None:
+        yield f"{value.name}_bias", value.bias, value.bias_master

@@ -1,0 +1,205 @@
+"""The report: one HTML file that shows a run, or several side by side. Reads run directories only; imports no torch.
+
+Every section is complete in the page; the script turns them into tabs and adds what needs a script: values on hover,
+the slider of the heat maps, the tables of prompts and completions. Heat maps, prompts and completions are made for each
+run, and the page's byte budget is shared between them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isobit.data.foreign import read_bytes, reason_of
+from isobit.errors import IsobitError
+from isobit.monitor.report import panels
+from isobit.monitor.report.charts import draw, draw_all
+from isobit.monitor.report.differences import differing, flattened
+from isobit.monitor.report.document import embedded, escaped, html_page
+from isobit.monitor.report.heatmap import heat_maps, heat_section
+from isobit.monitor.report.rollouts import RolloutIndex, read_rollouts
+from isobit.monitor.report.selection import sample_completions
+from isobit.monitor.report.series import Series, points
+from isobit.monitor.report.solved import prompt_section, prompt_table
+from isobit.monitor.report.summary import about, headline, summary
+from isobit.monitor.report.tables import html_table
+from isobit.run import durable
+from isobit.run.completions import COMPLETIONS
+from isobit.run.directory import CONFIG, METRICS, QUANTIZATION, read_jsonl, require_run
+
+SCRIPTS = ("charts.js", "tabs.js", "heatmap.js", "prompts.js", "completions.js")
+_COMPLETION_BYTES, _PROMPT_BYTES = 2_400_000, 400_000
+_MOST_CONFIG = 1 << 20
+_STATIC_SAMPLES, _STATIC_LENGTH = 3, 600
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run directory holds, made ready for the page."""
+
+    name: str
+    config: str
+    series: Series
+    heat: dict[str, Any] | None
+    prompts: dict[str, Any]
+    samples: dict[str, Any]
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write the page; returns its path. Raises IsobitError if a run is missing or has no metrics."""
+    directories = [Path(directory) for directory in run_dirs]
+    runs = [_read(path, name, len(directories)) for path, name in zip(directories, run_names(directories))]
+    series = [run.series for run in runs]
+    sections = [
+        ("Overview", headline(series) + summary(series) + draw_all((*panels.OUTCOME, panels.MISMATCH_FIGURE), series)),
+        ("Learning", draw_all(panels.LEARNING, series)),
+        ("Mismatch", _mismatch(series)),
+        ("Quantization", draw_all(panels.QUANTIZATION, series) + _each(runs, _heat)),
+        ("Time and memory", draw_all(panels.COST, series)),
+        ("Prompts", _each(runs, _prompts)),
+        ("Completions", _each(runs, _completions)),
+        ("Configuration", _configuration(runs)),
+    ]
+    body = "".join(
+        f"<section id='part-{title.lower().replace(' ', '-')}'><h2>{title}</h2>{content}</section>"
+        for title, content in sections
+        if content
+    )
+    facts = f"<p class='soft'>{escaped(about(runs[0].config))}</p>" if len(runs) == 1 else ""
+    head = f"<header><p class='mark'>isobit</p><h1>{escaped(', '.join(run.name for run in runs))}</h1>{facts}</header>"
+    page = html_page(", ".join(run.name for run in runs), f"{head}<main>{body}</main>", SCRIPTS)
+    try:
+        durable.write_text(out, page)
+    except OSError as error:
+        raise IsobitError(f"cannot write report {out}: {error.strerror}") from None
+    return out
+
+
+def run_names(directories: Sequence[Path]) -> list[str]:
+    """The last part of each path; more parts where these are the same."""
+    parts = [directory.resolve().parts for directory in directories]
+    for count in range(1, max(len(p) for p in parts) + 1):
+        names = ["/".join(p[-count:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{p[-1]} ({i + 1})" for i, p in enumerate(parts)]
+
+
+def _read(directory: Path, name: str, sharing: int) -> _Run:
+    require_run(directory)
+    rows = [panels.with_derived(row) for row in read_jsonl(directory / METRICS)]
+    if not rows:
+        raise IsobitError(f"{directory}: no step has been recorded yet, so there is nothing to report")
+    recorded = directory / QUANTIZATION
+    rollouts = read_rollouts(directory / COMPLETIONS)
+    intervals = rollouts.reward_intervals()
+    return _Run(
+        name,
+        _config(directory / CONFIG),
+        Series(name, [_with_band(row, intervals, rollouts) for row in rows]),
+        heat_maps(list(read_jsonl(recorded)) if recorded.is_file() else []),
+        prompt_table(rollouts, _PROMPT_BYTES // sharing),
+        sample_completions(rollouts, directory, _COMPLETION_BYTES // sharing),
+    )
+
+
+def _config(path: Path) -> str:
+    try:
+        return read_bytes(path, _MOST_CONFIG).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"cannot read config {path}: {reason_of(error)}") from None
+
+
+def _with_band(row: dict[str, Any], intervals: Mapping[int, float], rollouts: RolloutIndex) -> dict[str, Any]:
+    """The row with the ends of its mean reward's interval, which a mean of rewards of this run can reach."""
+    reward, half = row.get("reward/mean"), intervals.get(int(row["step"]))
+    if reward is None or half is None:
+        return row
+    low, high = max(reward - half, min(rollouts.lowest, reward)), min(reward + half, max(rollouts.highest, reward))
+    return {**row, "reward/mean:low": low, "reward/mean:high": high}
+
+
+def _mismatch(series: Sequence[Series]) -> str:
+    by_position = draw(panels.BY_POSITION, [panels.by_position(run) for run in series])
+    charts = draw_all((panels.MISMATCH_FIGURE, *panels.MISMATCH), series, last=by_position)
+    if not any(points(run.rows, "mismatch/compared_tokens")[0] for run in series):
+        return charts
+    return (
+        "<p>Log-probabilities of the sampled tokens, as recorded by the rollout and as computed by the learner with "
+        "the same weights. A step at which they agree in every bit stands in the row named 0.</p>"
+        f"{charts}"
+    )
+
+
+def _each(runs: Sequence[_Run], make: Callable[[_Run], str]) -> str:
+    """A part per run, named where there are several."""
+    parts = [(escaped(run.name), content) for run in runs if (content := make(run))]
+    if len(runs) == 1:
+        return "".join(content for _, content in parts)
+    return "".join(f"<div class='of-run' data-run='{name}'><h3>{name}</h3>{content}</div>" for name, content in parts)
+
+
+def _heat(run: _Run) -> str:
+    return "" if run.heat is None else heat_section(run.heat) + embedded(run.heat)
+
+
+def _prompts(run: _Run) -> str:
+    return prompt_section(run.prompts) + embedded(run.prompts) if run.prompts["total"] else ""
+
+
+def _completions(run: _Run) -> str:
+    """The best and the worst of a few steps for who reads without a script; all that was sampled for the browser."""
+    samples = run.samples
+    if not samples["rows"]:
+        return ""
+    count, total = len(samples["rows"]), samples["total"]
+    shown = f"All {total:,}" if count == total else f"{count:,} of {total:,}"
+    steps = len({row["step"] for row in samples["rows"]})
+    static = "".join(_sample(row, samples) for row in _extremes(samples))
+    return (
+        f"<p>{shown} completions, of {steps:,} of {samples['steps']:,} steps.</p>"
+        f"<div class='completion-browser' data-static>{static}</div>{embedded(samples)}"
+    )
+
+
+def _extremes(samples: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    steps = sorted({row["step"] for row in samples["rows"]})
+    found: list[Mapping[str, Any]] = []
+    for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
+        rows = [row for row in samples["rows"] if row["step"] == step and row["reward"] is not None]
+        if rows:
+            best, worst = max(rows, key=lambda row: row["reward"]), min(rows, key=lambda row: row["reward"])
+            found += [best] if best["reward"] == worst["reward"] else [best, worst]
+    return found or samples["rows"][:_STATIC_SAMPLES]
+
+
+def _sample(row: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
+    text = row["text"] if "text" in row else "".join(samples["pieces"][i] for i in row["pieces"])
+    reward = "not scored" if row["reward"] is None else f"reward {row['reward']:.3g}"
+    prompt = _shorten(samples["prompts"][row["prompt"]])
+    return (
+        f"<article><h4>step {row['step']}, {reward}</h4><pre class='prompt'>{escaped(prompt)}</pre>"
+        f"<pre>{escaped(_shorten(text))}</pre></article>"
+    )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _STATIC_LENGTH else text[:_STATIC_LENGTH] + " …"
+
+
+def _configuration(runs: Sequence[_Run]) -> str:
+    """What differs first, where there are several; then each as it is."""
+    different = ""
+    if len(runs) > 1:
+        rows = differing([flattened(run.config, f"{run.name}/{CONFIG}") for run in runs])
+        table = html_table([["", *(run.name for run in runs)], *rows]) if rows else "<p>They do not differ.</p>"
+        different = f"<h3>What differs</h3>{table}"
+    texts = "".join(
+        f"<details{' open' * (len(runs) == 1)}><summary>{escaped(run.name)}</summary>"
+        f"<pre>{escaped(run.config)}</pre></details>"
+        for run in runs
+    )
+    return different + texts
+
+
+__all__ = ["write_report"]

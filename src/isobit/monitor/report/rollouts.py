@@ -1,0 +1,152 @@
+"""A run's completions.jsonl.gz, read once: the results of every prompt, and where the rows of each step are.
+
+Most rows are read for their text and reward only: their lists of numbers are cut out of the line before it is parsed,
+which is several times faster. The rows that a page shows are read whole (`RolloutIndex.rows`), by their place: their
+number in the file. Left out: which rows a page shows (`selection.py`).
+"""
+
+import json
+import math
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.monitor.report.intervals import mean_interval
+from isobit.run.completions import Member, is_reward, lines, members, parse
+from isobit.run.rows import BadRow, check_step, warn
+
+_LISTS = re.compile(rb',"(?:prompt_ids|completion_(?:ids|mask)|(?:rollout|policy)_logprobs|reference_kl)":\[[^\]]*\]')
+"""Lists of numbers. Within a text every quote has a backslash before it, so these bytes are never part of one."""
+_MOST_TOKENS = 1 << 31
+
+
+@dataclass
+class Visit:
+    """One group: when, how many of its completions were scored, the sum of their rewards, and how many were solved."""
+
+    step: int
+    scored: int = 0
+    total: float = 0.0
+    solved: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.scored
+
+
+@dataclass
+class RolloutIndex:
+    """Visits by prompt text, in order; and for each step the places and the rewards of its whole rows, of `whole_bytes`
+    together: a sampled run has others, which count and cannot be shown. `lost`: rows and steps that cannot be read.
+
+    `solved_from`: the reward from which a completion counts as solved: 1, or the highest there is, if that is less.
+    """
+
+    path: Path
+    visits: dict[str, list[Visit]] = field(default_factory=dict)
+    steps: dict[int, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
+    count: int = 0
+    lost: int = 0
+    whole_bytes: int = 0
+    members: list[tuple[int, Member]] = field(default_factory=list)
+    solved_from: float = 1.0
+    lowest: float = math.inf
+    highest: float = -math.inf
+    """Rewards of the whole run."""
+
+    def reward_intervals(self) -> dict[int, float]:
+        """Step to half the width of the 95 % interval (Student's) of its mean reward, over its prompts: completions of
+        one prompt are not independent."""
+        means: dict[int, list[float]] = {}
+        for visits in self.visits.values():
+            for visit in visits:
+                means.setdefault(visit.step, []).append(visit.mean)
+        found = {step: mean_interval(values) for step, values in means.items() if len(values) > 1}
+        return {step: (high - low) / 2 for step, (_, low, high) in found.items()}
+
+    def rows(self, places: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The rows at these places (counted from the first), whole; quick where those of a step follow one another."""
+        starts, opened, found = [first for first, _ in self.members], -1, list[bytes]()
+        for place in places:
+            index = bisect_right(starts, place) - 1
+            if index != opened:
+                opened, found = index, lines(self.path, self.members[index][1])
+            row = parse(found[place - starts[index]])
+            if _shows(row):
+                yield row
+
+
+def read_rollouts(path: Path) -> RolloutIndex:
+    """Read the file, if it is there; a half-written last step is left out. A line on stderr says how many rows and
+    steps are none, or are damaged. Raises IsobitError for a file that may not be read."""
+    found, groups = RolloutIndex(path), dict[tuple[str, int, int], list[float]]()
+    for line in _lines(found):
+        try:
+            row = _row(line)
+        except BadRow:
+            found.lost += 1
+            found.count += 1
+            continue
+        prompt, step, index = str(row.get("prompt") or ""), row["step"], row.get("prompt_index") or 0
+        reward = None if row.get("reward") is None else float(row["reward"])
+        if "completion" in row:
+            places, rewards = found.steps.setdefault(step, (array("q"), array("d")))
+            places.append(found.count)
+            rewards.append(float("nan") if reward is None else reward)
+            found.whole_bytes += len(line)
+        scored = groups.setdefault((prompt, step, index), [])
+        if reward is not None:
+            scored.append(reward)
+            found.lowest, found.highest = min(found.lowest, reward), max(found.highest, reward)
+        found.count += 1
+    found.solved_from = min(1.0, found.highest)
+    if found.lost:
+        warn(f"{path}: rows or steps that cannot be read: {found.lost:,}; they are left out")
+    for (prompt, step, _), scored in groups.items():
+        if scored:
+            solved = sum(reward >= found.solved_from for reward in scored)
+            found.visits.setdefault(prompt, []).append(Visit(step, len(scored), sum(scored), solved))
+    return found
+
+
+def _lines(found: RolloutIndex) -> Iterator[bytes]:
+    """All rows; where each step begins is kept on the way. A step that is damaged is counted as lost."""
+    for member in members(found.path):
+        try:
+            rows = lines(found.path, member)
+        except IsobitError:
+            found.lost += 1
+            continue
+        found.members.append((found.count, member))
+        yield from rows
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """A row without its lists of numbers. Raises BadRow."""
+    try:
+        row = json.loads(_LISTS.sub(b"", line))
+    except (ValueError, RecursionError):
+        raise BadRow("not valid JSON") from None
+    if not isinstance(row, dict) or not is_reward(row.get("reward")):
+        raise BadRow("not a row of completions")
+    check_step(row)
+    if any(type(row.get(name) or 0) is not int for name in ("step", "prompt_index", "sample_index")):
+        raise BadRow("not a row of completions")
+    return row
+
+
+def _shows(row: Mapping[str, Any]) -> bool:
+    """Whether a whole row can be shown: its tokens are ids, its log-probabilities go with them, its rewards are
+    numbers."""
+    ids, rollout, policy = (row.get(name) or [] for name in ("completion_ids", "rollout_logprobs", "policy_logprobs"))
+    prompt, rewards = row.get("prompt_ids") or [], row.get("rewards") or {}
+    if not isinstance(ids, list) or not isinstance(prompt, list) or not isinstance(rewards, dict):
+        return False
+    tokens = all(type(token) is int and 0 <= token < _MOST_TOKENS for token in (*prompt, *ids))
+    together = len(rollout) in (0, len(ids)) and len(policy) in (0, len(ids))
+    return tokens and together and isinstance(row.get("completion"), str) and all(map(is_reward, rewards.values()))

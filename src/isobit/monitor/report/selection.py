@@ -1,0 +1,176 @@
+"""The completions that a page shows: their choice, within a byte budget, and their tokens.
+
+If not all fit: steps evenly spread from first to last, of each the best, the worst, and others evenly spread. Token
+texts come from the tokenizer of the run's newest checkpoint; without one a completion is shown without tokens.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from isobit.data.foreign import check_readable
+from isobit.monitor.report.rollouts import RolloutIndex
+from isobit.run.directory import CHECKPOINTS
+
+_STEP_ROWS = 8  # shown of a step, at least, before further steps are
+_LONGEST_PROMPT, _LONGEST_TEXT, _MOST_TOKENS = 4000, 8000, 2000
+_CONTEXT = 6  # tokens before the completion that its first token's text may depend on
+
+Data = dict[str, Any]
+
+
+def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> Data:
+    """For the page's browser: `rows`, and `prompts` and `pieces` (token texts) that rows refer to by number; `total` is
+    how many completions there are, `steps` of how many steps. About `budget` bytes as JSON, at most."""
+    tokens, prompts = _Pieces(directory), _Numbered()
+    rows: list[Data] = []
+    spent = 0
+    for row in rollouts.rows(_places(rollouts, budget)):
+        known = len(prompts.texts), len(tokens.numbered.texts)
+        found = _row(row, prompts, tokens)
+        spent += len(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+        spent += sum(len(text.encode("utf-8", "replace")) + 4 for text in prompts.texts[known[0] :])
+        spent += sum(len(text.encode("utf-8", "replace")) + 4 for text in tokens.numbered.texts[known[1] :])
+        if spent > budget and rows:
+            break
+        rows.append(found)
+    rows.sort(key=lambda row: (row["step"], row["prompt_index"], row["sample_index"]))
+    return {
+        "rows": rows,
+        "prompts": prompts.texts,
+        "pieces": tokens.numbered.texts,
+        "special": sorted(tokens.special),
+        "total": rollouts.count,
+        "steps": len(rollouts.steps),
+    }
+
+
+def coarse_to_fine(items: Sequence[int]) -> Iterator[int]:
+    """All items: the ends first, then the middle of what is between, and so on."""
+    seen: set[int] = set()
+    parts = 1
+    while len(seen) < len(items):
+        for i in range(parts + 1):
+            index = round(i * (len(items) - 1) / parts)
+            if index not in seen:
+                seen.add(index)
+                yield items[index]
+        parts *= 2
+
+
+def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
+    """Places of rows in the order in which they are wanted."""
+    if not rollouts.steps:
+        return []
+    # a row of the page takes about half of its line in the file, unpacked
+    whole = sum(len(places) for places, _ in rollouts.steps.values())
+    fitting = max(2 * budget // max(rollouts.whole_bytes // whole, 1), 2 * _STEP_ROWS)
+    steps = list(coarse_to_fine(sorted(rollouts.steps)))
+    each = max(_STEP_ROWS, fitting // len(steps))
+    return [place for step in steps[: fitting // _STEP_ROWS + 1] for place in _of_step(*rollouts.steps[step], each)]
+
+
+def best_worst_and_between(rewards: Sequence[float], count: int) -> list[int]:
+    """Which `count` completions of a step to show, by number: the best, the worst, and others evenly spread. A NaN is
+    no reward."""
+    scored = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
+    order = [max(scored, key=rewards.__getitem__), min(scored, key=rewards.__getitem__)] if scored else []
+    return list(dict.fromkeys([*order, *coarse_to_fine(range(len(rewards)))]))[:count]
+
+
+def _of_step(places: Sequence[int], rewards: Sequence[float], count: int) -> list[int]:
+    return [places[i] for i in best_worst_and_between(rewards, count)]
+
+
+def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Data:
+    ids = row.get("completion_ids") or []
+    rollout, policy = row.get("rollout_logprobs"), row.get("policy_logprobs")
+    found: Data = {
+        "step": row["step"],
+        "prompt_index": row.get("prompt_index") or 0,
+        "sample_index": row.get("sample_index") or 0,
+        "prompt": prompts.number(_shortened(str(row.get("prompt") or ""), _LONGEST_PROMPT)),
+        "reward": row.get("reward"),
+        "truncated": bool(row.get("truncated")),
+        "length": len(ids),
+    }
+    by_function = row.get("rewards") or {}
+    if len(by_function) > 1:
+        found["rewards"] = by_function
+    shown = ids[:_MOST_TOKENS]
+    pieces = tokens.of(row.get("prompt_ids") or [], shown)
+    if pieces is None or not rollout:
+        return {**found, "text": _shortened(str(row.get("completion") or ""), _LONGEST_TEXT)}
+    found |= {"pieces": pieces, "logprobs": [round(value, 3) for value in rollout[: len(shown)]]}
+    if policy:
+        differences = [float(f"{abs(new - old):.2g}") for new, old in zip(policy[: len(shown)], rollout)]
+        found["differences"] = differences if any(differences) else 0
+    return found
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + " …"
+
+
+class _Numbered:
+    """Different texts, each with a number."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[tuple[str, bool], int] = {}
+
+    def number(self, text: str, special: bool = False) -> int:
+        """The text's number; a special token's name is another text than the same characters."""
+        if (text, special) not in self._numbers:
+            self._numbers[text, special] = len(self.texts)
+            self.texts.append(text)
+        return self._numbers[text, special]
+
+
+class _Pieces:
+    """Token ids to the texts that they add one after the other, numbered; `special` are numbers of special tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.numbered, self.special = _Numbered(), set[int]()
+        self._tokenizer = _tokenizer(directory)
+        added = {} if self._tokenizer is None else self._tokenizer.get_added_tokens_decoder()
+        self._special_names = {token: found.content for token, found in added.items() if found.special}
+
+    def of(self, prompt: Sequence[int], completion: Sequence[int]) -> list[int] | None:
+        """The numbers of a completion's token texts; None without a tokenizer.
+
+        A token's text is what it adds to the text before. Of tokens that make a character only together, the last one
+        has it, and the others are empty.
+        """
+        if self._tokenizer is None:
+            return None
+        found, window = [], list(prompt[-_CONTEXT:])
+        shown = len(self._tokenizer.decode(window))
+        for token in completion:
+            window.append(token)
+            if token in self._special_names:
+                number = self.numbered.number(self._special_names[token], special=True)
+                self.special.add(number)
+                found.append(number)
+                continue
+            text = self._tokenizer.decode(window)
+            whole = not text.endswith("\ufffd")
+            found.append(self.numbered.number(text[shown:] if whole else ""))
+            if whole:
+                window = window[-_CONTEXT:]
+                shown = len(self._tokenizer.decode(window))
+        return found
+
+
+def _tokenizer(directory: Path) -> Tokenizer | None:
+    for path in sorted((directory / CHECKPOINTS).glob("step-*/tokenizer.json"), reverse=True):
+        try:
+            check_readable(path)
+            return Tokenizer.from_file(str(path))
+        except Exception:  # tokenizers raises plain Exception; the page then does without
+            continue
+    return None

@@ -1,0 +1,112 @@
+"""The head of a report: the outcome of a run, in a sentence and a table."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+from isobit.monitor.report.differences import flattened
+from isobit.monitor.report.document import escaped
+from isobit.monitor.report.series import MetricRows, Series, points
+from isobit.monitor.report.tables import html_table
+from isobit.run.directory import CONFIG
+from isobit.run.standstill import Standstill
+
+Line = Callable[[MetricRows], str]
+
+
+def about(config: str) -> str:
+    """What a run was, in a line: what its configuration says of model, task, algorithm and precision."""
+    found = flattened(config, CONFIG)
+    names = ("model.path", "model.sft", "task.name", "algorithm.preset", "precision", "precision.preset", "seed")
+    labels = {name: name.split(".")[0] for name in names} | {"adapter.rank": "adapter of rank"}
+    facts = [(label, found.get(name, "null").strip("'\"")) for name, label in labels.items()]
+    return " · ".join(f"{name} {value}" for name, value in facts if value != "null")
+
+
+def _span(metric: str) -> Line:
+    """From its first value to the mean of its last tenth."""
+
+    def line(rows: MetricRows) -> str:
+        values = points(rows, metric)[1]
+        tail = values[-max(1, len(values) // 10) :]
+        return f"{values[0]:.3g} → {sum(tail) / len(tail):.3g}" if values else ""
+
+    return line
+
+
+def _single(metric: str, pick: Callable[[Sequence[float]], float]) -> Line:
+    def line(rows: MetricRows) -> str:
+        values = points(rows, metric)[1]
+        return _number(pick(values)) if values else ""
+
+    return line
+
+
+def _differing(rows: MetricRows) -> str:
+    differing, compared, comparable = (
+        points(rows, f"mismatch/{name}_tokens")[1] for name in ("differing", "compared", "comparable")
+    )
+    left_out = sum(comparable) > sum(compared)
+    more = f", of {sum(comparable):,.0f} that could be compared" if left_out else ""
+    return f"{sum(differing):,.0f} of {sum(compared):,.0f}{more}" if compared else ""
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+_LINES: tuple[tuple[str, Line], ...] = (
+    ("steps", _single("step", max)),
+    ("reward, first step → last tenth", _span("reward/mean")),
+    ("held-out accuracy, first → last", _span("accuracy/held_out")),
+    ("tokens that differ", _differing),
+    ("largest difference, nats", _single("mismatch/max_abs_logprob_diff", max)),
+    ("rollout tokens/s, median", _single("throughput/rollout_tokens_per_s", _median)),
+    ("seconds per step, median", _single("time/step", _median)),
+    ("peak memory, MiB", _single("memory/peak_rss_mib", max)),
+    ("optimizer steps skipped", _single("steps/skipped", sum)),
+)
+
+
+def headline(runs: Sequence[Series]) -> str:
+    """The one sentence that people come for, of each run; and a warning of each that learned nothing."""
+    return "".join(_standstill(run, len(runs) > 1) + _headline(run, len(runs) > 1) for run in runs)
+
+
+def summary(runs: Sequence[Series]) -> str:
+    """A table with a column per run; of a single run, figures side by side."""
+    cells = [["", *(run.name for run in runs)]]
+    for name, line in _LINES:
+        values = [line(run.rows) for run in runs]
+        if any(values):
+            cells.append([name, *(value or "–" for value in values)])
+    if len(runs) > 1:
+        return html_table(cells)
+    figures = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cells[1:])
+    return f"<dl class='figures'>{figures}</dl>"
+
+
+def _standstill(run: Series, several: bool) -> str:
+    """Where the run stands: how its newest steps taught nothing."""
+    verdict = reduce(Standstill.after, run.rows, Standstill()).verdict
+    name = f"{escaped(run.name)}: " if several else ""
+    return "" if verdict is None else f"<p class='headline bad'>{name}{escaped(verdict)}.</p>"
+
+
+def _headline(run: Series, several: bool) -> str:
+    _, differing = points(run.rows, "mismatch/differing_tokens")
+    if not differing:
+        return ""
+    clean = sum(value == 0 for value in differing)
+    compared, comparable = (sum(points(run.rows, f"mismatch/{what}_tokens")[1]) for what in ("compared", "comparable"))
+    name = f"{escaped(run.name)}: " if several else ""
+    of = f" of {comparable:,.0f}" if comparable > compared else ""
+    total = f"{name}0 differing tokens in {clean:,} of {len(differing):,} steps, {compared:,.0f}{of} tokens compared"
+    if clean == len(differing):
+        where = " in these" if of else " throughout"
+        return f"<p class='headline good'>{total}: rollout and learner computed the same bits{where}.</p>"
+    _, errors = points(run.rows, "mismatch/token_mult_prob_error")
+    return f"<p class='headline'>{total}; largest mean probability ratio error {max(errors):.4f}.</p>"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,77 @@
+"""The view of a run in its own process: one live screen in a terminal, plain lines elsewhere, nothing with `quiet`.
+
+A thread of rich redraws the screen once a second, so that a long step shows its progress; the end of a step redraws it
+at once, at most twice a second. Everything goes to stderr.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from isobit.errors import printable
+from isobit.monitor.screen.history import History, Shown
+from isobit.monitor.screen.screen import screen, summary
+from isobit.run.standstill import PATIENCE
+
+PLAIN_EVERY_S = 10.0
+_REDRAW_EVERY_S = 0.5
+
+
+class Display:
+    """Use as a context manager. `history` is what is shown."""
+
+    def __init__(self, total: int, quiet: bool = False, done: int = 0, name: str = "", details: str = "") -> None:
+        self.history = History(name, total, details, done)
+        self.quiet = quiet
+        self._ended = time.monotonic()  # the last step
+        self._printed = self._drawn = float("-inf")
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        if self._console.is_terminal and not quiet:
+            self._live = Live(
+                console=self._console, get_renderable=self._screen, refresh_per_second=1, vertical_overflow="crop"
+            )
+
+    def __enter__(self) -> "Display":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self.history.phase = ""
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the screen."""
+        if not self.quiet:
+            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+
+    def phase(self, name: str) -> None:
+        """What the run does now."""
+        self.history.phase = name
+
+    def step(self, metrics: Mapping[str, float], completions: Iterable[Shown] = ()) -> None:
+        """One step is done. `completions` are only looked at where they are shown."""
+        if self.quiet:
+            return
+        now = time.monotonic()
+        self.history.step += 1
+        self.history.add({"time/step": now - self._ended, **metrics})
+        self._ended = now
+        if (warning := self.history.standstill.line) is not None and self.history.standstill.steps == PATIENCE:
+            self.note(f"step {self.history.step}: {warning}")
+        if self._live is not None:
+            if now - self._drawn >= _REDRAW_EVERY_S or self.history.step == self.history.total:
+                self._drawn = now
+                self.history.show(completions)
+                self._live.refresh()
+        elif now - self._printed >= PLAIN_EVERY_S or self.history.step == self.history.total:
+            self._printed = now
+            print(summary(self.history), file=sys.stderr, flush=True)
+
+    def _screen(self) -> RenderableType:
+        return screen(self.history, self._console.width, self._console.height)

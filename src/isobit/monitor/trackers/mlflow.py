@@ -1,0 +1,90 @@
+"""MLflow: a server's address, a database, or plain files in the run directory.
+
+Plain files need nothing but the client; MLflow asks to be told that they are wanted (MLFLOW_ALLOW_FILE_STORE). A
+row is written metric by metric there, so a run that goes on asks for the last step of each.
+"""
+
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, Place
+
+_MOST_PARAMETERS = 100  # MLflow's limit of one call
+_LONGEST_VALUE = 6000
+_STATUS = {0: "FINISHED", 130: "KILLED", 143: "KILLED", 137: "KILLED"}
+
+
+class MLflow:
+    """Metrics, the config's values as parameters, completions as JSON artifacts."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raises IsobitError for a database where only the client of MLflow is installed."""
+        uri = settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        if re.match(r"(sqlite|mysql|postgresql|mssql)\b", uri) and importlib.util.find_spec("sqlalchemy") is None:
+            raise IsobitError("tracking.mlflow.uri: a database needs the whole of MLflow; pip install mlflow")
+
+    def open(self, place: Place) -> Opened:
+        """Begin the run, or go on with the one whose id was kept."""
+        uri = place.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            uri = place.directory.resolve().as_uri()
+        if uri.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(uri)
+        if place.kept:
+            self._run_id = place.kept["run_id"]
+            self._client.update_run(self._run_id, "RUNNING")
+            names = self._client.get_run(self._run_id).data.metrics
+            for name in names:
+                history = self._client.get_metric_history(self._run_id, name)
+                self._last[name] = max(metric.step for metric in history)
+            # the row of the last step may be in part: it is given again, and `log` leaves out what is there
+            return Opened(max(self._last.values(), default=0) - 1, place.kept)
+        experiment = self._client.get_experiment_by_name(place.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(place.project)
+        tags = {} if place.group is None else {"group": place.group}
+        self._run_id = self._client.create_run(number, run_name=place.name, tags=tags).info.run_id
+        values = [Param(key, value[:_LONGEST_VALUE]) for key, value in _flat(place.config)]
+        for first in range(0, len(values), _MOST_PARAMETERS):
+            self._client.log_batch(self._run_id, params=values[first : first + _MOST_PARAMETERS])
+        return Opened(-1, {"run_id": self._run_id}, f"run {self._run_id} of experiment {place.project}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One batch a row."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        named = {re.sub(r"[^\w./: -]", "_", name): value for name, value in metrics.items()}
+        rows = [Metric(name, value, now, step) for name, value in named.items() if self._last.get(name, -1) < step]
+        self._client.log_batch(self._run_id, metrics=rows)
+
+    def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """One artifact a step."""
+        table = [dict(zip(COMPLETION_COLUMNS, row)) for row in rows]
+        self._client.log_dict(self._run_id, {"completions": table}, f"completions/step-{step:06}.json")
+
+    def close(self, exit_code: int) -> None:
+        """Say how the run ended."""
+        self._client.set_terminated(self._run_id, _STATUS.get(exit_code, "FAILED"))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """`key.sub` and its value as text, for every value that is not a section."""
+    found: list[tuple[str, str]] = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", str(value)))
+    return found

@@ -1,0 +1,205 @@
+"""The run's side of tracking: starts one process per tracker, passes its messages on, ends it.
+
+Nothing here waits for a tracker while steps are made: the processes read `metrics.jsonl` themselves. Only the end of
+the run waits, `close_s` seconds at most.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import isobit
+from isobit.errors import IsobitError
+from isobit.monitor.trackers.follow import TRACKING, read_state
+from isobit.monitor.trackers.table import make_tracker
+from isobit.rewards.interpreter import module_command
+from isobit.run.directory import METRICS, read_jsonl
+
+_INTERRUPTED = 130
+
+
+def check_trackers(settings: Mapping[str, Any]) -> None:
+    """Raises IsobitError for what is wrong before a run begins: a library that is not installed, no credentials."""
+    for name in settings["trackers"]:
+        make_tracker(name).check(settings.get(name, {}))
+
+
+class Trackers:
+    """The trackers of an open run. Use as a context manager.
+
+    `settings` is the config's `tracking` section, `config` the whole of it, both as plain values. `exit_code` is asked
+    when the run ends without an exception. `say` shows a line that is of interest, such as an address.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        config: Mapping[str, Any],
+        run: Path,
+        exit_code: Callable[[], int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._settings, self._config, self._run = settings, config, run
+        self._exit_code, self._say = exit_code, say
+        self._processes: list[_TrackerProcess] = []
+
+    def __enter__(self) -> "Trackers":
+        for name in self._settings["trackers"]:
+            request = {
+                "tracker": name,
+                "run": str(self._run),
+                "project": self._settings["project"],
+                "name": self._settings["name"] or self._run.resolve().name,
+                "group": self._settings["group"],
+                "completions": self._settings["completions"],
+                "limit_s": self._settings["close_s"],
+                "settings": self._settings.get(name, {}),
+                "config": self._config,
+            }
+            self._processes.append(_TrackerProcess(name, self._run, request, self._say))
+        return self
+
+    def poll(self) -> None:
+        """Pass on what the processes have said. Returns at once."""
+        for process in self._processes:
+            process.poll()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the trackers' processes, each of which leads a session of its own."""
+        return [process.id for process in self._processes if process.id is not None]
+
+    @property
+    def failed(self) -> bool:
+        """Whether any tracker has not got everything."""
+        return any(process.failed for process in self._processes)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for process in self._processes:
+            process.end(self._exit_code() if kind is None else 1)
+        until = time.monotonic() + self._settings["close_s"]
+        for process in self._processes:
+            process.wait(until)
+
+
+class _TrackerProcess:
+    """One tracker's process, whose log is `RUN/tracking/NAME.log`. It is told what to do on stdin, and answers on
+    stdout."""
+
+    def __init__(self, name: str, run: Path, request: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self.name, self._run, self._say = name, run, say
+        self._received = b""
+        self._over = self.failed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        source = str(Path(isobit.__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        try:
+            (run / TRACKING / name).mkdir(parents=True, exist_ok=True)
+            with (run / TRACKING / f"{name}.log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    module_command("isobit.monitor.trackers"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**os.environ, "PYTHONPATH": path},
+                    start_new_session=True,  # Ctrl-C in the terminal is the run's
+                )
+        except OSError as error:
+            self._failed(f"cannot start its process: {error.strerror}")
+            return
+        os.set_blocking(self._out.fileno(), False)
+        self._tell(request)
+
+    @property
+    def id(self) -> int | None:
+        """The process id; None if it could not be started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def _out(self) -> IO[bytes]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def poll(self) -> None:
+        """Read what it has said so far."""
+        if self._process is None or self._over:
+            return
+        ended = self._process.poll() is not None
+        with suppress(BlockingIOError):
+            while part := os.read(self._out.fileno(), 1 << 16):
+                self._received += part
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            self._heard(json.loads(line))
+        if ended and not self._over:
+            self._failed(f"its process ended unexpectedly ({self._process.returncode})")
+
+    def _heard(self, message: Mapping[str, Any]) -> None:
+        if "note" in message:
+            self._say(f"{self.name}: {message['note']}")
+        elif "failed" in message:
+            self._failed(message["failed"])
+        else:
+            self._over = True
+
+    def end(self, exit_code: int) -> None:
+        """Tell it that the run is over."""
+        if self._process is not None:
+            self._tell({"exit_code": exit_code})
+
+    def wait(self, until: float) -> None:
+        """Give it until then to send what is left, and end it."""
+        if self._process is None:
+            return
+        while not self._over and time.monotonic() < until:
+            self.poll()
+            time.sleep(0.01)
+        if not self._over:
+            self._failed("the time to send what is left (tracking.close_s) is over")
+        try:
+            self._process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)  # also what the library has started
+            self._process.wait()
+        self._out.close()
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: `poll` says so
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _failed(self, reason: str) -> None:
+        """Said once, on stderr, also with --quiet; nothing more is sent to it."""
+        self._over = self.failed = True
+        last = -1
+        with suppress(IsobitError):
+            last = read_state(self._run, self.name).get("last", -1)
+        sent = "nothing was sent to it" if last < 0 else f"it has the run up to step {last}"
+        print(
+            f"isobit: tracker {self.name}: {reason}; {sent}; `isobit track {self._run}` sends the rest",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def send_run(run: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Bring the trackers of a run that is over up to date. Returns an exit code: 1 if one did not take everything.
+
+    Raises IsobitError as `check_trackers` does.
+    """
+    check_trackers(settings)
+    last = max((int(row["step"]) for row in read_jsonl(run / METRICS)), default=-1)
+    ended = 0 if last >= config["steps"] else _INTERRUPTED
+    with Trackers(settings, config, run, exit_code=lambda: ended, say=print) as trackers:
+        pass
+    return int(trackers.failed)

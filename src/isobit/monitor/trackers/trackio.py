@@ -1,0 +1,68 @@
+"""trackio: a SQLite file in the run directory, or a Hugging Face Space.
+
+trackio gathers rows for half a second before it writes them, so after a kill its own file is what counts.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, Place
+
+
+class Trackio:
+    """Metrics, config and completions as tables."""
+
+    def __init__(self) -> None:
+        self._table: dict[str, Any] = {}
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raises IsobitError where a Space is named and there is no token for it."""
+        if settings["space_id"] is None:
+            return
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise IsobitError("tracking.trackio.space_id needs a token of Hugging Face; run `hf auth login`")
+
+    def open(self, place: Place) -> Opened:
+        """Begin the run, or go on with the one of its name."""
+        directory = place.settings["dir"] or os.environ.get("TRACKIO_DIR") or str(place.directory)
+        os.environ["TRACKIO_DIR"] = directory  # trackio reads it once, when it is imported
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        self._run = trackio.init(
+            project=place.project,
+            name=place.name,
+            group=place.group,
+            space_id=place.settings["space_id"],
+            config=dict(place.config),
+            resume="must" if place.kept else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        if place.kept and self._run.id != place.kept["id"]:
+            raise IsobitError(f"another run was named {place.name!r} since; give each its own tracking.name")
+        last: int | None = place.last
+        if place.settings["space_id"] is None and place.kept:
+            last = SQLiteStorage.get_max_step_for_run(place.project, place.name, run_id=self._run.id)
+        note = place.settings["space_id"] or f"TRACKIO_DIR={directory} trackio show --project {place.project}"
+        return Opened(-1 if last is None else last, {"id": self._run.id}, note)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row."""
+        self._run.log({**self._table, **metrics}, step=step)
+        self._table = {}
+
+    def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """A table, which becomes part of the step's row."""
+        import trackio
+
+        self._table = {"completions": trackio.Table(columns=list(COMPLETION_COLUMNS), data=[list(r) for r in rows])}
+
+    def close(self, exit_code: int) -> None:
+        """Write or send what is left."""
+        self._run.finish()

@@ -1,5 +1,0 @@
-"""One self-contained HTML page from run directories; imports no torch."""
-
-from isobit.report.page import write_report
-
-__all__ = ["write_report"]

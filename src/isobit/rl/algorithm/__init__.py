@@ -1,0 +1,1 @@
+"""The algorithm as functions of numbers: advantages, losses, corrections, mismatch; no model is in it."""

@@ -1,0 +1,137 @@
+"""From scored groups to what the learner takes: which groups fill a step, and the credit of each sample."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobit.rl.algorithm.advantages import Advantage, AdvantageInputs, Advantages, has_spread, overlong_penalty
+from isobit.rl.algorithm.functions import advantage_function
+from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.samples import Group, Sample, groups_from_json, groups_to_json
+
+
+@dataclass
+class StepBatch:
+    """The groups of one step. Under dynamic sampling groups without spread are dropped and others sampled instead,
+    `rounds_left` times; what comes in beyond `wanted` is kept for the next step. `objective` says what spread is."""
+
+    wanted: int
+    dynamic: bool = False
+    rounds_left: int = 1
+    objective: Objective = field(default_factory=Objective)
+    groups: list[Group] = field(default_factory=list)
+    surplus: list[Group] = field(default_factory=list)
+    dropped: int = 0
+    scored: list[Group] = field(default_factory=list)
+    replayed: list[Group] = field(default_factory=list)
+
+    @property
+    def missing(self) -> int:
+        """How many more groups to roll out now."""
+        return self.wanted - len(self.groups) if self.rounds_left > 0 else 0
+
+    def carry_over(self, groups: Sequence[Group]) -> None:
+        """Begin with what an earlier step left."""
+        self.groups, self.surplus = list(groups[: self.wanted]), list(groups[self.wanted :])
+
+    def to_json(self) -> dict[str, Any]:
+        """A batch that waits to be learned from, in plain values."""
+        return {
+            "dropped": self.dropped, "groups": groups_to_json(self.groups), "scored": groups_to_json(self.scored)
+        }  # fmt: skip
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any], wanted: int) -> "StepBatch":
+        """The inverse of `to_json`."""
+        groups, scored = (groups_from_json(values[name]) for name in ("groups", "scored"))
+        return StepBatch(wanted, groups=groups, scored=scored, dropped=values["dropped"], rounds_left=0)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Take scored groups in."""
+        self.rounds_left -= 1
+        self.scored += groups
+        kept = [g for g in groups if not self.dynamic or teaches(g, self.objective)]
+        self.dropped += len(groups) - len(kept)
+        room = self.wanted - len(self.groups)
+        self.groups += kept[:room]
+        self.surplus += kept[room:]
+
+
+def assign_credit(groups: Sequence[Group], objective: Objective) -> tuple[list[Sample], list[Advantage]]:
+    """The samples that can be learned from and their advantages, each one number or one for each trained token;
+    unscored samples are left out.
+
+    The overlong penalty and the KL in the reward change the advantage, and not the reward that is logged.
+    """
+    samples: list[Sample] = []
+    advantages: list[Advantage] = []
+    for group, credited in zip(groups, _advantages(groups, objective)):
+        for sample, advantage in zip(group, credited):
+            if advantage is not None:
+                samples.append(sample)
+                advantages.append(advantage)
+    return samples, advantages
+
+
+def teaches(group: Group, objective: Objective) -> bool:
+    """Whether the rewards of a group differ: their sum, or, if they are decoupled, those of any function."""
+    if not objective.decoupled_rewards:
+        return has_spread([s.reward for s in group])
+    return any(has_spread(_component(group, name)) for name, weight in objective.reward_weights if weight)
+
+
+def _advantages(groups: Sequence[Group], objective: Objective) -> Advantages:
+    """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages by weight (after GDPO, Liu et
+    al. 2026, arXiv 2601.05242, without its normalization over the batch), with what shapes the reward as one more of
+    weight 1.
+    """
+    estimate = advantage_function(objective.advantage)
+    extra = [[_overlong(sample, objective) for sample in group] for group in groups]
+    charged = [[_charged(sample, objective) for sample in group] for group in groups]
+    if not objective.decoupled_rewards:
+        shaped = [[_plus(s.reward, more) for s, more in zip(group, row)] for group, row in zip(groups, extra)]
+        return estimate(AdvantageInputs(shaped, charged, groups, objective))
+    shaping = [[None if s.reward is None else more for s, more in zip(g, row)] for g, row in zip(groups, extra)]
+    free = [[(0.0,) * len(row) for row in group] for group in charged]
+    parts = [(1.0, estimate(AdvantageInputs(shaping, charged, groups, objective)))]
+    for name, weight in objective.reward_weights:
+        rewards = [_component(group, name) for group in groups]
+        parts.append((weight, estimate(AdvantageInputs(rewards, free, groups, objective))))
+    return [
+        [
+            None if sample.reward is None else _sum([(weight, part[g][i]) for weight, part in parts if weight])
+            for i, sample in enumerate(group)
+        ]
+        for g, group in enumerate(groups)
+    ]
+
+
+def _sum(parts: Sequence[tuple[float, Advantage | None]]) -> Advantage:
+    """Weighted, number by number or token by token; a function that did not score it adds nothing."""
+    given = [(weight, part) for weight, part in parts if part is not None]
+    rows = [[weight * value for value in part] for weight, part in given if not isinstance(part, (int, float))]
+    if rows:
+        return tuple(map(math.fsum, zip(*rows, strict=True)))
+    return sum(weight * part for weight, part in given if isinstance(part, (int, float)))
+
+
+def _component(group: Group, name: str) -> list[float | None]:
+    return [None if sample.reward is None else sample.rewards.get(name) for sample in group]
+
+
+def _plus(reward: float | None, extra: float) -> float | None:
+    return None if reward is None else reward + extra
+
+
+def _overlong(sample: Sample, objective: Objective) -> float:
+    limit, buffer = objective.max_new_tokens, objective.overlong_buffer
+    return overlong_penalty(sample.num_trained, limit, buffer, objective.overlong_penalty)
+
+
+def _charged(sample: Sample, objective: Objective) -> tuple[float, ...]:
+    """What the KL to the reference takes from each trained token."""
+    if not objective.kl_in_reward or sample.reward is None:
+        return (0.0,) * sample.num_trained
+    assert sample.reference_kl is not None, "the reference has not seen this sample"
+    return tuple(objective.kl_coefficient * value for value in sample.reference_kl)

@@ -1,0 +1,191 @@
+"""A rollout batch as the learner takes it: the tensors that its loss compares with, and the distance to the rollout."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from isobit.rl.algorithm.advantages import Advantage
+from isobit.rl.algorithm.correction import correct, correction_metrics, step_metrics
+from isobit.rl.algorithm.loss import LossInputs, token_weights
+from isobit.rl.algorithm.mismatch import mismatch_metrics, position_metrics, sequence_metrics
+from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.samples import Sample
+from isobit.rl.learner.agreement import Compared, require_agreement
+from isobit.rl.learner.zero_advantage import idle_samples
+
+SampleKey = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingBatch:
+    """Per sample, [trained tokens] float32: advantages, log-probabilities, the correction's importance weights.
+
+    `fresh`: whether a sample has to be of the weights that learning begins with, so that a difference is a mismatch.
+    `idle`: whether it teaches nothing. `known`: the samples whose `old` are the learner's, not the rollout's.
+    `kept`, bool: the tokens that are averaged over, if not all are.
+    """
+
+    objective: Objective
+    samples: Sequence[Sample]
+    advantages: Sequence[Tensor]
+    rollout: Sequence[Tensor]
+    old: Sequence[Tensor]
+    fresh: Sequence[bool]
+    idle: Sequence[bool]
+    known: Sequence[int] = ()
+    reference: Sequence[Tensor] | None = None
+    importance: Sequence[Tensor] | None = None
+    kept: Sequence[Tensor] | None = None
+
+    def has_tokens(self, part: Sequence[int]) -> bool:
+        return any(len(self.rollout[i]) for i in part)
+
+    def rejected(self, part: Sequence[int]) -> bool:
+        """Whether the correction left nothing of these samples."""
+        return self.importance is not None and not any(bool(self.importance[i].any()) for i in part)
+
+    def weights_of(self, part: Sequence[int]) -> list[float]:
+        """The weight of each sample's tokens in the loss of the optimizer batch `part`."""
+        counted = [len(self.rollout[i]) if self.kept is None else int(self.kept[i].sum()) for i in part]
+        return token_weights(counted, self.objective.loss_aggregation, self.objective.max_new_tokens)
+
+    def loss_inputs(
+        self,
+        chosen: Sequence[int],
+        weights: Sequence[float],
+        logprobs: Tensor,
+        entropy: Tensor,
+        sequence: Tensor,
+        clip_bounds: tuple[float, float],
+    ) -> LossInputs:
+        """Of the samples `chosen`, whose tokens weigh `weights`, and the policy's forward over them."""
+        token_weight = torch.tensor(weights)[sequence]
+        if self.kept is not None:
+            token_weight = token_weight * _joined(self.kept, chosen)
+        return LossInputs(
+            policy_logprobs=logprobs,
+            old_logprobs=_joined(self.old, chosen),
+            rollout_logprobs=_joined(self.rollout, chosen),
+            advantages=_joined(self.advantages, chosen),
+            importance_weights=torch.ones_like(entropy)
+            if self.importance is None
+            else _joined(self.importance, chosen),
+            token_weights=token_weight,
+            entropy=entropy,
+            sequence=sequence,
+            clip_low=clip_bounds[0],
+            clip_high=clip_bounds[1],
+            settings=self.objective,
+            reference_logprobs=None if self.reference is None else _joined(self.reference, chosen),
+        )
+
+    def require_agreement(self, found: Mapping[int, Tensor], part: Sequence[int]) -> None:
+        """Raise Disagreement unless the learner's log-probabilities of fresh samples, by index, are the rollout's bits.
+        `part`: all samples of the optimizer step."""
+        require_agreement(self.compared(found), [self.samples[i] for i in part])
+
+    def compared(self, found: Mapping[int, Tensor]) -> list[Compared]:
+        """Fresh samples with the rollout's log-probabilities and those that were `found`, by index."""
+        return [(self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]]
+
+    @property
+    def comparable_tokens(self) -> int:
+        """Trained tokens of fresh samples."""
+        return sum(len(row) for row, fresh in zip(self.rollout, self.fresh) if fresh)
+
+    def staleness(self) -> dict[str, float]:
+        """How far samples of older weights are from the policy of now."""
+        found = _mismatch([(self.old[i], self.rollout[i]) for i in self.known if not self.fresh[i]])
+        names = ("kl_k3", "token_mult_prob_error")
+        return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
+
+
+def training_batch(
+    objective: Objective,
+    samples: Sequence[Sample],
+    advantages: Sequence[Advantage],
+    weights_version: int,
+    old: Mapping[int, Tensor] | None,
+    reference: Sequence[Tensor] | None,
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """The batch, and the metrics of its correction. `old`: log-probabilities of the present weights, which are of
+    `weights_version`, by the index of the sample, at least of all that teach; None: the rollout's own serve. A
+    correction weighs the samples that have them."""
+    rollout = rollout_logprobs(samples)
+    fresh = [not objective.stale_samples or s.weights_version == weights_version for s in samples]
+    credit = per_token(samples, advantages)
+    known, given = sorted(old or ()), [(old or {}).get(i, row) for i, row in enumerate(rollout)]
+    idle = idle_samples(objective, credit)
+    batch = TrainingBatch(objective, samples, credit, rollout, given, fresh, idle, known, reference)
+    rule, lengths, everything = objective.rule, [len(rollout[i]) for i in known], range(len(samples))
+    if not rule.active or not any(lengths):
+        return batch, {}
+    correction = correct(rule, _joined(given, known), _joined(rollout, known), lengths)
+    importance = [torch.ones_like(row) for row in rollout]
+    kept = [torch.ones_like(row, dtype=torch.bool) for row in rollout]
+    for i, weights, own in zip(known, correction.weights.split(lengths), correction.kept.split(lengths)):
+        importance[i], kept[i] = weights, own
+    corrected = replace(batch, importance=importance, kept=kept if rule.denominator == "kept" else None)
+    before, after = (each.weights_of(everything) for each in (batch, corrected))
+    sizes = (_joined(credit, known), lengths, [before[i] for i in known], [after[i] for i in known])
+    return corrected, correction_metrics(correction) | step_metrics(correction, *sizes)
+
+
+def per_token(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> list[Tensor]:
+    """Of each sample, [trained tokens] float32."""
+    return [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
+
+
+def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
+    """What the engine recorded, [trained tokens] float32 of each sample."""
+    return [torch.tensor([s.rollout_logprobs[i] for i in s.trained], dtype=torch.float32) for s in samples]
+
+
+def sample_key(sample: Sample) -> SampleKey:
+    """(prompt_index, sample_index), which names a sample within a step."""
+    return sample.prompt_index, sample.sample_index
+
+
+def _per_token(sample: Sample, advantage: Advantage) -> Tensor:
+    if isinstance(advantage, (int, float)):
+        return torch.full((sample.num_trained,), advantage, dtype=torch.float32)
+    assert len(advantage) == sample.num_trained
+    return torch.tensor(list(advantage), dtype=torch.float32)
+
+
+def _joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]) -> Tensor:
+    return torch.cat([rows[i] for i in chosen])
+
+
+def by_key(compared: Sequence[Compared]) -> dict[SampleKey, list[float]]:
+    """The learner's log-probabilities: one for each completion token, 0.0 for given ones."""
+    return {sample_key(sample): _spread(sample, row) for sample, _, row in compared}
+
+
+def mismatch_of(compared: Sequence[Compared]) -> dict[str, float]:
+    """Metrics of what was compared; none if that was no token."""
+    some = [one for one in compared if len(one[2])]
+    if not some:
+        return {}
+    positions = torch.tensor([position for sample, _, _ in some for position in sample.trained])
+    rollout, learner = torch.cat([row for _, row, _ in some]), torch.cat([row for _, _, row in some])
+    by_position = position_metrics(learner, rollout, positions)
+    return _mismatch([(learner, rollout) for _, rollout, learner in some]) | by_position
+
+
+def _spread(sample: Sample, logprobs: Tensor) -> list[float]:
+    values = [0.0] * len(sample.completion_ids)
+    for position, value in zip(sample.trained, logprobs.tolist(), strict=True):
+        values[position] = value
+    return values
+
+
+def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Nothing if no token was compared: that is not agreement."""
+    measured = [pair for pair in pairs if pair[0].numel()]
+    if not measured:
+        return {}
+    learner, rollout = [pair[0] for pair in measured], [pair[1] for pair in measured]
+    return mismatch_metrics(torch.cat(learner), torch.cat(rollout)) | sequence_metrics(learner, rollout)

@@ -1,0 +1,88 @@
+"""Sums over the optimizer steps of a batch, and the metrics made of them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from isobit.rl.algorithm.loss import LossOutputs
+
+
+@dataclass(eq=False)
+class Totals:
+    """Sums over the tokens of one or more optimizer steps, and the norm of each step's gradient. `named` are sums of
+    the loss function's own metrics. `tokens` are trained tokens, `computed` those with a forward, whose `entropy` is
+    known; `rows` are the tokens of prompts and completions, `rows_left_out` those without a backward, `rows_shared`
+    those of prompts that were computed for an earlier completion."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
+    clipped: int = 0
+    tokens: int = 0
+    computed: int = 0
+    rows: int = 0
+    rows_left_out: int = 0
+    rows_shared: int = 0
+    named: dict[str, float] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+
+    def count(self, loss: Tensor, outputs: LossOutputs, entropy: Tensor, kl: Tensor | None) -> None:
+        """Take a micro-batch into account: its part of the loss, and [T] tensors of its tokens."""
+        self.loss += float(loss.detach())
+        self.see(entropy)
+        if kl is not None:
+            self.kl += float(kl.detach().double().sum())
+        if outputs.clipped is not None:
+            self.clipped += int(outputs.clipped.sum())
+        self._add_named({name: float(values.detach().double().sum()) for name, values in outputs.metrics.items()})
+
+    def see(self, entropy: Tensor) -> None:
+        """Take the forward of a micro-batch into account, [T] of its tokens."""
+        self.entropy += float(entropy.double().sum())
+        self.computed += len(entropy)
+
+    def merge(self, other: "Totals") -> None:
+        """Add what another counted: a later micro-batch, say."""
+        self.loss += other.loss
+        self.kl += other.kl
+        self.entropy += other.entropy
+        self.clipped += other.clipped
+        self.tokens += other.tokens
+        self.computed += other.computed
+        self.rows += other.rows
+        self.rows_left_out += other.rows_left_out
+        self.rows_shared += other.rows_shared
+        self._add_named(other.named)
+
+    def add(self, step: "Totals", norm: float) -> None:
+        """Take an optimizer step into account, whose gradient had this norm."""
+        self.merge(step)
+        self.norms.append(norm)
+
+    def to_json(self) -> dict[str, Any]:
+        """The arguments of an equal one."""
+        return dict(vars(self))
+
+    def _add_named(self, sums: Mapping[str, float]) -> None:
+        for name, value in sums.items():
+            self.named[name] = self.named.get(name, 0.0) + value
+
+    def metrics(self, rate: float) -> dict[str, float]:
+        """NaN where no step was taken."""
+        tokens, steps = self.tokens or math.nan, len(self.norms) or math.nan
+        return {
+            "loss/policy": self.loss / steps,
+            "loss/kl": self.kl / tokens,
+            "entropy": self.entropy / (self.computed or math.nan),
+            "clip_fraction": self.clipped / tokens,
+            "grad_norm": sum(self.norms) / steps,
+            "learn/skipped_share": self.rows_left_out / (self.rows or math.nan),
+            "learn/shared_share": self.rows_shared / (self.rows or math.nan),
+            "learning_rate": rate,
+            "steps/skipped": float(self.skipped),
+            **{f"loss/{name}": value / tokens for name, value in self.named.items()},
+        }

@@ -1,0 +1,1 @@
+"""What is counted, timed and compared while a step goes on."""

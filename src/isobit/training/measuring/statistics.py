@@ -1,0 +1,133 @@
+"""Metrics that describe a step: rewards, lengths and groups, and the quantization of the weights."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import torch
+
+from isobit.distributed import Ranks
+from isobit.model import Model
+from isobit.model.hub.names import layer_and_role
+from isobit.model.weights.layout import rows_of
+from isobit.precision import QTensor, QuantTotals
+from isobit.rl.algorithm.advantages import has_spread
+from isobit.rl.algorithm.credit import StepBatch
+
+
+def batch_metrics(batch: StepBatch) -> dict[str, float]:
+    """Rewards, lengths and spread; of all that was scored in the step, so that dynamic sampling does not flatter
+    them."""
+    groups = batch.scored or batch.groups
+    samples = [sample for group in groups for sample in group]
+    rewards = [s.reward for s in samples if s.reward is not None]
+    lengths = [s.num_trained for s in samples]
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/std": _deviation(rewards),
+        "groups/zero_spread_fraction": _mean([float(not has_spread([s.reward for s in group])) for group in groups]),
+        "groups/resampled": float(batch.dropped),
+        "groups/unscored": float(len(samples) - len(rewards)),
+        "length/mean": _mean(lengths),
+        "length/truncated_fraction": _mean([float(s.truncated) for s in samples]),
+    }
+    for name in sorted({name for s in samples for name in s.rewards}):
+        values = [value for s in samples if (value := s.rewards.get(name)) is not None]
+        metrics[f"reward/function/{name}"] = _mean(values)
+    distances = [math.fsum(s.reference_kl) for s in samples if s.reference_kl is not None]
+    if distances:
+        metrics["reward/reference_kl"] = _mean(distances)
+    return metrics
+
+
+def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dict[str, float]:
+    """How many steps old the samples of a step were, how many of its groups were replayed, and how many are kept."""
+    if not any(staleness) and not kept:
+        return {}
+    return {
+        "staleness/mean": _mean(staleness),
+        "staleness/max": float(max(staleness, default=0)),
+        "replay/groups": float(replayed),
+        "replay/buffer_groups": float(kept),
+    }
+
+
+class WeightTotals:
+    """Quantization of the rollout's weights against the masters as they are now, by layer and tensor; the experts of a
+    layer together. Empty where the weights are not quantized, or frozen: these have no masters."""
+
+    @torch.no_grad()
+    def __init__(self, model: Model) -> None:
+        self._whole, self._layers = QuantTotals(), model.config.num_layers
+        mine: dict[tuple[int, str], QuantTotals] = {}
+        masters, shards = model.named_parameters(), model.transformer.masters.shards
+        for weight in model.transformer.rollout_weights():
+            if isinstance(weight.working, QTensor) and weight.name in masters:
+                part = rows_of(weight.working, shards.own(weight.name))
+                assert isinstance(part, QTensor)
+                mine.setdefault(layer_and_role(weight.name), QuantTotals()).add(
+                    model.ops.error_sums(masters[weight.name], part)
+                )
+        self._parts = gathered(mine, shards.ranks)
+        for totals in self._parts.values():
+            self._whole.merge(totals)
+
+    def metrics(self) -> dict[str, float]:
+        """Of all weights together."""
+        if not self._whole.count:
+            return {}
+        found = self._whole.stats()
+        return {
+            "quant/weight_flushed_fraction": found.flushed,
+            "quant/weight_saturated_fraction": found.saturated,
+            "quant/weight_relative_error": found.relative_error,
+        }
+
+    def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
+        """Tensor to `relative_error`, `saturated` and `flushed` (fractions), each a list over layers; None where a
+        layer is not quantized."""
+        return listed_by_tensor(self._parts, self._layers)
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether a step's `by_tensor` is to be recorded."""
+        return bool(self._parts) and recorded(step, every)
+
+
+def recorded(step: int, every: int) -> bool:
+    """Whether quantization is recorded by tensor in a step: in the first, and in each `every`-th. (Not in the last: a
+    run that is extended would then differ from one that was planned longer.)"""
+    return every > 0 and (step == 1 or step % every == 0)
+
+
+def gathered(mine: Mapping[tuple[int, str], QuantTotals], ranks: Ranks) -> dict[tuple[int, str], QuantTotals]:
+    """The totals of all ranks together."""
+    if ranks.size == 1:
+        return dict(mine)
+    found: dict[tuple[int, str], QuantTotals] = {}
+    for parts in ranks.gather([[*key, totals.to_json()] for key, totals in mine.items()]):
+        for layer, role, values in parts:
+            found.setdefault((layer, role), QuantTotals()).merge(QuantTotals.from_json(values))
+    return found
+
+
+def listed_by_tensor(
+    parts: Mapping[tuple[int, str], QuantTotals], num_layers: int
+) -> dict[str, dict[str, list[float | None]]]:
+    """Totals by (layer, tensor) as lists over layers, by tensor and figure; None where a layer has none."""
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for (layer, role), totals in sorted(parts.items()):
+        for name, value in asdict(totals.stats()).items():
+            lists = found.setdefault(role, {}).setdefault(name, [None] * num_layers)
+            lists[layer] = float(f"{value:.6g}")
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))

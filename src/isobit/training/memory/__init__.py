@@ -1,0 +1,1 @@
+"""What a run takes of memory: planned before it starts, and counted while it runs."""

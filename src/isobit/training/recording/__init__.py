@@ -1,0 +1,1 @@
+"""What a step leaves behind: metrics, and rows of completions."""

@@ -1,0 +1,128 @@
+"""What a step leaves in `completions.jsonl.gz`: the rows of its completions, and back.
+
+A row has the sample (`rl/algorithm/samples.py`), `policy_logprobs`, the row of the data by its number and its columns,
+and the prompt's text without and with special tokens. Under `run.completions: sample` eight completions of a step have
+all of it, and the others what the report's figures need. Left out: the file (`run/completions.py`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isobit.config import Config
+from isobit.errors import IsobitError
+from isobit.monitor.report.selection import best_worst_and_between
+from isobit.rl import Group, Sample
+from isobit.rl.learner.learner import Learned
+from isobit.run import completions
+from isobit.run.completions import COMPLETIONS, SAME
+from isobit.run.directory import METRICS, read_jsonl
+from isobit.training.parts import Parts
+
+SAMPLED = 8
+"""Whole rows of a step under `run.completions: sample`."""
+LONGEST_COLUMN = 2000
+"""Characters of a column as JSON; of a longer one, such as the tests of a program, the beginning is recorded."""
+
+
+def rows_of(step: int, groups: Sequence[Group], learned: Learned, parts: Parts) -> Iterator[dict[str, Any]]:
+    """The rows of a step, as `run.completions` wants them."""
+    kind = parts.config.run.completions
+    if kind == "none":
+        return
+    samples = [sample for group in groups for sample in group]
+    rewards = [float("nan") if s.reward is None else s.reward for s in samples]
+    whole = set(range(len(samples))) if kind == "all" else set(best_worst_and_between(rewards, SAMPLED))
+    number = 0
+    for group in groups:
+        prompt = _prompt(group[0], parts) if group else {}
+        for sample in group:
+            yield {"step": step, **_row(sample, prompt, learned, number in whole)}
+            number += 1
+
+
+def _prompt(sample: Sample, parts: Parts) -> dict[str, Any]:
+    """What the rows of a group have in common."""
+    tokenizer, example = parts.model.tokenizer, parts.task.train.at(sample.prompt_index)
+    return {
+        "row": example.index,
+        "prompt": tokenizer.decode(sample.prompt_ids),
+        "prompt_rendered": tokenizer.decode(sample.prompt_ids, special=True),
+        "columns": {name: _shortened(value) for name, value in example.columns.items()},
+    }
+
+
+def _row(sample: Sample, prompt: Mapping[str, Any], learned: Learned, whole: bool) -> dict[str, Any]:
+    if not whole:
+        kept = ("prompt_index", "sample_index", "reward", "rewards", "truncated")
+        return {"row": prompt["row"], "prompt": prompt["prompt"]} | {name: getattr(sample, name) for name in kept}
+    rollout = list(sample.rollout_logprobs)
+    policy = learned.compared.get((sample.prompt_index, sample.sample_index))
+    return {
+        **prompt,
+        **sample.to_json(),
+        "rollout_logprobs": _compact(rollout),
+        "policy_logprobs": None if policy is None else SAME if _bits(policy) == _bits(rollout) else _compact(policy),
+    }
+
+
+def _bits(values: Sequence[float]) -> bytes:
+    return np.asarray(values, np.float32).tobytes()
+
+
+def _compact(values: Sequence[float]) -> list[float]:
+    """The same float32 numbers by the fewest digits that tell them apart from others, in place of float64's."""
+    array = np.asarray(values, np.float32)
+    assert array.astype(np.float64).tolist() == list(values), "log-probabilities are float32"
+    return [float(text) for text in array.astype(str)]
+
+
+def _shortened(value: Any) -> Any:
+    """A column's value as JSON has it: NaN is null, and an object that a program gave is its text."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if len(text) > LONGEST_COLUMN:
+        return f"{text[:LONGEST_COLUMN]} … ({len(text):,} characters)"
+    return json.loads(text, parse_constant=lambda name: None)
+
+
+def recorded_groups(run: Path, config: Config) -> Iterator[list[Group]]:
+    """The groups of one step after another, of a recorded run. Raises IsobitError if it has not all of them."""
+    path = run / COMPLETIONS
+    if config.run.completions != "all":
+        raise IsobitError(
+            f"{run} cannot be repeated from its rollouts: it recorded run.completions: {config.run.completions}, and "
+            "only with all (the default) are they all there"
+        )
+    if not path.is_file():
+        raise IsobitError(f"{run}: no {COMPLETIONS} to learn from")
+    rows = [row for row in read_jsonl(run / METRICS) if row["step"] > 0]
+    return _groups(path, {int(row["step"]) for row in rows if _learned_from_some(row)})
+
+
+def _learned_from_some(row: Mapping[str, Any]) -> bool:
+    """Whether the step had samples; rows of runs of isobit 0.1.0 tell it by what was compared."""
+    return row.get("advantage/nonzero_fraction", row.get("mismatch/compared_tokens") or None) is not None
+
+
+def _groups(path: Path, needed: set[int]) -> Iterator[list[Group]]:
+    step, groups = 1, dict[int, list[Sample]]()
+    for row in completions.read(path):
+        while row["step"] != step:
+            yield _whole(path, step, groups, needed)
+            step, groups = step + 1, {}
+        if "completion_ids" not in row:
+            raise IsobitError(f"{path}: step {step} was recorded with run.completions: sample, and cannot be repeated")
+        sample = Sample.from_json(row)
+        groups.setdefault(sample.prompt_index, []).append(sample)
+    yield _whole(path, step, groups, needed)
+    for later in sorted(needed - set(range(step + 1))):
+        _whole(path, later, {}, needed)
+
+
+def _whole(path: Path, step: int, groups: Mapping[int, list[Sample]], needed: set[int]) -> list[Group]:
+    if not groups and step in needed:
+        raise IsobitError(f"{path}: step {step} was recorded with run.completions: none, and cannot be repeated")
+    return list(groups.values())

@@ -1,0 +1,1 @@
+"""The state that a run goes on from, and when it is saved."""

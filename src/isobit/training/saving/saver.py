@@ -1,0 +1,102 @@
+"""When a run is saved: at its end, every n steps, and when an error ends it.
+
+After an error the newest whole step is saved, whose weights are still there as long as the next step has not begun to
+learn (`snapshot.py`). Weights that are not finite, or that changed in memory, are never saved. Left out: what a
+checkpoint holds (`parts.py`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost, RunFailed
+from isobit.evaluation.best import Best
+from isobit.run import checkpoints
+from isobit.run.directory import RunDirectory
+from isobit.training.measuring.meter import Meter
+from isobit.training.parts import Parts, not_finite, save_checkpoint
+from isobit.training.saving.snapshot import Snapshot, State
+
+
+class Saver:
+    """Saves a run. `saved_step` is the step of its newest checkpoint, None before the first."""
+
+    def __init__(self, parts: Parts, run: RunDirectory, state: State, best: Best, meter: Meter) -> None:
+        self.parts, self.run, self.state, self.best, self._meter = parts, run, state, best, meter
+        self.saved_step: int | None = None
+        self._whole: Snapshot | None = None  # what the weights belong to, until a step learns
+
+    @property
+    def unlearned(self) -> bool:
+        """Whether the newest whole step can be saved: no step has begun to learn since."""
+        return self._whole is not None
+
+    def keep(self) -> None:
+        """A step is whole: until the next one learns, an error saves it as it is now."""
+        self._whole = self._now()
+
+    @contextmanager
+    def learning(self, unchanged: type[Exception]) -> Iterator[None]:
+        """While the weights change, what was kept does not belong to them; after an `unchanged` error it still does."""
+        whole, self._whole = self._whole, None
+        try:
+            yield
+        except unchanged:
+            self._whole = whole
+            raise
+
+    def save(self, whole: Snapshot | None = None) -> None:
+        """Write a checkpoint, of now unless a snapshot is given."""
+        self._meter.phase("save")
+        if (name := not_finite(self.parts.model)) is not None:
+            self.fail(f"{name} is not finite")
+        whole = whole or self._now()
+        self.parts.ranks.together(self.run.flush)
+        keep_last = self.parts.config.run.keep_last
+        state, head = whole.to_json(), whole.state.head
+        save_checkpoint(self.run.checkpoints, self.parts, state, whole.scales, head, keep_last)
+        self.best.settle()
+        self.saved_step = whole.state.step
+
+    def _now(self) -> Snapshot:
+        return Snapshot.take(self.state, self.parts, self.run.written(), self.best.to_json())
+
+    def after(self, error: BaseException | None) -> None:
+        """What ends the run is known: where that is an error, save the newest whole step, and raise RunFailed that
+        says how to go on. After Corruption nothing in memory is worth saving, and after RankLost, or an error that
+        the other ranks do not have, nobody is there to save with."""
+        again = f"; go on with: isobit train --resume {self.run.directory}"
+        if isinstance(error, IsobitError) and self.parts.ranks.size > 1 and not error.shared:
+            kind = RankLost if isinstance(error, RankLost) else RunFailed
+            raise kind(f"{error}{'' if '--resume' in str(error) else again}") from None
+        if isinstance(error, Corruption):
+            self.fail(error)
+        if self._whole is None or not isinstance(error, IsobitError) or isinstance(error, NonFiniteError):
+            return
+        if self._whole.state.step != self.saved_step:
+            with suppress(RunFailed):  # what ends the run is the first error, of a full disk also this one
+                self.save(self._whole)
+        if self.saved_step is None or "--resume" in str(error):
+            return
+        raise RunFailed(f"{error}; step {self.saved_step} is saved{again}") from None
+
+    @contextmanager
+    def broken_weights_end_the_run(self) -> Iterator[None]:
+        """The learner skips a step that is not finite; weights that a finite step broke are the end."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self.fail(f"the run diverged: {error}")
+
+    def fail(self, reason: str | Corruption) -> NoReturn:
+        """End the run without saving its weights. Where a bit changed in memory, that is the reason."""
+        self._whole = None
+        saved = checkpoints.all_checkpoints(self.run.checkpoints)
+        last, step, again = saved[-1] if saved else "missing", f"step {self.state.step}", ""
+        try:
+            self.parts.learner.check_memory()
+        except Corruption as found:
+            reason = found
+        if isinstance(reason, Corruption):
+            step, again = f"after {step}", f"; go on with: isobit train --resume {self.run.directory}"
+        raise RunFailed(f"{step}: {reason}; the last good checkpoint is {last}{again}") from None

@@ -1,0 +1,76 @@
+"""The state of a run between two steps: what a checkpoint holds beside weights and optimizer.
+
+A step changes counters, queues and scales first, and the weights only when it learns. So what is copied here when a
+step is whole goes with the weights until the next one learns: where that one fails before, in a reward function, say,
+the copy is saved, and the run goes on from there as if nothing had happened (tests/test_resume.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from isobit.rl import Group
+from isobit.rl.algorithm.credit import StepBatch
+from isobit.rl.algorithm.samples import groups_to_json
+from isobit.run.certificate import GENESIS
+from isobit.run.metrics import of_the_machine
+from isobit.training.parts import MASTERS, Parts
+
+
+@dataclass
+class State:
+    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
+    `queue`: batches that wait to be learned from, where rollouts run ahead; `unrecorded`: metrics of the newest step,
+    if its evaluation failed and they are not in their file; `synced`: whether the working weights are those of the
+    masters now, which no checkpoint holds; `head`: the hash of the certificate's newest row."""
+
+    step: int = 0
+    cursor: int = 0
+    pending: list[Group] = field(default_factory=list)
+    queue: list[StepBatch] = field(default_factory=list)
+    unrecorded: dict[str, float] | None = None
+    synced: bool = False
+    head: str = GENESIS
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state that later steps do not change. `rest` are plain values, `scales` those of a calibrated KV cache."""
+
+    state: State
+    replay: tuple[Group, ...]
+    scales: Mapping[str, Tensor]
+    rest: Mapping[str, Any]
+
+    @staticmethod
+    def take(state: State, parts: Parts, written: Mapping[str, Any], best: Any) -> "Snapshot":
+        """Of now. Groups and batches are never changed once they are here, so lists are copied and no more."""
+        copied = replace(state, pending=list(state.pending), queue=list(state.queue))
+        rest = {
+            "bad_steps_in_a_row": parts.learner.state.bad_steps_in_a_row,
+            "clip_bounds": parts.learner.state.clip_bounds,
+            # of the weights learned with last: a resumed run makes the next ones, and counts them
+            "weights_version": parts.model.weights_version - state.synced,
+            "best": best,
+            **written,
+        }
+        if parts.config.optimizer.masters != MASTERS:
+            rest["masters"] = parts.config.optimizer.masters
+        return Snapshot(copied, tuple(parts.replay.groups), parts.calibrator.state(), rest)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, `scales` left out; the same on every machine and at any number of ranks, so without times."""
+        state, unrecorded = self.state, self.state.unrecorded
+        if unrecorded is not None:
+            unrecorded = {name: value for name, value in unrecorded.items() if not of_the_machine(name)}
+        return {
+            "step": state.step,
+            "cursor": state.cursor,
+            "pending": groups_to_json(state.pending),
+            "queue": [batch.to_json() for batch in state.queue],
+            "unrecorded": unrecorded,
+            "replay": groups_to_json(self.replay),
+            **self.rest,
+        }

@@ -1,0 +1,1 @@
+"""How a run is opened, new or resumed, and what an open one consists of."""

@@ -1,0 +1,273 @@
+"""Open what a config names: models, task, rewards, engine, optimizer, learner.
+
+Everything here runs before a run directory is written, so that a user's mistake costs nothing. Left out: the directory
+(`opening.py`).
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from isobit.config import Config
+from isobit.distributed import ALONE, Ranks
+from isobit.distributed.launch import check_alike
+from isobit.engine.calibration import Calibrator
+from isobit.engine.engine import Engine
+from isobit.engine.prompts import Prompt
+from isobit.engine.types import Sampling
+from isobit.errors import IsobitError
+from isobit.evaluation.answers import answer_extractor
+from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
+from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
+from isobit.kernels import computed_by, get_ops
+from isobit.model import Model, RewardModel
+from isobit.model.adapters.peft import is_adapter
+from isobit.monitor.trackers.process import check_trackers
+from isobit.options.declare import plain
+from isobit.plan.job import architecture
+from isobit.precision import Precision
+from isobit.rewards.pool import RewardPool
+from isobit.rl import Objective, for_precision
+from isobit.rl.algorithm.functions import check_functions
+from isobit.rl.algorithm.replay import ReplayBuffer
+from isobit.rl.learner.learner import Learner
+from isobit.rl.optim.adamw import Optimizer
+from isobit.tasks import Task, load_task
+from isobit.training.adapting import load_trained
+from isobit.training.memory.forecast import forecast
+from isobit.training.memory.plan import fitting_tokens
+from isobit.training.objects import NO_OBJECTS, Objects
+from isobit.training.parts import Parts
+from isobit.training.rollouts.lengths import fit_prompts
+from isobit.training.scoring import Scorer, WeightedModel
+from isobit.training.sft.supervised import cached_model
+
+
+def open_parts(
+    config: Config,
+    *,
+    quiet: bool,
+    checkpoint: Path | None = None,
+    objects: Objects = NO_OBJECTS,
+    ranks: Ranks = ALONE,
+    began: Mapping[str, Any] = MappingProxyType({}),
+    before_weights: Callable[[Task, Path], None] | None = None,
+) -> Parts:
+    """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run that goes on, or
+    is replayed; `before_weights` is called with the task and the model's directory before a weight is read, instead of
+    a warning where the run cannot fit. Raises IsobitError for whatever does not fit. Several `ranks` share the policy's
+    masters; a reference and reward models are whole on each, once they are read."""
+    objects.require(config)
+    check_trackers(plain(config.tracking))
+    task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
+    if config.evaluation.every and not len(task.held_out):
+        raise IsobitError("evaluation.every: the held-out split is empty; set task.held_out_size or task.held_out_path")
+    rewards = RewardPool(
+        config.rewards.functions or task.rewards,
+        deadline_s=config.rewards.deadline_s,
+        num_workers=config.rewards.num_workers,
+        on_error=config.rewards.on_error,
+        environment=config.rewards.environment,
+        objects=objects.functions,
+    )
+    try:
+        rewards.check_columns(task.train.examples[0].columns)
+        examples = (*task.train.examples, *task.held_out.examples)
+        rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
+        if not rewards.specs and not config.rewards.models:
+            raise IsobitError("no reward: give rewards.functions or rewards.models, or use a task that has its own")
+        base = base_of(config, began, quiet)
+        if before_weights is not None:
+            before_weights(task, base)
+        elif checkpoint is None and not quiet and ranks.first and not is_adapter(base):  # which is refused
+            _say_what_cannot_fit(config, base)
+        return _open_models(config, task, rewards, base, began, quiet, checkpoint, ranks)
+    except BaseException:
+        rewards.close()
+        raise
+
+
+def _say_what_cannot_fit(config: Config, base: Path) -> None:
+    ops = get_ops(config.backend, config.consistency)
+    if (line := forecast(config, architecture(str(base)), 1, ops, 0).cannot_fit()) is not None:
+        print(line, file=sys.stderr)
+
+
+def _open_models(
+    config: Config,
+    task: Task,
+    rewards: RewardPool,
+    base: Path,
+    began: Mapping[str, Any],
+    quiet: bool,
+    checkpoint: Path | None,
+    ranks: Ranks,
+) -> Parts:
+    model = _trained(config, base, began, checkpoint, ranks)
+    fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
+    task = fitted.task
+    scorer = Scorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
+    objective = replace(objective_of(config, model.precision), reward_weights=scorer.weights)
+    if model.config.routed is None and (objective.router_replay or objective.router_aux_coefficient):
+        key = "router_replay" if objective.router_replay else "router_aux_coefficient"
+        raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
+    check_functions(objective)
+    reference = _reference(config, base, model, task) if objective.kl_coefficient > 0 else None
+    shards = model.transformer.masters.shards
+    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
+    holders = model.transformer.masters.holders
+    optimizer = Optimizer(model.named_parameters(), settings, shards, model.ops, holders)
+    given = config.optimizer.micro_batch_tokens
+    tokens = 1 if given == "auto" else given  # until it is known what fits
+    learner = Learner(
+        model,
+        optimizer,
+        objective,
+        reference=reference,
+        micro_batch_tokens=tokens,
+        recompute=config.optimizer.activation_checkpointing,
+        seed=config.seed,
+        on_mismatch=config.on_mismatch,
+        check_gradients_every=config.run.check_gradients_every,
+        measured_idle=config.mismatch.samples_of_idle_groups,
+    )
+    sampling = rollout_sampling(config)
+    coming = optimizer.nbytes + optimizer.gradient_bytes
+    engine = sized_engine(config, model, [fitted.longest.prompt], config.prompts_per_step * sampling.n, coming)
+    engine.record_routes = model.config.routed is not None and (objective.recompute_old or objective.router_replay)
+    parts = Parts(
+        config,
+        ranks,
+        model,
+        reference,
+        task,
+        _held_out(config, model, task, scorer, coming) if config.evaluation.every else None,
+        rewards,
+        scorer,
+        engine,
+        Calibrator(model, tokens),
+        ReplayBuffer(config.replay, config.seed),
+        sampling,
+        objective,
+        optimizer,
+        learner,
+    )
+    return _with_fitting_tokens(parts) if given == "auto" else parts
+
+
+def _trained(config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks) -> Model:
+    """The model that is trained, whose tokenizer reads prompts as the run does."""
+    model = load_trained(config, base, checkpoint, ranks)
+    check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
+    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
+        model.tokenizer.use_template(config.model.chat_template)
+    model.tokenizer.now = datetime.fromisoformat(ranks.from_first(lambda: date_of(began).isoformat()))
+    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
+    return model
+
+
+def rollout_sampling(config: Config) -> Sampling:
+    """How the completions that a run learns from are sampled."""
+    return replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
+
+
+def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
+    """The model that a run begins with, and whose KL penalty it may pay."""
+    if config.model.path is not None:
+        return Path(config.model.path)
+    return cached_model(str(config.model.sft), began, quiet=quiet)
+
+
+def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
+    """The frozen model of the KL penalty: working weights, whole on every rank, made of masters that none had whole; or
+    the policy's own, without its adapter."""
+    if config.shares_reference:
+        reference = model.without_adapter()
+    else:
+        precision = config.reference.precision or config.precision
+        # the policy's numbers, so that a reference that is the policy costs nothing
+        masters = config.optimizer.masters if config.adapter is None else "fp32"
+        flow = precision, config.backend, config.consistency, model.ranks
+        reference = Model.load(base, *flow, masters=masters)
+        reference.tokenizer = model.tokenizer  # with its chat template
+    Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
+    reference.transformer.freeze()
+    return reference
+
+
+def _with_fitting_tokens(parts: Parts) -> Parts:
+    """`micro_batch_tokens: auto` as a number, in the config too: how a batch is split decides how gradients are
+    rounded, so a run that goes on repeats the number, wherever it does."""
+    fitting = min(parts.ranks.gather(fitting_tokens(parts)))
+    tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting
+    optimizer = replace(parts.config.optimizer, micro_batch_tokens=tokens)
+    return replace(parts, config=replace(parts.config, optimizer=optimizer))
+
+
+def _held_out(config: Config, model: Model, task: Task, scorer: Scorer, reserved: int) -> HeldOut:
+    plan = evaluation_plan(config)
+    examples = list(task.held_out.examples[: config.evaluation.samples])
+    prompts = [example.prompt for example in examples]
+    engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples), reserved)
+    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan, model.ranks)
+    held_out.check_metric(config.evaluation.best_by)
+    return held_out
+
+
+def evaluation_plan(config: Config) -> EvaluationPlan:
+    """How a run's config asks held-out prompts."""
+    evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
+    temperature = evaluation.temperature or config.sampling.temperature
+    return EvaluationPlan(
+        replace(config.sampling, seed=seed, temperature=temperature),
+        num_samples=evaluation.num_samples,
+        ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
+        tag=evaluation.tag,
+        extract=answer_extractor(config.task.name, evaluation.answer_pattern),
+    )
+
+
+def held_out_judge(scorer: Scorer) -> Judge:
+    """What is correct is for functions to say, and for reward models where there are none."""
+    return scorer.pool if scorer.pool.specs else scorer
+
+
+def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:
+    """The reward models of a config, loaded, whole on every rank; `now`: the run's date."""
+    found = []
+    for given in config.rewards.models:
+        model = RewardModel.load(given.path, given.precision, config.backend, config.consistency, ranks)
+        model.tokenizer.now = now
+        found.append(WeightedModel(model, given.weight, given.name))
+    return found
+
+
+def date_of(began: Mapping[str, Any]) -> datetime:
+    """What chat templates say the date is: of a run with these facts, that of its beginning, so that its prompts stay
+    what they are; else now."""
+    try:
+        return datetime.fromisoformat(began["date"])
+    except (KeyError, TypeError, ValueError):  # of a run before dates were recorded, or damaged
+        return datetime.now()
+
+
+def objective_of(config: Config, precision: Precision) -> Objective:
+    """The config's algorithm, with `auto` resolved and what the sampling decides."""
+    sampling, stale = config.sampling, bool(config.rollouts_ahead or config.replay.groups_per_step)
+    given = replace(
+        config.algorithm,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        truncation=sampling.truncation,
+    )
+    return for_precision(given, precision, stale=stale)
+
+
+def sized_engine(config: Config, model: Model, prompts: Sequence[Prompt], sequences: int, reserved: int = 0) -> Engine:
+    """An engine for any of the prompts, whose cache holds so many sequences, within the config's bounds; `reserved`:
+    bytes that the first update will take."""
+    return Engine.sized_for(model, prompts, sequences, config.sampling.max_new_tokens, config.engine, reserved)

@@ -1,0 +1,161 @@
+"""The files that a run reads besides its checkpoints, by their SHA-256: kept in `inputs.json` when the run begins, and
+compared when it goes on.
+
+Data, reward functions, losses, advantages and templates are hashed whole; of a model's directory what says how it is
+computed (config and tokenizer), and of its weights the size, the header and samples, which any training changes: a
+single flipped bit between them is not seen. What a reward file imports, and the directories of Python's packages, are
+not followed. Left out: a file that is gone, which whoever needs it says.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from isobit.config import Config, load_sft_config
+from isobit.data.foreign import check_readable
+from isobit.errors import IsobitError, listed
+from isobit.rewards.functions import split_reference
+from isobit.rewards.spec import OBJECT
+from isobit.rl.algorithm.functions import ADVANTAGES
+from isobit.rl.algorithm.loss import LOSSES
+from isobit.run.directory import INPUTS, RunDirectory, object_in
+from isobit.tasks import TaskSettings
+
+Inputs = dict[str, dict[str, str]]
+"""Key of the config -> file -> SHA-256."""
+_DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+def inputs_of(config: Config) -> Inputs:
+    """The hashes of all files that a config names, as they are now."""
+    found = {key: dict(_hashed(place, weights)) for key, place, weights in _places(config)}
+    return {key: files for key, files in found.items() if files}
+
+
+def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
+    """A line where files have changed since the run began, or since it was told to go on with others. Raises
+    IsobitError instead, unless `on_change` is warn."""
+    before = _recorded(run)
+    changed = {key: _changed(before.get(key), files) for key, files in now.items()}
+    if not any(changed.values()):
+        return []
+    what = listed(f"{key} ({', '.join(sorted(files)[:3])})" for key, files in changed.items() if files)
+    if on_change == "warn":
+        return [f"warning: {run}: changed since the run began: {what}: from here on the new files count"]
+    raise IsobitError(
+        f"{run}: changed since the run began: {what}; bring the files back, or go on with the new ones: "
+        f"isobit train --resume {run} run.on_change=warn"
+    )
+
+
+def record_inputs(run: RunDirectory, now: Inputs) -> None:
+    """Keep the hashes, the newest last: what a run has gone on with before stays."""
+    kept = _recorded(run.directory)
+    for key, files in now.items():
+        old = kept.setdefault(key, {})
+        for file, digest in files.items():
+            if old.get(file, [])[-1:] != [digest]:
+                old[file] = [*old.get(file, []), digest]
+        for gone in [file for file in old if file not in files]:
+            del old[gone]
+    run.write_object(INPUTS, kept)
+
+
+def _recorded(run: Path) -> dict[str, dict[str, list[str]]]:
+    """What is kept; of a file that somebody has changed no more than makes sense."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for key, files in (object_in(run / INPUTS) or {}).items():
+        if isinstance(files, dict):
+            found[key] = {f: [str(digest) for digest in kept] for f, kept in files.items() if isinstance(kept, list)}
+    return found
+
+
+def _changed(before: Mapping[str, list[str]] | None, now: Mapping[str, str]) -> list[str]:
+    """The files that are others, are new, or are missing, of a place that was recorded."""
+    if before is None:
+        return []
+    return [file for file in {**before, **now} if before.get(file, [])[-1:] != [now.get(file)]]
+
+
+def _places(config: Config) -> Iterator[tuple[str, Path, bool]]:
+    """(key, file or directory, whether it is a model's) of all that a config names."""
+    yield from _of_task("task", config.task)
+    model, algorithm = config.model, config.algorithm
+    if model.path is not None:
+        yield "model.path", Path(model.path), True
+    if model.chat_template is not None:
+        yield "model.chat_template", Path(model.chat_template), False
+    if model.sft is not None:
+        yield "model.sft", Path(model.sft), False
+        yield from _of_task("model.sft: task", load_sft_config(model.sft).task)
+    if config.adapter is not None and config.adapter.init is not None:
+        yield "adapter.init", Path(config.adapter.init), True
+    for judge in config.rewards.models:
+        yield f"rewards.models: {judge.name}", Path(judge.path), True
+    functions = [(f"rewards.functions: {s.label}", s.function) for s in config.rewards.functions if not s.by_name]
+    own = (("algorithm.loss", algorithm.loss, LOSSES), ("algorithm.advantage", algorithm.advantage, ADVANTAGES))
+    functions += [(key, name) for key, name, named in own if name not in named]
+    for key, reference in functions:
+        if not reference.startswith(OBJECT) and (file := _file_of(reference)) is not None:
+            yield key, file, False
+
+
+def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool]]:
+    for key, path in ((f"{section}.path", task.path), (f"{section}.held_out_path", task.held_out_path)):
+        if path is not None and not path.startswith(OBJECT):
+            yield key, Path(path), False
+
+
+def _file_of(reference: str) -> Path | None:
+    """The file of `file.py:function` or `package.module:function`, which is not imported; None if there is none."""
+    home, _ = split_reference(reference)
+    if home.endswith(".py"):
+        return Path(home)
+    where, name, origin = None, "", None
+    for part in home.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, where)
+        if spec is None:  # what Python has built in, or nothing: the loader says so
+            return None
+        where, origin = spec.submodule_search_locations, spec.origin
+    return None if origin is None else Path(origin)
+
+
+def _hashed(place: Path, model: bool) -> Iterator[tuple[str, str]]:
+    try:
+        folder = place.is_dir()
+        files = sorted(place.rglob("*")) if folder and not model else [place]
+        if folder and model:
+            files = sorted({file for pattern in (*_DESCRIPTIONS, "*.safetensors") for file in place.glob(pattern)})
+    except (OSError, ValueError):
+        return
+    for file in files:
+        try:
+            size = check_readable(file)
+            digest = _sampled(file, size) if file.suffix == ".safetensors" and model else _whole(file)
+        except OSError:  # a directory, or nothing that can be read: the loader says so
+            continue
+        yield str(file.relative_to(place)) if folder else file.name, digest
+
+
+def _whole(file: Path) -> str:
+    found = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _sampled(file: Path, size: int) -> str:
+    """Of the size, the header and evenly spread samples of a safetensors file."""
+    found = hashlib.sha256(f"{size}\n".encode())
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        found.update(os.pread(opened.fileno(), min(length + 8, 1 << 24), 0))
+        for number in range(_SAMPLES):
+            place = number * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1)
+            found.update(os.pread(opened.fileno(), _SAMPLE_BYTES, place))
+    return found.hexdigest()

@@ -1,6 +1,0 @@
-"""The terminal view of a run while it works: live in its own process, or from its directory. Imports no torch."""
-
-from isobit.view.display import Display
-from isobit.view.history import History, Shown
-
-__all__ = ["Display", "History", "Shown"]
