@@ -1,9 +1,10 @@
 """What of a run goes into its certificate (`run/certificate.py`), a row for each step.
 
-The hash of the weights is that of one number for each master: the sum of its words in blocks of 256, each block times
-an odd number of its place, modulo 2^64. No range of a rank cuts a block, and integer sums have no order, so it is the
-same at any number of ranks, on every device; it reads each weight once, at the memory's speed. Any change of one word
-changes it; two words of a block that are exchanged do not, which only the SHA-256 of a checkpoint's manifest sees.
+The hash of the weights is that of one number for each master: the sum of its int64 words in blocks of 256 elements,
+each block times an odd number of its place, modulo 2^64. No range of a rank cuts a block, and integer sums have no
+order, so it is the same at any number of ranks, on every device; it reads each weight once, at the memory's speed. Any
+change of one word changes it (tests/training/test_certificate.py); two words of a block that are exchanged do not,
+which only the SHA-256 of a checkpoint's manifest sees.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from isobit.run.certificate import Facts, build, digest, of_metrics, row_of
 
 _BLOCK = 256  # elements, of which no rank's range begins inside (`distributed/shards.py`)
 _PLACE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed number
-_WORDS = {4: torch.int32, 2: torch.int16}
+_ELEMENTS = {4: torch.int32, 2: torch.int16}
 
 
 class Certificate:
@@ -60,10 +61,14 @@ def of_weights(model: Model) -> str:
 
 @torch.no_grad()
 def _sum(rows: Tensor, first: int) -> Tensor:
-    words = rows.detach().contiguous().view(-1).view(_WORDS[rows.element_size()])
-    whole = len(words) // _BLOCK * _BLOCK
-    blocks = words[:whole].view(-1, _BLOCK).sum(-1, dtype=torch.int64)
-    if whole < len(words):
-        blocks = torch.cat([blocks, words[whole:].sum(dtype=torch.int64).view(1)])
+    """int64: the sum over blocks, of which the first has the number `first` among those of the whole master."""
+    flat = rows.detach().contiguous().view(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()  # so that it can be viewed as words
+    whole = len(flat) // _BLOCK * _BLOCK
+    blocks = flat[:whole].view(torch.int64).view(-1, _BLOCK * flat.element_size() // 8).sum(-1)
+    if whole < len(flat):  # the end of a small master, by elements: it may have no whole words
+        rest = flat[whole:].clone().view(_ELEMENTS[flat.element_size()]).sum(dtype=torch.int64)
+        blocks = torch.cat([blocks, rest.view(1)])
     places = torch.arange(first, first + len(blocks), device=blocks.device) * 2 + 1
     return (blocks * (places * _PLACE)).sum()
