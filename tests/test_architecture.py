@@ -181,6 +181,31 @@ def test_files_and_functions_are_small_and_documented(path: Path) -> None:
     assert not undocumented
 
 
+NAMED = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h))`")
+OTHERS = {"configuration_llama.py", "difflib.py", "program.py"}
+"""Files that the source names and that are not isobit's."""
+
+
+def unknown_files(text: str, folder: Path) -> set[str]:
+    """The files that a text of `folder` names, and that are neither in it, nor in the room around it, nor isobit's."""
+    tests = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    places = (folder, folder.parent, SOURCE, ROOT)
+    return {
+        name
+        for name in NAMED.findall(text)
+        if name not in OTHERS | tests and not any((place / name).exists() for place in places)
+    }
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_that_the_source_names_exist(path: Path) -> None:
+    assert not unknown_files(path.read_text(encoding="utf-8"), path.parent)
+
+
+def test_a_file_that_has_moved_is_noticed() -> None:
+    assert unknown_files("(`loop.py`, `opening.py`, `session/opening.py`)", SOURCE / "training") == {"opening.py"}
+
+
 def test_native_sources_are_small() -> None:
     for path in [*SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")]:
         assert len(path.read_text().splitlines()) <= MOST_FILE_LINES, path.name

@@ -1,6 +1,6 @@
 """Makes the working weights of a use for the first time, of masters, or of values that are read and not kept.
 
-Left out: what they are, and their making anew (`working.py`).
+Left out: what they are, and their making anew (`weights/layout.py`).
 """
 
 from collections.abc import Iterator, Mapping

@@ -7,10 +7,10 @@
     learn           take optimizer steps on the loss
     record          write metrics, completions, and a checkpoint when one is due
 
-With a unified precision the learner computes the rollout's log-probabilities bit for bit
-(tests/training/test_loop.py), so they are the old log-probabilities of the surrogate. Where rollouts run ahead of the
-learner or past groups are replayed they are of older weights, and a correction weighs them. Left out: how a run is
-opened (`opening.py`), and each verb itself (`policy.py`, `rollouts.py`, `learning.py`, `recorder.py`).
+With a unified precision the learner computes the rollout's log-probabilities bit for bit (tests/training/test_loop.py),
+so they are the old log-probabilities of the surrogate. Where rollouts run ahead of the learner or past groups are
+replayed they are of older weights, and a correction weighs them. Left out: how a run is opened (`session/opening.py`),
+and each verb itself (`policy.py`, `rollouts/sources.py`, `learning.py`, `recording/recorder.py`).
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Prompts(Protocol):
 
 
 class Run(Protocol):
-    """An open run, as `session.py` puts it together."""
+    """An open run, as `session/open_run.py` puts it together."""
 
     objective: Objective
     policy: Policy

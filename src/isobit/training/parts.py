@@ -1,5 +1,5 @@
-"""What a run consists of, and what a checkpoint holds of it beside its counters (`snapshot.py`). Left out: how it is
-opened (`assembly.py`)."""
+"""What a run consists of, and what a checkpoint holds of it beside its counters (`saving/snapshot.py`). Left out: how
+it is opened (`session/assembly.py`)."""
 
 import json
 import re

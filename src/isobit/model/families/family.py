@@ -33,7 +33,8 @@ LLAMA_MODULES: Modules = {
 class Mixtures:
     """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`: sizes, gates and
     dense layers have keys of their own; else all layers have experts of `intermediate_size`, whose gates sum to 1.
-    `biases`: routers and experts have them. `together`: files hold a layer's experts in one tensor (`together.py`)."""
+    `biases`: routers and experts have them. `together`: files hold a layer's experts in one tensor
+    (`hub/packed_experts.py`)."""
 
     count: int
     per_token: int

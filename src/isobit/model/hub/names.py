@@ -2,7 +2,7 @@
 
 `q_proj`, `k_proj`, `v_proj` are the rows of `qkv`, in this order; `gate_proj`, `up_proj` (Mixtral: w1, w3) those of
 `gate_up`: the `modules` of a family's table. Every expert has its own tensors, also where files hold all of a layer
-together (`together.py`).
+together (`packed_experts.py`).
 """
 
 import math

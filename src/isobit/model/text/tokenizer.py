@@ -106,7 +106,7 @@ class Tokenizer:
 
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
         """`encode` of text that somebody else wrote: special tokens that it spells are text, unless
-        `special_tokens_in_content` says otherwise (`content.py`)."""
+        `special_tokens_in_content` says otherwise (`escape_special.py`)."""
         with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
             return self._content().text(text, self.special_tokens_in_content, add_special)
 

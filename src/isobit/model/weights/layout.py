@@ -2,7 +2,7 @@
 
 Uses with one flow and one engine share one storage, so neither can be stale. A sync overwrites it and its packs in
 place (`remake`), because a captured CUDA graph reads from these addresses. Left out: how they are made first
-(`making.py`), when (`transformer.py`), and how a second engine receives its copy (`weight_sync.py`).
+(`build.py`), when (`transformer.py`), and how a second engine receives its copy (`sync.py`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

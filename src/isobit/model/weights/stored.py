@@ -22,7 +22,7 @@ class Weight:
     """One linear layer's weights [N, K]: masters, working copies, and how its three products run.
 
     `prepared` is the working weight as the forward's product takes it, with what the backend packed of it. `adapters`
-    are added to its result (`low_rank.py`), or `several` in a model that serves them, each to its own rows.
+    are added to its result (`adapters/low_rank.py`), or `several` in a model that serves them, each to its own rows.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Weight:
 
 
 class OfRows(Protocol):
-    """A product whose rows are of several adapters (`serving.py`)."""
+    """A product whose rows are of several adapters (`adapters/multi_lora.py`)."""
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor: ...
 

@@ -3,7 +3,7 @@
 A loss is a function of `LossInputs` that returns `LossOutputs`: those named here, and a user's own (`functions.py`).
 Each token's loss may depend on its own sequence and on nothing else of the micro-batch, since the step's loss is the
 weighted sum of all tokens, however they are split into micro-batches. Left out: where log-probabilities come from
-(`learner.py`).
+(`learner/learner.py`).
 """
 
 import math

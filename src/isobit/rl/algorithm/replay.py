@@ -3,7 +3,7 @@
 A group's weight is 2^(-age / half_life) · standard deviation of its rewards: recent groups that disagree teach most.
 Draws are without replacement and a function of (seed, step): the exponential race (Efraimidis and Spirakis 2006), on
 raw Philox numbers. What is drawn keeps its rollout log-probabilities; the learner computes those of its own weights,
-and a correction weighs the two. Left out: the learning itself (`learner.py`, `correction.py`).
+and a correction weighs the two. Left out: the learning itself (`learner/learner.py`, `correction.py`).
 """
 
 import math

@@ -2,7 +2,7 @@
 
 A float32 widened to a Python float prints as text that reads back as the same float, so the log-probabilities of a
 checkpoint are the bits that were sampled; those of `completions.jsonl.gz` are too (`run/completions.py`). Left out:
-tensors (`packing.py`).
+tensors (`learner/packing.py`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,8 @@
 Micro-batches are a function of the samples alone. Where there are several ranks, each computes every `size`-th one.
 Gradients are added in the order of the micro-batches (`isobit.distributed.exchange`), and so is what is counted over
 them, so neither depends on the number of ranks (tests/distributed/test_runs.py). Micro-batches of idle samples alone
-(`idle.py`) have no backward, and of a dense model no forward either: their zeros are added at the end. Left out: which
-samples are in the batch, and the update.
+(`zero_advantage.py`) have no backward, and of a dense model no forward either: their zeros are added at the end. Left
+out: which samples are in the batch, and the update.
 """
 
 import math

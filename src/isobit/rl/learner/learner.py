@@ -11,7 +11,7 @@ load-balancing loss takes the load of the whole batch, for which several micro-b
 (tests/rl/test_router_loss.py).
 
 Samples whose advantage is exactly 0 teach nothing. Micro-batches of them alone are left out where no other term of the
-loss needs them (`idle.py`), but for a few, on which the mismatch is measured all the same.
+loss needs them (`zero_advantage.py`), but for a few, on which the mismatch is measured all the same.
 
 A step whose loss or gradient is not finite, or whose tokens a correction has all rejected, changes neither weights nor
 optimizer; it is counted, and left out of the other metrics, which are NaN if no step was taken.

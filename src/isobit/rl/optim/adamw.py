@@ -3,8 +3,8 @@
 Loshchilov and Hutter 2019, arXiv 1711.05101. Weight decay touches matrices only: no norms, no biases. The state is a
 flat mapping of tensors, so that safetensors can hold it. The update is PyTorch's fused kernel through its functional
 form, since `torch.optim.Optimizer` imports the compiler: 70 MiB and most of a second. With `state` 8bit the moments of
-large parameters are kept in 8 bits (`optim_8bit.py`); BF16 masters are in float32 while they are updated, a part at a
-time (`optim_masters.py`).
+large parameters are kept in 8 bits (`eight_bit.py`); BF16 masters are in float32 while they are updated, a part at a
+time (`masters.py`).
 """
 
 import math

@@ -14,12 +14,12 @@ the first moment of an element whose gradient ended stays: steps of 25 to many t
 (`tests/rl/test_step_sizes.py`). So
 
 - moments are rounded stochastically, to the value below or above with the mean of the moment, by bits that repeat
-  (`optim_masters.py`);
+  (`masters.py`);
 - a second moment above 0 is never 0 (Li et al. 2023, arXiv 2309.01507, section 4.1);
 - and at least what the first one says: by the inequality of Cauchy and Schwarz no gradients give Adam a smaller one, so
   no step is longer than the longest that AdamW in 32 bits can make (`smallest_second`).
 
-The masters are updated in float32 (`optim_masters.py`) from the moments as they are before they are rounded. Blocks do
+The masters are updated in float32 (`masters.py`) from the moments as they are before they are rounded. Blocks do
 not see each other, so the bits are the same at any number of ranks. Left out: 4 bits.
 """
 

@@ -1,4 +1,4 @@
-"""Batches that a fleet of engines samples beside the learner: those of `rollouts.Ahead`, bit for bit.
+"""Batches that a fleet of engines samples beside the learner: those of `sources.Ahead`, bit for bit.
 
 `Ahead` is the definition: before the learner learns batch t with the weights of version t, batch t + k is sampled with
 them. Here that sampling begins before the learner learns, in a thread, and has ended when it has learned: a step ends

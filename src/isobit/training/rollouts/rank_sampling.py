@@ -2,7 +2,7 @@
 
 Placement cannot move a bit: what a group's completions are depends on the seed and the prompt alone
 (`isobit.engine.engine`). So ranks claim the next group when they have room, and a slow one takes fewer. What travels
-are token ids and log-probabilities as tensors, the rest as JSON. Left out: what a step needs (`rollouts.py`).
+are token ids and log-probabilities as tensors, the rest as JSON. Left out: what a step needs (`sources.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
