@@ -160,16 +160,25 @@ def job_of(
             f"--prompt-tokens {prompt_tokens} leaves no room for an answer: the model's context is "
             f"{model.max_positions}"
         )
-    precision = precision_from(config.precision)
+    lengths = Lengths(prompt_tokens, min(mean, room), min(longest, room))
+    return job_with(config, model, lengths, device, per_node=per_node)
+
+
+def job_with(
+    config: Config, model: ModelConfig, lengths: Lengths, device: Device, *, ranks: int = 1, per_node: int = 8
+) -> Job:
+    """The job of a config, with the reference and the reward models that it names. Raises IsobitError for one that is
+    not supported."""
     reference = None
     if config.algorithm.kl_coefficient > 0:
         reference = (model, precision_from(config.reference.precision or config.precision))
     return Job(
         config,
         model,
-        precision,
-        Lengths(prompt_tokens, min(mean, room), min(longest, room)),
+        precision_from(config.precision),
+        lengths,
         device,
+        ranks,
         per_node=per_node,
         reference=reference,
         # a reward model has no output head

@@ -95,7 +95,7 @@ def replace(final: Path, write: Callable[[Path], None], keep: Path | None = None
         ranks.on_first(lambda: _make_empty(temporary))
         write(temporary)
         sizes = ranks.from_first(lambda: _sizes(temporary))
-        mine = ranks.together(lambda: {name: _digest(temporary / name) for name in _share(sizes, ranks)})
+        mine = ranks.together(lambda: {name: file_digest(temporary / name) for name in _share(sizes, ranks)})
         digests = {name: digest for each in ranks.gather(mine) for name, digest in each.items()}
         ranks.on_first(lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced))
     except Exception as error:
@@ -219,14 +219,15 @@ def _inside(name: str) -> bool:
 def _mismatch(path: Path, digest: str) -> str | None:
     try:
         check_readable(path)
-        return None if _digest(path) == digest else f"{path.name} does not match its checksum"
+        return None if file_digest(path) == digest else f"{path.name} does not match its checksum"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read: {reason_of(error)}"
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

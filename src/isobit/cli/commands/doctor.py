@@ -21,7 +21,7 @@ from isobit.kernels import get_ops
 from isobit.kernels.gpu import find_gpu, refusal, triton_refusal
 from isobit.kernels.types import Ops
 from isobit.options.consistency import order, processor_features, resolved
-from isobit.training.memory.host import memory_limit
+from isobit.training.memory.host import cores, memory_limit
 
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma")
 _EXTRAS = {"data": "datasets", "math": "math_verify", "text": "rapidfuzz", "ray": "ray", "track": "wandb"}
@@ -50,7 +50,7 @@ def diagnose() -> Diagnosis:
         "Python": f"{platform.python_version()} on {platform.platform()}",
         "libraries": ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES),
         "extras": ", ".join(f"{name} {'yes' if _found(module) else 'no'}" for name, module in _EXTRAS.items()),
-        "processor": f"{_processor()}, {_cores()} cores, {_instructions()}",
+        "processor": f"{_processor()}, {cores()} cores, {_instructions()}",
         "memory": f"{memory / _GIB:.1f} GiB ({kind})",
         "GPU": _gpu(),
         "backend": str(chosen) if isinstance(chosen, IsobitError) else chosen.why,
@@ -91,13 +91,13 @@ def _advice(chosen: Ops | IsobitError) -> list[str]:
         )
     if find_gpu() is not None and not isinstance(chosen, IsobitError) and chosen.backend != "triton":
         found.append("there is a GPU, and the backend does not use it: the line of the backend says why")
-    busy, cores = os.getloadavg()[0], _cores()
-    if busy > 0.5 * cores:
-        found.append(f"other work runs here: {busy:.1f} processes were busy in the last minute, on {cores} cores")
+    busy, there = os.getloadavg()[0], cores()
+    if busy > 0.5 * there:
+        found.append(f"other work runs here: {busy:.1f} processes were busy in the last minute, on {there} cores")
     if os.environ.get("ISOBIT_CXXFLAGS"):
         found.append("ISOBIT_CXXFLAGS is set: the operators are compiled with flags that isobit was not tested with")
-    if "torch" in sys.modules and torch.get_num_threads() > cores:
-        found.append(f"PyTorch has {torch.get_num_threads()} threads for {cores} cores: set OMP_NUM_THREADS={cores}")
+    if "torch" in sys.modules and torch.get_num_threads() > there:
+        found.append(f"PyTorch has {torch.get_num_threads()} threads for {there} cores: set OMP_NUM_THREADS={there}")
     return found
 
 
@@ -126,11 +126,6 @@ def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _instructions() -> str:

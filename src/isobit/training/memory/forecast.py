@@ -16,8 +16,7 @@ from isobit.model.transformer import head_rows
 from isobit.model.weights.masters import MASTERS
 from isobit.plan import Device, Job, Lengths
 from isobit.plan import memory as shapes
-from isobit.plan.job import architecture
-from isobit.precision import precision_from
+from isobit.plan.job import job_with
 from isobit.rl.algorithm.objective import shares_prompts
 from isobit.training.memory.host import memory_limit
 from isobit.training.memory.plan import PYTHON, Holding, MemoryPlan, advised, gib, laid_out, update_bytes
@@ -170,21 +169,9 @@ def forecast(config: Config, model: ModelConfig, longest_prompt: int, ops: Ops, 
     """Of a run of a model of this architecture, whose longest prompt has so many tokens."""
     limit, where = memory_limit(ops.device)
     host = ops.device.type == "cpu"
-    precision = precision_from(config.precision)
-    reference = None
-    if config.algorithm.kl_coefficient > 0:
-        reference = (model, precision_from(config.reference.precision or config.precision))
     longest = config.sampling.max_new_tokens
-    job = Job(
-        config,
-        model,
-        precision,
-        Lengths(longest_prompt, longest, longest),
-        Device("this machine", limit, 0, 0, 0, "measured"),
-        ranks=config.ranks,
-        reference=reference,
-        rewards=tuple((architecture(m.path, tied=True), precision_from(m.precision)) for m in config.rewards.models),
-    )
+    here = Device("this machine", limit, 0, 0, 0, "measured")
+    job = job_with(config, model, Lengths(longest_prompt, longest, longest), here, ranks=config.ranks)
     share = limit // config.ranks if host else limit
     whose = f"{where}, for each of {config.ranks} ranks" if host and config.ranks > 1 else where
     return Forecast(job, share, whose, host, ops.backend == "native", process)

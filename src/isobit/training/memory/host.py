@@ -1,4 +1,4 @@
-"""Memory of this machine: what a process may take, and what this one has."""
+"""This machine: the memory that a process may take and that this one has, and the cores that it may use."""
 
 import os
 import resource
@@ -17,6 +17,11 @@ def memory_limit(device: torch.device) -> tuple[int, str]:
     limits = [int(text) for path in _CGROUPS if (text := _text(Path(path))).isdigit()]
     smallest = min([total, *limits])
     return smallest, "memory of this machine" if smallest == total else "memory of this container"
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resident_bytes() -> int:

@@ -14,6 +14,7 @@ from isobit.model import Model
 from isobit.model.described import Described
 from isobit.precision import precision_from
 from isobit.tasks import Task
+from isobit.training.memory.host import cores
 
 
 def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
@@ -71,6 +72,5 @@ def _of_precision(config: Config, layers: int) -> Iterator[str]:
 def _of_ranks(config: Config) -> Iterator[str]:
     """Of those of this machine, which compute on its cores, or move what its GPUs compute."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or config.ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if here > cores:
-        yield f"ranks {here} on {cores} CPU cores: ranks wait for each other; the bits are those of any number of them"
+    if here > (there := cores()):
+        yield f"ranks {here} on {there} CPU cores: ranks wait for each other; the bits are those of any number of them"

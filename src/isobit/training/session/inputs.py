@@ -20,6 +20,7 @@ from isobit.rewards.functions import split_reference
 from isobit.rewards.spec import OBJECT
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES
+from isobit.run.checkpoints import file_digest
 from isobit.run.directory import INPUTS, RunDirectory, object_in
 from isobit.tasks import TaskSettings
 
@@ -135,18 +136,10 @@ def _hashed(place: Path, model: bool) -> Iterator[tuple[str, str]]:
     for file in files:
         try:
             size = check_readable(file)
-            digest = _sampled(file, size) if file.suffix == ".safetensors" and model else _whole(file)
+            digest = _sampled(file, size) if file.suffix == ".safetensors" and model else file_digest(file)
         except OSError:  # a directory, or nothing that can be read: the loader says so
             continue
         yield str(file.relative_to(place)) if folder else file.name, digest
-
-
-def _whole(file: Path) -> str:
-    found = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def _sampled(file: Path, size: int) -> str:
