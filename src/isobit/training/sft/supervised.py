@@ -20,7 +20,7 @@ from typing import Any
 
 from isobit import __version__
 from isobit.config import ArchitectureConfig, SftConfig, dump_config, load_sft_config
-from isobit.data.dataset import Example
+from isobit.data.dataset import Dataset, Example
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
@@ -58,12 +58,12 @@ def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Inte
     if config.model.chat_template is not None:
         model.tokenizer.use_template(config.model.chat_template)
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
-    task = _fit(task, model, config, quiet)
+    task, taught = _fit(task, model, config, quiet)
     if not quiet and (warning := rank_warning(config, model)) is not None:
         print(warning, file=sys.stderr)
     interruption = interruption or Interruption()  # which nothing sets
     with _Exam(model, task, config) as exam:
-        done = _train(model, config, task, exam, quiet, interruption)
+        done = _train(model, config, _batches(config, task.train, taught), exam, quiet, interruption)
         if done:
             _save(model, out)
         if interruption.signal is not None and done < config.steps:
@@ -194,11 +194,20 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
     )
 
 
-def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bool, interruption: Interruption) -> int:
+def _train(
+    model: Model,
+    config: SftConfig,
+    batches: Iterator[list[SupervisedSample]],
+    exam: "_Exam",
+    quiet: bool,
+    interruption: Interruption,
+) -> int:
     """How many steps were done."""
     every, stop_at = config.evaluation.every, config.evaluation.stop_at
     if every and not exam.possible:
-        raise IsobitError(f"evaluation.every: task {task.name!r} has nothing held out, or no reward, to evaluate with")
+        raise IsobitError(
+            f"evaluation.every: task {config.task.name!r} has nothing held out, or no reward, to evaluate with"
+        )
     tokens = config.optimizer.micro_batch_tokens
     if tokens == "auto":
         raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
@@ -206,7 +215,7 @@ def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bo
     holders = model.transformer.masters.holders
     optimizer = Optimizer(model.named_parameters(), settings, ops=model.ops, holders=holders)
     recompute = config.optimizer.activation_checkpointing
-    batches, bad_steps, done = _batches(model, config, task), 0, 0
+    bad_steps, done = 0, 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
         while done < config.steps and interruption.signal is None:
             rate = learning_rate(done, settings)
@@ -225,16 +234,18 @@ def _train(model: Model, config: SftConfig, task: Task, exam: "_Exam", quiet: bo
     return done
 
 
-def _batches(model: Model, config: SftConfig, task: Task) -> Iterator[list[SupervisedSample]]:
-    cursor, teacher = 0, Teacher(task, model)
+def _batches(
+    config: SftConfig, train: Dataset, taught: Mapping[int, SupervisedSample]
+) -> Iterator[list[SupervisedSample]]:
+    cursor = 0
     while True:
-        examples = [task.train.at(cursor + i) for i in range(config.batch_size)]
-        yield [teacher.sample(example) for example in examples]
+        yield [taught[train.at(cursor + i).index] for i in range(config.batch_size)]
         cursor += config.batch_size
 
 
-def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
-    """The task without examples that are too long, which stop the run unless they are dropped."""
+def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> tuple[Task, dict[int, SupervisedSample]]:
+    """The task without examples that are too long, which stop the run unless they are dropped, and what is learned of
+    each training example, by its index."""
     context, teacher = model.config.max_positions, Teacher(task, model)
     taught: list[tuple[Example, SupervisedSample]] = []
 
@@ -256,9 +267,11 @@ def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> Task:
     if not quiet:
         say_special_tokens(train.examples, model)
         teacher.say(taught)
+    samples = {example.index: sample for example, sample in taught}
     if not task.rewards:  # there is no evaluation at the end
-        return replace(task, train=train)
-    return replace(task, train=train, held_out=keep(task.held_out, unanswerable, config.task, "held-out", quiet))
+        return replace(task, train=train), samples
+    held_out = keep(task.held_out, unanswerable, config.task, "held-out", quiet)
+    return replace(task, train=train, held_out=held_out), samples
 
 
 class _Exam:
