@@ -21,6 +21,7 @@ from isobit.data.dataset import Example
 from isobit.engine.prompts import encode_prompt as checked_ids
 from isobit.errors import IsobitError, brief, printable
 from isobit.model import Model, Tokenizer
+from isobit.model.text.added_tokens import token_text
 from isobit.tasks import Task
 from isobit.training.rollouts.lengths import encode_prompt
 
@@ -170,7 +171,5 @@ def _refuse_other_beginning(prompt: Any, chat: list[Mapping[str, Any]], tokenize
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
     """The token that ends a text: the tokenizer's own where generation stops at it, else the first at which it does."""
-    named = tokenizer.settings.get("eos_token")
-    text = named.get("content") if isinstance(named, Mapping) else named
-    own = tokenizer.fast.token_to_id(text) if isinstance(text, str) else None
+    own = tokenizer.fast.token_to_id(token_text(tokenizer.settings.get("eos_token")))
     return own if own in tokenizer.eos_ids else next(iter(tokenizer.eos_ids), None)
