@@ -129,6 +129,7 @@ def test_mismatch_is_said_as_plainly(tmp_path: Path) -> None:
         "0 differing tokens in 0 of 3 steps, 300 tokens compared; largest mean probability ratio error 1.0070" in page
     )
     assert "throughout" not in page
+    assert "<div><dt>tokens that differ</dt>" in page
 
 
 def test_how_many_tokens_were_compared_is_said(tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ def test_how_many_tokens_were_compared_is_said(tmp_path: Path) -> None:
     )
     assert "throughout" not in page
     assert "0 of 300, of 4,800 that could be compared" in page
+    assert "<div class='wide'><dt>tokens that differ</dt>" in page
 
 
 def test_several_runs_side_by_side(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+_WIDE = 24
+"""Characters of a figure that takes the room of two."""
 _LINES: tuple[tuple[str, Line], ...] = (
     ("steps", _single("step", max)),
     ("reward, first step → last tenth", _span("reward/mean")),
@@ -81,7 +83,10 @@ def summary(runs: Sequence[Series]) -> str:
             cells.append([name, *(value or "–" for value in values)])
     if len(runs) > 1:
         return html_table(cells)
-    figures = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cells[1:])
+    wide = {True: " class='wide'", False: ""}
+    figures = "".join(
+        f"<div{wide[len(value) > _WIDE]}><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cells[1:]
+    )
     return f"<dl class='figures'>{figures}</dl>"
 
 
