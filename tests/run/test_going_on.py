@@ -17,7 +17,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
 from isobit.rl.optim.adamw import Optimizer
 from isobit.run.certificate import CERTIFICATE
-from isobit.run.checkpoints import _digest, all_checkpoints, newest
+from isobit.run.checkpoints import all_checkpoints, file_digest, newest
 from isobit.run.completions import COMPLETIONS, lines, members, parse
 from isobit.run.directory import METRICS, Lock, RunDirectory, read_jsonl
 from isobit.training.train import resume, train
@@ -37,7 +37,7 @@ def spoil(checkpoint: Path) -> None:
     next(iter(tensors.values())).view(-1)[0] = float("nan")
     save_file(tensors, path)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {path.name: _digest(path)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {path.name: file_digest(path)}))
 
 
 def test_it_falls_back_to_a_checkpoint_that_is_finite(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
