@@ -64,7 +64,7 @@ def _open_step(path: Path, model: Path, kind: str, tokens: int, stack: ExitStack
     session = stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=True))
 
     def computing_all() -> None:
-        with patch("isobit.rl.learner.gradient.without_teaching", lambda micro, idle: frozenset()):
+        with patch("isobit.rl.learner.schedule.without_teaching", lambda micro, zero: frozenset()):
             training_step(session)
 
     return computing_all if kind == CONTESTANTS[0] else lambda: training_step(session)

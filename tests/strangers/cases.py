@@ -99,6 +99,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "certificate.jsonl": ("verify", "resume"),
     "config.yaml": ("watch", "report", "track", "resume", "verify", "eval", "export"),
     "machine.json": ("resume", "verify", "eval", "track"),
+    "resolved.json": ("resume",),
     "inputs.json": ("resume",),
     "rollouts_from.txt": ("resume", "verify"),
     ".lock": ("watch", "resume", "verify"),

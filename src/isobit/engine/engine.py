@@ -56,6 +56,7 @@ class Engine:
         max_sequences: int = 512,
         cuda_graphs: bool = True,
         prefix_cache: bool = True,
+        record_routes: bool = False,
     ) -> None:
         if not isinstance(model, Model):
             raise IsobitError(f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)")
@@ -77,7 +78,7 @@ class Engine:
             self.pages, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, prefix_cache=prefix_cache
         )
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
-        self.record_routes = False  # of a mixture of experts, for router replay
+        self.record_routes = record_routes
         self._graph_kind = graph_kind(model, cuda_graphs)
         self.graphs: DecodeGraphs | None = None  # made with the first request
         self.stores: list[Store] = []
@@ -100,6 +101,7 @@ class Engine:
         max_new_tokens: int,
         size: EngineSize = _DEFAULT_SIZE,
         reserved: int = 0,
+        record_routes: bool = False,
     ) -> "Engine":
         """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
         preemption, as far as `size.max_sequences` at a time and 2 GiB, or a third of a GPU's free memory, allow; or
@@ -129,6 +131,7 @@ class Engine:
             size.max_sequences,
             size.cuda_graphs,
             size.prefix_cache,
+            record_routes,
         )
         for index, length in enumerate(lengths):
             new_token_limit(f"prompt {index}", length, max_new_tokens, positions, engine.pages)

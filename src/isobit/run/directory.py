@@ -1,11 +1,12 @@
 """A run directory: its files, its lock, and how a run is interrupted.
 
-`config.yaml`, `machine.json` (the hardware and versions used), `rollouts_from.txt` (the run whose rollouts it learns
-from, if it samples none), `inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
+`config.yaml`, `machine.json` (the hardware and versions used), `resolved.json` (what the config's `auto` came to),
+`rollouts_from.txt` (the run whose rollouts it learns from, if it samples none),
+`inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
 `completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object every few steps: the
 weights by layer and tensor), `certificate.jsonl` (a chain of hashes: `certificate.py`), `checkpoints/`. A resumed run
 cuts these files back to where its checkpoint was made, so that they end as if it had never stopped. Left out: what is
-in a checkpoint (`training/parts.py`) and how it becomes atomic (`checkpoints.py`).
+in a checkpoint (`training/saving/checkpoint.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
 import errno
@@ -29,13 +30,14 @@ from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS, pack
 from isobit.run.rows import MOST_STEPS, Say, kept_until, metric_row, quantization_row, read_rows, warn
 
-CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, INPUTS, ROLLOUTS_FROM = (
+CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, RESOLVED, INPUTS, ROLLOUTS_FROM = (
     "config.yaml",
     "metrics.jsonl",
     "quantization.jsonl",
     "checkpoints",
     "report.html",
     "machine.json",
+    "resolved.json",
     "inputs.json",
     "rollouts_from.txt",
 )
@@ -166,6 +168,20 @@ class RunDirectory:
                 )
         return []
 
+    def record_resolved(self, values: Mapping[str, object]) -> None:
+        """Keep what the config's `auto`, its precision and the model came to, when the run begins. Raises IsobitError
+        where it would go on with something else; whether bits are promised may change with the machine."""
+        before = object_in(self.directory / RESOLVED)
+        if not before:
+            self.write_object(RESOLVED, values)
+            return
+        for name in sorted(before.keys() & values.keys() - {"expects_equal_bits"}):
+            if before[name] != values[name]:
+                raise IsobitError(
+                    f"run {self.directory} began with {name} {before[name]} ({RESOLVED}), and here it would go on with "
+                    f"{values[name]}; resume it with the version of isobit that began it"
+                )
+
     def write_object(self, name: str, values: Mapping[str, object]) -> None:
         """A small file of JSON, put in the place of the one before."""
         self._replace(name, json.dumps(values, indent=1) + "\n")
@@ -243,6 +259,9 @@ class FollowedDirectory(RunDirectory):
 
     def record_machine(self, facts: Mapping[str, object]) -> list[str]:
         return []
+
+    def record_resolved(self, values: Mapping[str, object]) -> None:
+        pass
 
     def flush(self) -> None:
         pass
