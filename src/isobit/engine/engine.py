@@ -61,12 +61,8 @@ class Engine:
         if not isinstance(model, Model):
             raise IsobitError(f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)")
         page_size = tokens_of_a_page(model.config, page_size)
-        for name, value in (
-            ("kv_pages", kv_pages),
-            ("page_size", page_size),
-            ("max_batch_tokens", max_batch_tokens),
-            ("max_sequences", max_sequences),
-        ):
+        counts = {"kv_pages": kv_pages, "page_size": page_size, "max_batch_tokens": max_batch_tokens}
+        for name, value in {**counts, "max_sequences": max_sequences}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise IsobitError(f"engine.{name}: expected a whole number, at least 1, got {value!r}")
         self.model = model

@@ -168,20 +168,6 @@ class RunDirectory:
                 )
         return []
 
-    def record_resolved(self, values: Mapping[str, object]) -> None:
-        """Keep what the config's `auto`, its precision and the model came to, when the run begins. Raises IsobitError
-        where it would go on with something else; whether bits are promised may change with the machine."""
-        before = object_in(self.directory / RESOLVED)
-        if not before:
-            self.write_object(RESOLVED, values)
-            return
-        for name in sorted(before.keys() & values.keys() - {"expects_equal_bits"}):
-            if before[name] != values[name]:
-                raise IsobitError(
-                    f"run {self.directory} began with {name} {before[name]} ({RESOLVED}), and here it would go on with "
-                    f"{values[name]}; resume it with the version of isobit that began it"
-                )
-
     def write_object(self, name: str, values: Mapping[str, object]) -> None:
         """A small file of JSON, put in the place of the one before."""
         self._replace(name, json.dumps(values, indent=1) + "\n")
@@ -259,9 +245,6 @@ class FollowedDirectory(RunDirectory):
 
     def record_machine(self, facts: Mapping[str, object]) -> list[str]:
         return []
-
-    def record_resolved(self, values: Mapping[str, object]) -> None:
-        pass
 
     def flush(self) -> None:
         pass

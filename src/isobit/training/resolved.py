@@ -2,7 +2,7 @@
 memory of the machine for `optimizer.micro_batch_tokens: auto`.
 
 It is computed once, when a run is opened, and whoever needs a part of it is given it. `resolved.json` keeps it in the
-run directory, and a run that goes on must come to the same (`RunDirectory.record_resolved`). Left out: what computes
+run directory, and a run that goes on must come to the same (`keep`). Left out: what computes
 (`session/machine.py`), and what the config says itself.
 """
 
@@ -12,11 +12,13 @@ from typing import Any
 
 from isobit.config import Config
 from isobit.engine.engine import tokens_of_a_page
+from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.precision import Precision
 from isobit.rl import ResolvedObjective, for_precision
 from isobit.rl.algorithm.objective import shares_prompts
 from isobit.rl.learner.agreement import promises_bits
+from isobit.run.directory import RESOLVED, RunDirectory, object_in
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,21 @@ class Resolved:
             "order": self.order,
             "expects_equal_bits": self.expects_equal_bits,
         }
+
+
+def keep(resolved: Resolved, run: RunDirectory) -> None:
+    """Write it into the run that begins. Raises IsobitError where one that goes on began with something else; whether
+    bits are promised may change with the machine."""
+    values, before = resolved.plain(), object_in(run.directory / RESOLVED)
+    if not before:
+        run.write_object(RESOLVED, values)
+        return
+    for name in sorted(before.keys() & values.keys() - {"expects_equal_bits"}):
+        if before[name] != values[name]:
+            raise IsobitError(
+                f"run {run.directory} began with {name} {before[name]} ({RESOLVED}), and here it would go on with "
+                f"{values[name]}; resume it with the version of isobit that began it"
+            )
 
 
 def resolve(

@@ -30,6 +30,7 @@ from isobit.training.policy import Policy
 from isobit.training.recording.evaluating import Evaluating, evaluated_only_as_the_last
 from isobit.training.recording.recorder import Recorder
 from isobit.training.recording.rows import CompletionRows
+from isobit.training.resolved import keep
 from isobit.training.rollouts.asynchronous import AsyncRollouts, FleetGroups
 from isobit.training.rollouts.lengths import endless
 from isobit.training.rollouts.rank_sampling import ClaimedGroups
@@ -67,7 +68,7 @@ class Session:
         self.ranks = parts.ranks
         facts = machine_facts(self.model, self.objective)
         self._changed = self.ranks.together(lambda: run.record_machine(facts))
-        self.ranks.together(lambda: run.record_resolved(parts.resolved.plain()))
+        self.ranks.together(lambda: keep(parts.resolved, run))
         self.interruption = Interruption()
         quiet = quiet or not self.ranks.first
         details = f"{self.model.precision.name}, {self.config.consistency}"
