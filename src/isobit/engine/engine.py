@@ -20,6 +20,7 @@ import torch
 from isobit.engine.calibration import Calibrator
 from isobit.engine.endings import Endings
 from isobit.engine.graphs import DecodeGraphs, graph_kind
+from isobit.engine.groups import OpenGroups
 from isobit.engine.pages import PagePool, pages_needed, tokens_of_a_page
 from isobit.engine.prompts import Prompt, check_context, check_id, check_ids, encode, encode_prompt, new_token_limit
 from isobit.engine.routes import RouteStore
@@ -265,31 +266,24 @@ class Engine:
             raise IsobitError(f"Engine.generate: {self.num_open} requests are open; finish or cancel them first")
         _check_sampling(sampling)
         token_ids = encode(prompts, self.model.tokenizer, self.model.config.vocab_size)
-        ids, places = check_ids(prompt_ids, len(token_ids)), dict[Ticket, int]()
+        ids = check_ids(prompt_ids, len(token_ids))
         if adapters is not None and len(adapters) != len(token_ids):
             raise IsobitError(f"adapters: expected one for each of {len(token_ids)} prompts, got {len(adapters)}")
         named = [None] * len(token_ids) if adapters is None else [self._known(name) for name in adapters]
         groups: list[list[Completion]] = [[] for _ in token_ids]
-        try:
+        with OpenGroups(self) as gathering:
             for index, (tokens, prompt_id, name) in enumerate(zip(token_ids, ids, named)):
-                places[self._submit(Ticket(tokens, sampling, prompt_id, 0, None, name), f"prompt {index}")] = index
-            completed = 0
-            while self.num_open:
-                finished = self.step()
-                completed += len(finished)
-                for ticket, completion in finished:
-                    groups[places[ticket]].append(completion)
+                ticket = Ticket(tokens, sampling, prompt_id, 0, None, name)
+                gathering.add(index, self._submit(ticket, f"prompt {index}"))
+            while gathering:
+                finished = gathering.step()
                 if progress is not None:
-                    progress(self.stats.sampled_tokens, completed)
-                for index in sorted({places[ticket] for ticket, _ in finished}):
-                    if len(groups[index]) == sampling.n:
-                        groups[index].sort(key=lambda completion: completion.sample_index)
-                        if on_group is not None:
-                            on_group(index, groups[index])
-            return groups
-        finally:
-            for ticket in places:
-                self.cancel(ticket)
+                    progress(self.stats.sampled_tokens, gathering.completed)
+                for index, group in finished:
+                    groups[index] = group
+                    if on_group is not None:
+                        on_group(index, group)
+        return groups
 
     def calibrate(self, prompts: Sequence[Prompt]) -> None:
         """Find the static scales of a calibrated KV cache for the present weights; without one there is nothing to do.

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from isobit.distributed import Ranks
 from isobit.engine.engine import Engine, OnGroup
+from isobit.engine.groups import OpenGroups
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
-from isobit.engine.types import Completion, Sampling, Ticket
+from isobit.engine.types import Completion, Sampling
 from isobit.rl import Group, Sample
 
 _LONG: dict[str, torch.dtype] = {
@@ -48,32 +49,22 @@ class ClaimedGroups:
             groups = engine.generate(prompts, sampling, ids, on_group=on_group)
             return dict(enumerate(groups)), _done(engine)
         hold = max(1, 3 * len(prompts) // (4 * ranks.size))
-        places: dict[Ticket, int] = {}
         found: dict[int, list[Completion]] = {}
         done, left = Stats(), True
-        try:
+        with OpenGroups(engine) as gathering:
             while True:
-                while left and len(places) < hold:
+                while left and len(gathering) < hold:
                     index = ranks.claim(f"{self._name} {self._calls}")
                     left = index < len(prompts)
                     if left:
-                        places[engine.submit(prompts[index], sampling, ids[index])] = index
-                        found[index] = []
-                if not places:
+                        gathering.add(index, engine.submit(prompts[index], sampling, ids[index]))
+                if not gathering:
                     return found, done
-                finished = engine.step()
-                for ticket, completion in finished:
-                    found[places[ticket]].append(completion)
-                for ticket in dict.fromkeys(ticket for ticket, _ in finished):
-                    group = found[places[ticket]]
-                    if len(group) == sampling.n:
-                        group.sort(key=lambda completion: completion.sample_index)
-                        on_group(places.pop(ticket), group)
+                for index, group in gathering.step():
+                    found[index] = group
+                    on_group(index, group)
                 if not engine.num_open:  # the engine counts anew from the next request on
                     done = _sum(done, _done(engine))
-        finally:
-            for ticket in places:
-                engine.cancel(ticket)
 
 
 def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
