@@ -89,7 +89,7 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     other.close()
     with launch.joined(30) as ranks:
-        assert ranks.gather("here") == ["here"]
+        assert ranks.all_gather_json("here") == ["here"]
 
 
 def test_ranks_that_add_in_other_orders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
