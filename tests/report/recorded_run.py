@@ -1,5 +1,5 @@
-"""A run directory of any size, as a run would leave it, written without training: material for the report's tests and
-benchmark. Its figures are random, and mean nothing."""
+"""A run directory of any size, as a run would leave it, written without training: material for the report's
+tests. Its figures are random, and mean nothing."""
 
 import json
 import math
