@@ -47,6 +47,7 @@ class Parsed(HTMLParser):
 
 def run_directory(folder: Path, steps: int = 3, differing: int = 0, **extra: float | None) -> Path:
     folder.mkdir(parents=True)
+    (folder / "format.txt").write_text("2\n")
     (folder / "config.yaml").write_text("model: {path: '<b>base</b>'}\nprecision: fp8\n")
     rows = [
         {

@@ -100,6 +100,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "quantization.jsonl": ("report", "resume"),
     "certificate.jsonl": ("verify", "resume"),
     "config.yaml": ("watch", "report", "track", "resume", "verify", "eval", "export"),
+    "format.txt": ("watch", "report", "track", "resume", "verify", "eval", "export"),
     "machine.json": ("resume", "verify", "eval", "track"),
     "inputs.json": ("resume",),
     "rollouts_from.txt": ("resume", "verify"),
