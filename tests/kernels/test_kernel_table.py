@@ -287,34 +287,6 @@ def test_the_kept_table_of_architectures_has_all_and_no_failure() -> None:
         assert row["presets"] == (plain if row["architecture"] in ("sm_80", "sm_86") else low)
 
 
-@pytest.mark.slow
-def test_the_kept_launches_are_those_of_the_code(tmp_path: Path) -> None:
-    program = "import json; from benchmarks import launch_count; print(json.dumps(launch_count.counts()))"
-    assert json.loads((KERNELS.parent / "launches.json").read_text())["now"] == json.loads(_python(program, tmp_path))
-
-
-def test_the_kept_table_of_amds_cards_claims_no_more_than_that_they_compile() -> None:
-    kept = json.loads((KERNELS.parent / "amd.json").read_text(encoding="utf-8"))
-    assert [(row["card"], row["preset"]) for row in kept] == [
-        (card, preset) for card in ("gfx942", "gfx950") for preset in ("bf16", "fp8")
-    ]
-    assert all(len(row["kernels"]) > 40 for row in kept)
-    assert not [kernel for row in kept for kernel in row["kernels"] if "failure" in kernel]
-
-
-@pytest.mark.slow
-def test_a_product_compiles_for_amds_cards(tmp_path: Path) -> None:
-    """And what does not compile has a row that says why: the control is a card that does not exist."""
-    program = (
-        "import json; from benchmarks import amd_table as t; every = t.chosen(['Qwen3-8B'], 'bf16', 1);"
-        "one = next(each for each in every if t.kernel_name(each) == 'product_kernels.plain_product');"
-        "print(json.dumps([t.compiled(one, card) for card in ('gfx942', 'gfx950', 'gfx000')]))"
-    )
-    *rows, wrong = json.loads(_python(program, tmp_path))
-    assert all(row["vgpr_spill_count"] == 0 and row["matrix"] for row in rows)
-    assert "failure" in wrong
-
-
 def test_the_page_has_the_tables_that_the_code_makes() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page) == page

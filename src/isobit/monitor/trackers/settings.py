@@ -1,20 +1,52 @@
-"""The `tracking` section: which experiment trackers get a copy of a run's metrics, and how."""
+"""The `tracking` section: which experiment trackers get a copy of a run's metrics, and how.
 
+A tracker is listed here: its library, its class, its options. Left out: what it does (its module).
+"""
+
+import importlib
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.monitor.trackers.table import TRACKERS
+from isobit.monitor.trackers.base import Tracker
 from isobit.options.declare import OneOf, above, at_least
 from isobit.options.reading import OptionError
 
-_CREDENTIALS = {
-    "wandb": "set WANDB_API_KEY, or run `wandb login`",
-    "trackio": "set HF_TOKEN, or run `hf auth login`",
-    "mlflow": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+
+@dataclass(frozen=True)
+class Entry:
+    """`library`: what is imported; `kind`: the class in `isobit.monitor.trackers.<name>`;
+    `credentials`: where they belong, if it takes any."""
+
+    library: str
+    kind: str
+    credentials: str = ""
+
+
+TRACKERS = {
+    "tensorboard": Entry("tensorboard", "TensorBoard"),
+    "wandb": Entry("wandb", "WeightsAndBiases", "set WANDB_API_KEY, or run `wandb login`"),
+    "trackio": Entry("trackio", "Trackio", "set HF_TOKEN, or run `hf auth login`"),
+    "mlflow": Entry(
+        "mlflow",
+        "MLflow",
+        "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+    ),
 }
+
+
+def make_tracker(name: str) -> Tracker:
+    """The tracker of that name, not yet open. Raises IsobitError where its library is not
+    installed."""
+    entry = TRACKERS[name]
+    if importlib.util.find_spec(entry.library) is None:
+        raise IsobitError(f'tracking.trackers: {name} is not installed; pip install "isobit[track]"')
+    module = importlib.import_module(f"isobit.monitor.trackers.{name}")
+    tracker: Tracker = getattr(module, entry.kind)()
+    return tracker
 
 
 @dataclass(frozen=True)
@@ -68,10 +100,13 @@ class TrackingConfig:
 
 
 def without_credentials(values: Any) -> Any:
-    """What is given for `tracking`, as it is. Raises IsobitError for credentials, which would land in config.yaml."""
-    for name, where in _CREDENTIALS.items():
+    """What is given for `tracking`, as it is. Raises IsobitError for credentials, which would land
+    in config.yaml."""
+    for name, entry in TRACKERS.items():
         section = values.get(name) if isinstance(values, Mapping) else None
         for key in section if isinstance(section, Mapping) else ():
             if re.search("key|token|password|secret", str(key)):
-                raise IsobitError(f"{name}.{key}: credentials do not belong into a config, which is kept; {where}")
+                raise IsobitError(
+                    f"{name}.{key}: credentials do not belong into a config, which is kept; {entry.credentials}"
+                )
     return values

@@ -1,5 +1,5 @@
-"""A run directory of any size, as a run would leave it, written without training: material for the report's tests and
-benchmark. Its figures are random, and mean nothing."""
+"""A run directory of any size, as a run would leave it, written without training: material for the report's
+tests. Its figures are random, and mean nothing."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 from isobit.model import Tokenizer
 from isobit.run.completions import COMPLETIONS, pack
-from isobit.run.directory import CONFIG, METRICS, QUANTIZATION
+from isobit.run.directory import CONFIG, FORMAT, FORMAT_NOW, METRICS, QUANTIZATION
 
 ALPHABET = "".join(chr(i) for i in range(32, 127)) + "\n"
 _WORDS = (
@@ -45,6 +45,7 @@ def write_run(
     generator = np.random.Generator(np.random.Philox(key=0))
     folder.mkdir(parents=True)
     preset = "fp8" if exact else "fp8-rollout"
+    (folder / FORMAT).write_text(f"{FORMAT_NOW}\n")
     (folder / CONFIG).write_text(f"model: {{path: some/model}}\nprecision: {preset}\ntask: {{name: sums}}\nseed: 0\n")
     tokenizer = Tokenizer.characters(ALPHABET)
     checkpoint = folder / "checkpoints" / f"step-{steps:06}"
