@@ -104,7 +104,7 @@ class Learning:
             yield
         except Disagreement as found:
             failed = self._failure_of(found, step, self._saver.unlearned)
-            self._learner.model.ranks.agree(failed)  # which every rank has found
+            self._learner.model.ranks.raise_on_all(failed)  # which every rank has found
             raise failed from None
 
     def _warn(self, metrics: Mapping[str, float], step: int) -> None:

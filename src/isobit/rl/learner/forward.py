@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.distributed import Ranks
 from isobit.kernels import Copies
-from isobit.kernels.truncation import Truncation
+from isobit.kernels.sampling.filtering import Truncation
 from isobit.model import Model
 from isobit.model.forward.gather_rows import copied
 from isobit.model.forward.moe import RouteTape
@@ -114,7 +114,7 @@ def logprobs_of(
             totals.see(found.entropy)
             mine[index] = MicroBatch(totals, routing, found.logprobs)
 
-    ranks.together(compute)
+    ranks.run_on_all(compute)
     results, sums = dict[int, Tensor](), Totals()
     for index, micro in sorted(gather_micro_batches(ranks, mine).items()):
         sums.merge(micro.totals)
@@ -128,8 +128,10 @@ def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[i
     """Those of all ranks, by index."""
     if ranks.size == 1:
         return dict(mine)
-    said = ranks.gather([[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()])
-    tensors = ranks.gather_tensors({f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()})
+    said = ranks.all_gather_json(
+        [[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()]
+    )
+    tensors = ranks.all_gather_tensors({f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()})
     found: dict[int, MicroBatch] = {}
     for values, own in zip(said, tensors):
         for index, totals, routing in values:

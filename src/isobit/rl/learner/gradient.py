@@ -156,9 +156,9 @@ class Differentiation:
             failed = failed or error
         # a rank stops at its first failure; what is before the first of all was computed at any number of ranks
         broken = isinstance(failed, NonFiniteError)
-        self._ranks.agree(None if broken else failed)
+        self._ranks.raise_on_all(None if broken else failed)
         found = gather_micro_batches(self._ranks, mine)
-        ends = self._ranks.gather([done, broken])
+        ends = self._ranks.all_gather_json([done, broken])
         if any(bad for _, bad in ends):
             first = min(rank + n * self._ranks.size for rank, (n, bad) in enumerate(ends) if bad)
             before = dealt[:first]

@@ -175,7 +175,7 @@ class Learner:
             self.model.transformer.checksums.compare()
             self.optimizer.checksums.compare()
 
-        self._ranks.together(compare)
+        self._ranks.run_on_all(compare)
 
     def _learn(
         self,

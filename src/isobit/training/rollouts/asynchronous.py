@@ -101,7 +101,7 @@ class AsyncRollouts:
         """The batch of the present step; from now on the one that is `steps` ahead is sampled."""
         queue, took = self._state.queue, dict[str, float]()
         with self._meter.timed(took, "send"), self._saver.broken_weights_end_the_run():
-            self._ranks.together(self._send)
+            self._ranks.run_on_all(self._send)
         while len(queue) < max(self._steps, 1):  # at the beginning there is nothing to learn from meanwhile
             self._begin()
             took = added(took, self.settle())
@@ -144,7 +144,7 @@ class AsyncRollouts:
                 "cursor": state.cursor,
                 "metrics": dict(found.metrics),
             }
-        given: Mapping[str, Any] = self._ranks.gather(mine)[0] or {}
+        given: Mapping[str, Any] = self._ranks.all_gather_json(mine)[0] or {}
         if found is not None:
             return found
         state.cursor = given["cursor"]

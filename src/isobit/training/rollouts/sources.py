@@ -96,7 +96,7 @@ class LiveRollouts:
             self._meter.timed(took, "rollout", peak=True),
             self._saver.broken_weights_end_the_run(),
         ):
-            found, stats = self._ranks.together(lambda: self._sampler(prompts, ids, scoring.add))
+            found, stats = self._ranks.run_on_all(lambda: self._sampler(prompts, ids, scoring.add))
         stats = gather_stats(self._ranks, stats)
         took["rollout/preemptions"] = stats.preemptions
         took["rollout/prompt_tokens"] = stats.prompt_tokens
@@ -111,7 +111,7 @@ class LiveRollouts:
         took, ranks = dict(sampled.metrics), self._ranks
         self._before_scoring()
         with self._meter.timed(took, "score"):
-            rewards = ranks.together(sampled.scoring.collect)
+            rewards = ranks.run_on_all(sampled.scoring.collect)
         took["time/score_overlapped"] = sampled.scoring.overlapped_s
         rewarded = iter(rewards)
         mine = {
@@ -122,7 +122,7 @@ class LiveRollouts:
             for index, group in sampled.groups.items()
         }
         unscored = [f"unscored: {reward.error}" for reward in rewards if reward.error is not None]
-        for notes in ranks.gather([*sampled.scoring.notes, *unscored]):
+        for notes in ranks.all_gather_json([*sampled.scoring.notes, *unscored]):
             for note in notes:
                 self._note(note)
         scored = gather_groups(ranks, mine)

@@ -73,7 +73,7 @@ class Trained:
             for kept in self._saved_with():
                 kept.compare()
 
-        self.ranks.together(compare)
+        self.ranks.run_on_all(compare)
 
     def _saved_with(self) -> list[Checksums]:
         return [self.optimizer.checksums, *(transformer.checksums for transformer in self.frozen)]
@@ -83,7 +83,7 @@ class Trained:
         nothing. Of an adapter a PEFT folder."""
         masters = self.model.named_parameters().values()
         narrow = all(bool((rows.bfloat16() == rows).all()) for rows in masters)
-        all_narrow = all(self.ranks.gather(narrow))
+        all_narrow = all(self.ranks.all_gather_json(narrow))
         self.model.save(folder, torch.bfloat16 if all_narrow else torch.float32)
         self.check_saved()  # after it was written: what changed while it was is noticed too
 
@@ -118,7 +118,7 @@ class Trained:
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Bring back the optimizer, the version of the weights, which the model has read already, and what the others
         keep; returns the counters. Each rank reads what it keeps. Raises IsobitError for a state that is none."""
-        return self.ranks.together(lambda: self._restore(checkpoint))
+        return self.ranks.run_on_all(lambda: self._restore(checkpoint))
 
     def _restore(self, checkpoint: Path) -> dict[str, Any]:
         trainer, state = checkpoint / _TRAINER, _state(checkpoint)
@@ -144,15 +144,15 @@ class Trained:
 def not_finite(model: Model) -> str | None:
     """The first master that holds NaN or infinity, on any rank, or None."""
     mine = [name for name, rows in model.named_parameters().items() if not bool(rows.isfinite().all())]
-    found = {name for names in model.ranks.gather(mine) for name in names}
+    found = {name for names in model.ranks.all_gather_json(mine) for name in names}
     return next((name for name in model.transformer.masters.shards.shapes if name in found), None)
 
 
 def problem_of(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
     """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or its state is not one.
     The ranks share the weights, and all return the same."""
-    found = ranks.gather(ranks.together(lambda: _broken_weight(checkpoint, ranks)))
-    found += ranks.gather(ranks.on_first(lambda: _broken_state(checkpoint)))
+    found = ranks.all_gather_json(ranks.run_on_all(lambda: _broken_weight(checkpoint, ranks)))
+    found += ranks.all_gather_json(ranks.on_first(lambda: _broken_state(checkpoint)))
     return next((problem for problem in found if problem is not None), None)
 
 

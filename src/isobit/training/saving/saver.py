@@ -65,7 +65,7 @@ class Saver:
         if (name := not_finite(self._trained.model)) is not None:
             self.fail(f"{name} is not finite")
         whole = whole or self._now()
-        self._trained.ranks.together(self._run.flush)
+        self._trained.ranks.run_on_all(self._run.flush)
         state, head, folder = whole.to_json(), whole.state.head, self._run.checkpoints
         self._trained.save(folder, state, whole.scales, head, self._keep_last)
         self._best.settle()

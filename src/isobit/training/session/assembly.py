@@ -158,7 +158,7 @@ def _open_models(
         return parts_with(config, resolved)
     # as a number, in the config too: how a batch is split decides how gradients are rounded, so a run that goes on
     # repeats the number, wherever it does
-    fitting = min(ranks.gather(fitting_tokens(parts_with(config, resolved))))
+    fitting = min(ranks.all_gather_json(fitting_tokens(parts_with(config, resolved))))
     fixed = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=fitting))
     return parts_with(fixed, replace(resolved, micro_batch_tokens=fitting))
 
@@ -198,7 +198,7 @@ def _trained(config: Config, base: Path, began: Mapping[str, Any], checkpoint: P
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
     if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
         model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.now = datetime.fromisoformat(ranks.from_first(lambda: date_of(began).isoformat()))
+    model.tokenizer.now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     return model
 

@@ -67,8 +67,8 @@ class Session:
         self.model, self.objective = parts.model, parts.resolved.objective
         self.ranks = parts.ranks
         facts = machine_facts(self.model, self.objective)
-        self._changed = self.ranks.together(lambda: run.record_machine(facts))
-        self.ranks.together(lambda: keep(parts.resolved, run))
+        self._changed = self.ranks.run_on_all(lambda: run.record_machine(facts))
+        self.ranks.run_on_all(lambda: keep(parts.resolved, run))
         self.interruption = Interruption()
         quiet = quiet or not self.ranks.first
         details = f"{self.model.precision.name}, {self.config.consistency}"
@@ -250,7 +250,7 @@ class Session:
 
     @property
     def unfinished(self) -> bool:
-        signals = [found for found in self.ranks.gather(self.interruption.signal) if found is not None]
+        signals = [found for found in self.ranks.all_gather_json(self.interruption.signal) if found is not None]
         if signals:  # of one rank, it ends all
             self.interruption.signal = signals[0]
         return self.state.step < self.config.steps and not signals
