@@ -24,7 +24,7 @@ from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
 from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
 from isobit.kernels import computed_by, get_ops
-from isobit.model import Model, RewardModel
+from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
@@ -194,12 +194,9 @@ def _learner(
 
 def _trained(config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks) -> Model:
     """The model that is trained, whose tokenizer reads prompts as the run does."""
-    model = load_trained(config, base, checkpoint, ranks)
+    now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
+    model = load_trained(config, base, checkpoint, ranks, now)
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
-    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
-        model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     return model
 
 
@@ -264,8 +261,8 @@ def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[W
     """The reward models of a config, loaded, whole on every rank; `now`: the run's date."""
     found = []
     for given in config.rewards.models:
-        model = RewardModel.load(given.path, given.precision, config.backend, config.consistency, ranks)
-        model.tokenizer.now = now
+        flow = given.precision, config.backend, config.consistency
+        model = RewardModel.load(given.path, *flow, ranks, TextRules(now=now))
         found.append(WeightedModel(model, given.weight, given.name))
     return found
 

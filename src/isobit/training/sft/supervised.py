@@ -39,7 +39,7 @@ from isobit.rl.optim.adamw import Optimizer
 from isobit.run import durable
 from isobit.run.directory import Interruption, occupied
 from isobit.tasks import Task, load_task
-from isobit.training.adapting import load_trained, rank_warning
+from isobit.training.adapting import load_trained, rank_warning, text_rules
 from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens
 from isobit.training.sft.taught import SupervisedSample, Teacher
 
@@ -55,9 +55,6 @@ def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Inte
         )
     task = load_task(replace(config.task, seed=config.seed))
     model = _initial_model(config, task)
-    if config.model.chat_template is not None:
-        model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     task, taught = _fit(task, model, config, quiet)
     if not quiet and (warning := rank_warning(config, model)) is not None:
         print(warning, file=sys.stderr)
@@ -156,7 +153,7 @@ def _initial_model(config: SftConfig, task: Task) -> Model:
     alphabet = config.model.init.vocabulary or task.alphabet
     if alphabet is None:
         raise IsobitError(f"model.init.vocabulary: task {task.name!r} has no alphabet of its own; give the characters")
-    tokenizer = Tokenizer.characters(alphabet)
+    tokenizer = Tokenizer.characters(alphabet, text_rules(config))
     architecture = _architecture(config.model.init, tokenizer)
     given = architecture, tokenizer, config.precision, config.seed, config.backend, config.consistency
     return Model.init(*given, masters=config.optimizer.masters)
