@@ -91,7 +91,7 @@ def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
 def test_rollout_logprobs_are_the_learners_under_a_unified_precision(precision: str) -> None:
     model = tiny_model(precision, scale=8)
     samples = roll_out(model, temperature=0.7)
-    result = make_learner(model, Objective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
+    result = make_learner(model, ResolvedObjective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
     assert result["mismatch/differing_tokens"] == 0
     assert result["mismatch/token_mult_prob_error"] == 1
     assert result["clip_fraction"] == 0
@@ -104,7 +104,7 @@ def test_what_must_differ_differs() -> None:
     model = tiny_model(scale=8)
     samples = roll_out(model)
     count = sum(len(s.completion_ids) for s in samples)
-    warm = make_learner(model, Objective(temperature=0.7))
+    warm = make_learner(model, ResolvedObjective(temperature=0.7))
     assert warm.learn(samples, alternating(samples), 0).metrics["mismatch/differing_tokens"] > 0.9 * count
     model.sync()
     moved = make_learner(model).learn(samples, alternating(samples), 1).metrics
