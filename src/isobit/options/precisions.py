@@ -2,7 +2,7 @@
 
 Without torch, which the presets themselves need (`isobit.precision.PRESETS`): they are declared
 here so that reading a config, a tab key and the reference of keys need none. Left out: what the
-options do, and which combinations cannot work (`isobit/precision/changes.py`).
+options do, and which combinations cannot work (`precision/changes.py`).
 """
 
 from dataclasses import dataclass

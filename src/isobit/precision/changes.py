@@ -1,6 +1,6 @@
 """`precision_from`: a precision flow from a preset's name, or from a mapping that changes one.
 
-The options are declared in `isobit/options/precisions.py`; here is what they do, and the reason
+The options are declared in `options/precisions.py`; here is what they do, and the reason
 where a combination of them cannot work. Left out: the flows themselves.
 """
 
