@@ -109,8 +109,9 @@ class RunDirectory:
         was taken before, is given up with the rest."""
         self.directory = directory
         self._lock = lock or Lock(directory)
-        if config_text is not None:  # first: without it nothing has begun
+        if config_text is not None:  # first: without its config nothing has begun
             try:
+                durable.write_text(directory / FORMAT, f"{FORMAT_NOW}\n")
                 durable.write_text(directory / CONFIG, config_text)
             except OSError as error:
                 raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
@@ -127,7 +128,6 @@ class RunDirectory:
             (directory / ROLLOUTS_FROM).unlink(missing_ok=True)  # of one that was killed before it had begun
             if rollouts_from is not None:  # before the config, with which the run has begun
                 durable.write_text(directory / ROLLOUTS_FROM, f"{rollouts_from.absolute()}\n")
-            durable.write_text(directory / FORMAT, f"{FORMAT_NOW}\n")
             return RunDirectory(directory, NOTHING_WRITTEN, config_text)
         except OSError as error:
             raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
