@@ -81,7 +81,7 @@ def test_further_turns_count_all_tokens_before(make_engine: MakeEngine) -> None:
     engine = make_engine(model)
     one = replace(PENALIZED, n=1, max_new_tokens=6, ignore_eos=True)
     (before,) = engine.generate([[5, 6, 7]], one)[0]
-    engine.extend(before, [8, 9], one)
+    engine.continue_from(before, [8, 9], one)
     ((_, after),) = [found for _ in range(6) for found in engine.step()]
     assert len(after.token_ids) == 14
     assert differing(model, [after], one) == 0

@@ -1,4 +1,4 @@
-"""What goes into the rollout engine and what comes out: `EngineSize`, `Sampling`, `Ticket` and `Completion`.
+"""What goes into the rollout engine and what comes out: `EngineSize`, `Sampling`, `Request` and `Completion`.
 
 Left out: the prompts, which are plain text, token ids or chat messages, and the stopping tokens, which are the model's.
 """
@@ -6,7 +6,7 @@ Left out: the prompts, which are plain text, token ids or chat messages, and the
 from dataclasses import dataclass
 from typing import Annotated
 
-from isobit.options.declare import Internal, above, at_least, at_most, below
+from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 from isobit.options.reading import Expected, settle
 
 LOWEST_TEMPERATURE = 1e-3
@@ -23,13 +23,13 @@ class Sampling:
     `ignore_eos` samples on through the end-of-sequence token. Raises IsobitError for values that cannot work.
     """
 
-    n: Internal[int] = 1
+    n: NotAnOption[int] = 1
     max_new_tokens: Annotated[int, at_least(1), below(2**31)] = 128
     temperature: Annotated[float, at_least(0)] = 1.0
     top_k: Annotated[int, at_least(0), below(2**31), "0: off"] = 0
     top_p: Annotated[float, above(0), at_most(1)] = 1.0
     min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
-    seed: Internal[int] = 0
+    seed: NotAnOption[int] = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     repetition_penalty: Annotated[float, above(0), at_most(100), "of tokens in prompt and completion; 1: off"] = 1.0
@@ -67,7 +67,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineSize:
-    """An engine's memory and batch, for `Engine.sized_for`; those of an `Engine` itself have the same names."""
+    """An engine's memory and batch."""
 
     kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: what one step needs"] = None
     page_size: Annotated[
@@ -83,7 +83,7 @@ class EngineSize:
 
 
 @dataclass(frozen=True, eq=False)
-class Ticket:
+class Request:
     """A request to an engine: `sampling.n` completions of a prompt, whose sample indices begin at `sample_index`.
 
     `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so far. `adapter`: the
@@ -104,8 +104,9 @@ class Completion:
     `token_ids` holds every sampled token, including the end-of-sequence token and those that made up a stop string;
     `text` ends before either. `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was
     sampled from (temperature and truncation included; under greedy decoding: the model's own, at temperature 1).
-    After `Engine.extend` the given tokens are among `token_ids`: `completion_mask` is True for each sampled token and
-    False for each given one, whose entry in `logprobs` is 0.0; None: all were sampled. `text` is the last turn's.
+    After `Engine.continue_from` the given tokens are among `token_ids`: `completion_mask` is True
+    for each sampled token and False for each given one, whose entry in `logprobs` is 0.0; None:
+    all were sampled. `text` is the last turn's.
     `routes`, where the engine records them, are the experts that served prompt and completion (`model/forward/moe.py`).
     `finish_reason` is "stop" (end of sequence or a stop string) or "length". `adapter` is the request's.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isobit.engine.engine import Engine
-from isobit.engine.types import Completion, Ticket
+from isobit.engine.types import Completion, Request
 from isobit.errors import IsobitError, RunFailed
 from isobit.fleet import wire
 from isobit.fleet.cluster import import_ray
@@ -33,7 +33,7 @@ class Worker:
         self._engine: Engine
         self._arrived: dict[int, tuple[Mapping[str, Tensor], Any]] = {}
         self._batch = -1
-        self._tickets: dict[Ticket, int] = {}
+        self._requests: dict[Request, int] = {}
         self._groups: dict[int, list[Completion]] = {}
 
     def open(self) -> bytes:
@@ -67,8 +67,8 @@ class Worker:
             self._begin(given["batch"], given["version"])
             self._drop(set(given["drop"]))
             for new in given["groups"]:
-                ticket = self._engine.submit(new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"])
-                self._tickets[ticket] = new["index"]
+                request = self._engine.submit(new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"])
+                self._requests[request] = new["index"]
                 self._groups[new["index"]] = []
             before = self._counts()
             done = self._run()
@@ -99,21 +99,21 @@ class Worker:
         return counted | {"kv_clamped": clamped, "kv_written": written}
 
     def _drop(self, indices: set[int]) -> None:
-        for ticket, index in list(self._tickets.items()):
+        for request, index in list(self._requests.items()):
             if index in indices:
-                self._engine.cancel(ticket)
-                del self._tickets[ticket]
+                self._engine.cancel(request)
+                del self._requests[request]
                 self._groups.pop(index)
 
     def _run(self) -> dict[int, list[dict[str, Any]]]:
         """Steps until a group is finished, nothing is open, or the time is up."""
         end, done = time.monotonic() + _SLICE_S, dict[int, list[dict[str, Any]]]()
-        while self._tickets and not done and time.monotonic() < end:
-            for ticket, completion in self._engine.step():
-                group = self._groups[self._tickets[ticket]]
+        while self._requests and not done and time.monotonic() < end:
+            for request, completion in self._engine.step():
+                group = self._groups[self._requests[request]]
                 group.append(completion)
-                if len(group) == ticket.sampling.n:
-                    index = self._tickets.pop(ticket)
+                if len(group) == request.sampling.n:
+                    index = self._requests.pop(request)
                     group.sort(key=lambda each: each.sample_index)
                     done[index] = [vars(each) for each in self._groups.pop(index)]
         return done

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from isobit.options.declare import Form, Internal, OneOf, above, at_least, at_most
+from isobit.options.declare import NotAnOption, OneOf, Pattern, above, at_least, at_most
 from isobit.rewards.functions import split_reference
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
 
@@ -36,7 +36,7 @@ def _is_function(text: str) -> bool:
     return ":" in text and bool(split_reference(text, "function"))
 
 
-Function = Annotated[str, Form("path/to/file.py:function", _is_function)]
+Function = Annotated[str, Pattern("path/to/file.py:function", _is_function)]
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,17 @@ class Objective:
     shadow_calibrates_clip: Annotated[bool, "widen the clip so that it clips what BF16 would clip"] = False
     updates_per_batch: Annotated[int, at_least(1), "optimizer steps per pass over a rollout batch"] = 1
     epochs: Annotated[int, at_least(1), "passes over a rollout batch"] = 1
-    rule: Internal[CorrectionRule] = CORRECTIONS["none"]
+    rule: NotAnOption[CorrectionRule] = CORRECTIONS["none"]
     """The correction, resolved."""
-    recompute_old: Internal[bool] = False
+    recompute_old: NotAnOption[bool] = False
     """`recompute_old_logprobs`, resolved."""
-    stale_samples: Internal[bool] = False
+    stale_samples: NotAnOption[bool] = False
     """Some samples are of older weights, by replay or because rollouts run ahead."""
-    reward_weights: Internal[tuple[tuple[str, float], ...]] = ()
+    reward_weights: NotAnOption[tuple[tuple[str, float], ...]] = ()
     """(name, weight) of each reward function."""
-    max_new_tokens: Internal[int] = 128
-    temperature: Internal[float] = 1.0
-    truncation: Internal[tuple[int, float, float, float] | None] = None
+    max_new_tokens: NotAnOption[int] = 128
+    temperature: NotAnOption[float] = 1.0
+    truncation: NotAnOption[tuple[int, float, float, float] | None] = None
     """Of the sampling, all three; `truncation` is its top-k, top-p, min-p and repetition penalty, if any."""
 
     @property

@@ -16,7 +16,7 @@ from isobit.distributed import Ranks
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats
-from isobit.engine.types import Completion, Sampling, Ticket
+from isobit.engine.types import Completion, Request, Sampling
 from isobit.rl import Group, Sample
 
 _LONG: dict[str, torch.dtype] = {
@@ -44,7 +44,7 @@ def sample_claimed(
         groups = engine.generate(prompts, sampling, ids, on_group=on_group)
         return dict(enumerate(groups)), _done(engine)
     hold = max(1, 3 * len(prompts) // (4 * ranks.size))
-    places: dict[Ticket, int] = {}
+    places: dict[Request, int] = {}
     found: dict[int, list[Completion]] = {}
     done, left = Stats(), True
     try:
@@ -58,18 +58,18 @@ def sample_claimed(
             if not places:
                 return found, done
             finished = engine.step()
-            for ticket, completion in finished:
-                found[places[ticket]].append(completion)
-            for ticket in dict.fromkeys(ticket for ticket, _ in finished):
-                group = found[places[ticket]]
+            for request, completion in finished:
+                found[places[request]].append(completion)
+            for request in dict.fromkeys(request for request, _ in finished):
+                group = found[places[request]]
                 if len(group) == sampling.n:
                     group.sort(key=lambda completion: completion.sample_index)
-                    on_group(places.pop(ticket), group)
+                    on_group(places.pop(request), group)
             if not engine.num_open:  # the engine counts anew from the next request on
                 done = _sum(done, _done(engine))
     finally:
-        for ticket in places:
-            engine.cancel(ticket)
+        for request in places:
+            engine.cancel(request)
 
 
 def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
