@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.cross_compile import compile_launch, triton_compile
 from isobit.kernels import KVStore, Layout
-from isobit.kernels.triton.attention import attention
+from isobit.kernels.attention.triton.forward import attention
 from isobit.kernels.triton.launch import KernelLaunch, record_launches
 from isobit.precision import BF16, E4M3, INT8, QuantSpec
 

@@ -23,8 +23,8 @@ from benchmarks.cross_compile import kernel_name
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.kernel_table import META, _store
 from isobit.kernels import Layout
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.triton.launch import record_launches
-from isobit.kernels.triton.ops import TritonOps
 from isobit.model import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import Kept, Layout, Ops, Prepared, Store, separate_ops, tensors_of
-from isobit.kernels.truncation import Context, Truncation
+from isobit.kernels.sampling.filtering import Context, Truncation
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import Serving, Several
 from isobit.model.build import Made, Sources, factors, make_working
