@@ -176,3 +176,11 @@ class Stacked:
         start, stop, _ = columns.indices(self.shape[2])
         scale = unpacked_scales(self.scale[:, rows, start // GROUP : stop // GROUP], self.common.unsqueeze(2))
         return unpacked(self.data[:, rows, start // 2 : stop // 2]).float() * scale.repeat_interleave(GROUP, 2)
+
+
+def rows_of(operand: Operand, start: int, stop: int) -> Operand:
+    """Rows [start, stop) of an operand whose scales, if it has any, each belong to one row."""
+    if isinstance(operand, Tensor):
+        return operand[start:stop]
+    assert operand.block[0] == 1, "rows share scales"
+    return QTensor(operand.data[start:stop], operand.scale[start:stop], operand.spec)

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
-from isobit.kernels.composed import head_gradients
+from isobit.kernels.head.definition import head_gradients
 from isobit.kernels.sampling.filtering import Context, Truncation, of_rows, penalize, slopes, truncate_around
 from isobit.model.weights.stored import Weight
 

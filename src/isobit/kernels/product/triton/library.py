@@ -24,8 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from isobit.kernels.composed import rows_of
-from isobit.kernels.matrices import Operand, Prepared, tensors_of, weight_of
+from isobit.kernels.matrices import Operand, Prepared, rows_of, tensors_of, weight_of
 from isobit.kernels.product.triton import cublas
 from isobit.kernels.product.triton.plan import splits_of
 from isobit.kernels.product.triton.product import product
