@@ -16,9 +16,7 @@ pytestmark = pytest.mark.skipif(not available()[0], reason=f"native backend: {av
 
 FLOWS: dict[str, Precision] = {
     **PRESETS,
-    "1x32 fp32": precision_from(
-        {"preset": "fp8", "activation_granularity": "1x32", "activation_scale": "fp32"}
-    ),
+    "1x32 fp32": precision_from({"preset": "fp8", "activation_granularity": "1x32", "activation_scale": "fp32"}),
     "gradients in e5m2": precision_from({"preset": "fp8", "gradient_format": "e5m2"}),
     "int8 cache": precision_from({"preset": "fp8", "kv_cache": "int8"}),
 }

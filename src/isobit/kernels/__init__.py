@@ -9,7 +9,7 @@ from isobit.kernels.matrices import Kept, Operand, Packed, Prepared, Stacked, pi
 from isobit.kernels.ops import Activation, DeltaHeads, Heads, Keys, Layout, Ops
 from isobit.kernels.product.definition import input_gradient
 from isobit.kernels.stores import KVStore, StateStore, Store
-from isobit.kernels.table import BACKENDS, get_ops, separate_ops
+from isobit.kernels.table import BACKENDS, get_ops, inference_engine_ops
 from isobit.kernels.watching import Watching, unwatched
 
 __all__ = [
@@ -34,10 +34,10 @@ __all__ = [
     "computed_by",
     "get_ops",
     "grouped_input_gradient",
+    "inference_engine_ops",
     "input_gradient",
     "picked",
     "plain",
-    "separate_ops",
     "tensors_of",
     "unwatched",
     "versions",

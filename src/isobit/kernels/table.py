@@ -113,7 +113,7 @@ def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
     return ReferenceOps(consistency, why)
 
 
-def separate_ops(learner: Ops) -> Ops:
+def inference_engine_ops(learner: Ops) -> Ops:
     """The operators of a rollout on a separate engine; `learner` are those of the learner.
 
     On a GPU these are other kernels: cuBLAS products, as under `consistency: fast`.

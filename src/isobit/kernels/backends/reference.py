@@ -19,7 +19,7 @@ from isobit.kernels.product import definition as products
 from isobit.kernels.product import ordered
 from isobit.kernels.sampling import definition as sampling
 from isobit.options import consistency as orders
-from isobit.precision import Nibbles, quantize
+from isobit.precision import PackedFP4, quantize
 
 _SINGLE: dict[str, Callable[..., object]] = {
     "rms_norm": norms32.rms_norm,
@@ -56,7 +56,7 @@ class ReferenceOps(Composed):
             vars(self).update(_SINGLE)
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
-        if isinstance(b, Nibbles):
+        if isinstance(b, PackedFP4):
             return by_rows(self.product, a, b, bias, out)
         b = weight_of(b)
         if self.consistency == "fast":

@@ -42,9 +42,9 @@ from isobit.kernels.quantize import triton as quantize_kernels
 from isobit.kernels.sampling import triton as sampling
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton.launch import Faults, target
-from isobit.precision import E4M3, INT8, Nibbles, Precision, QTensor, QuantSpec
+from isobit.precision import E4M3, INT8, PackedFP4, Precision, QTensor, QuantSpec
 from isobit.precision import quantize as reference_quantize
-from isobit.precision.nibbles import NVFP4
+from isobit.precision.packed_fp4 import NVFP4
 
 _CACHED = (E4M3, INT8)
 """Formats of keys and values; of all else E4M3 alone."""
@@ -117,7 +117,7 @@ class TritonOps(Ops):
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
         if not self._cublas:
             return self.libraries.product(a, b, bias, out)
-        if isinstance(b, Nibbles):
+        if isinstance(b, PackedFP4):
             return by_rows(self.product, a, b, bias, out)
         b = weight_of(b)
         return cublas_product(a, plain(b, a.dtype) if isinstance(a, Tensor) else b, bias, out)

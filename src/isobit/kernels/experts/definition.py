@@ -15,7 +15,7 @@ from isobit.kernels.matrices import Gradients, Operand, Stacked, picked, plain, 
 from isobit.kernels.ops import Ops
 from isobit.kernels.reference.sums import tree_sum
 from isobit.precision import QTensor, QuantSpec
-from isobit.precision.nibbles import panels
+from isobit.precision.packed_fp4 import panels
 
 
 def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

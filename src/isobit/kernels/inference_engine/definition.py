@@ -24,7 +24,7 @@ from isobit.kernels.norms.definition import bounded, gated, inner
 from isobit.kernels.ops import Activation, Heads, Layout, Ops, Temperature
 from isobit.kernels.sampling.definition import scaled
 from isobit.kernels.stores import KVStore
-from isobit.precision import BF16, Format, Nibbles, QTensor, expand_scale
+from isobit.precision import BF16, Format, PackedFP4, QTensor, expand_scale
 
 _ALIKE = ("raise_faults", "quantize", "rotary", "kv_write", "sample")
 """What the learner's operators compute."""
@@ -33,7 +33,7 @@ _ALIKE = ("raise_faults", "quantize", "rotary", "kv_write", "sample")
 def product(a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
     """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is float32: the
     output head's logits are BF16."""
-    if isinstance(b, Nibbles):
+    if isinstance(b, PackedFP4):
         return by_rows(product, a, b, bias, out)
     b = weight_of(b)
     if isinstance(a, QTensor) and isinstance(b, QTensor):

@@ -5,7 +5,7 @@ do on every instruction set, and their sums are others; blocks of 128 columns st
 scales that are powers of two are folded into the codes. BF16 products and attention are those of
 `fast`, with probabilities rounded to BF16. The norm and the gate are `inference_engine.cpp`'s.
 Elementwise operators have the bits of the definition, sums differ by their order alone
-(`tests/kernels/test_separate.py`). Compute in float32, and formats whose products that order does
+(`tests/kernels/test_inference_engine.py`). Compute in float32, and formats whose products that order does
 not have, are left to the definition."""
 
 import torch

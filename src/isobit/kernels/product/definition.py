@@ -26,8 +26,8 @@ from isobit.kernels.matrices import Kept, Operand, Prepared, plain, values
 from isobit.kernels.ops import Ops
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import product_sums
-from isobit.precision import BLOCK, E5M2, Nibbles, QTensor, expand_scale
-from isobit.precision.nibbles import panels
+from isobit.precision import BLOCK, E5M2, PackedFP4, QTensor, expand_scale
+from isobit.precision.packed_fp4 import panels
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
@@ -105,7 +105,7 @@ def added_product(ops: Ops, a: Operand, b: Operand, out: torch.dtype, into: Tens
 
 def input_gradient(ops: Ops, dy: Tensor, weight: Kept, out: torch.dtype) -> Tensor:
     """dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of nibbles some columns at a time."""
-    if not isinstance(weight, Nibbles):
+    if not isinstance(weight, PackedFP4):
         return ops.gradient_product(dy, plain(weight, dy.dtype).t(), out)
     columns = panels(weight.shape[1], weight.shape[0])
     parts = (plain(weight.part(columns=some), dy.dtype) for some in columns)

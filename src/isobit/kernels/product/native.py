@@ -19,8 +19,8 @@ from isobit.kernels.product.ordered import computes
 from isobit.kernels.product.ordered_native import is_packed
 from isobit.kernels.quantize.native import dequantize
 from isobit.options.consistency import order
-from isobit.precision import BLOCK, Nibbles, QTensor, QuantSpec
-from isobit.precision.nibbles import GROUP
+from isobit.precision import BLOCK, PackedFP4, QTensor, QuantSpec
+from isobit.precision.packed_fp4 import GROUP
 
 _KINDS = {torch.float8_e4m3fn: KINDS[torch.float8_e4m3fn], **PLAIN}
 _FEW_ROWS = 256
@@ -47,7 +47,7 @@ def product(
     ops: NativeBase, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """As `Ops.product`."""
-    if isinstance(b, Nibbles):
+    if isinstance(b, PackedFP4):
         return _nibble_product(ops, a, b, bias, out)
     if ops.fast:
         return _fast_product(ops, a, b, bias, out)
@@ -96,7 +96,7 @@ def _product(
     return result
 
 
-def _nibble_product(ops: NativeBase, a: Operand, b: Nibbles, bias: Tensor | None, out: torch.dtype) -> Tensor:
+def _nibble_product(ops: NativeBase, a: Operand, b: PackedFP4, bias: Tensor | None, out: torch.dtype) -> Tensor:
     """With b decoded where it is read, in the order of the same codes a byte each; by parts where they have others:
     against scales that are not for 16 columns, and under `fast`."""
     data = a.data if isinstance(a, QTensor) else a

@@ -19,7 +19,7 @@ from isobit.kernels.native.build import differing, library
 from isobit.kernels.native.interface import KINDS, PLAIN, ProductArguments, grid, product_arguments
 from isobit.kernels.product.ordered import has_block_scales
 from isobit.options.consistency import TDP32, VDP32
-from isobit.precision import Nibbles, QTensor
+from isobit.precision import PackedFP4, QTensor
 
 ISAS = ("portable", "neon", "avx2", "avx512", "amx", "avx512_bf16")
 ORDERS = (TDP32, VDP32)
@@ -92,7 +92,7 @@ class OrderedProducts:
         self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
     ) -> tuple[ProductArguments, tuple[object, ...]]:
         """What C++ takes, and what must live as long."""
-        assert not isinstance(b, Nibbles)  # their scales are no powers of two
+        assert not isinstance(b, PackedFP4)  # their scales are no powers of two
         panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
         blocks = has_block_scales(a, b)
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))

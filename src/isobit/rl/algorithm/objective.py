@@ -113,8 +113,8 @@ class Objective:
     """(name, weight) of each reward function."""
     max_new_tokens: Internal[int] = 128
     temperature: Internal[float] = 1.0
-    truncation: Internal[tuple[int, float, float, float] | None] = None
-    """Of the sampling, all three; `truncation` is its top-k, top-p, min-p and repetition penalty, if any."""
+    filtering: Internal[tuple[int, float, float, float] | None] = None
+    """Of the sampling, all three; `filtering` is its top-k, top-p, min-p and repetition penalty, if any."""
 
     @property
     def estimator(self) -> str:

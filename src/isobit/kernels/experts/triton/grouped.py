@@ -28,7 +28,7 @@ from isobit.kernels.product.triton.product import values
 from isobit.kernels.triton.launch import launch, target
 from isobit.kernels.triton.transpose import contiguous_bytes
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec
-from isobit.precision.nibbles import panels
+from isobit.precision.packed_fp4 import panels
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
 _SCHEDULED = 64  # tiles that one program of the schedule writes

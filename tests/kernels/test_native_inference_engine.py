@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import Activation, KVStore, Layout, Operand, Ops, get_ops, separate_ops
+from isobit.kernels import Activation, KVStore, Layout, Operand, Ops, get_ops, inference_engine_ops
 from isobit.kernels.backends.composed import Composed
 from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.inference_engine.definition import InferenceEngineOps
@@ -43,7 +43,7 @@ SHAPES = ((1, 96, 512), (5, 40, 128), (21, 33, 300), (300, 70, 256), (7, 20, 48)
 
 @pytest.fixture(scope="module")
 def separate() -> Ops:
-    found = separate_ops(get_ops("native"))
+    found = inference_engine_ops(get_ops("native"))
     assert isinstance(found, NativeInferenceEngineOps)
     assert found.backend == DEFINITION.backend == "separate"
     return found
@@ -100,7 +100,7 @@ def test_fp8_products_have_the_order_of_the_learner_in_reverse(
 ) -> None:
     """Bit for bit, with a bias and in both types; the control is the learner's own order."""
     monkeypatch.setenv("ISOBIT_ISA", isa)
-    separate, bias = separate_ops(get_ops("native", f"bitwise-{order}")), normal(96, seed=3)
+    separate, bias = inference_engine_ops(get_ops("native", f"bitwise-{order}")), normal(96, seed=3)
     reference = get_ops("reference", f"bitwise-{order}")
     differing = 0
     for rows, columns, inner in SHAPES:
