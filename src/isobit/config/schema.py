@@ -93,12 +93,12 @@ class Config:
                 "algorithm.shadow_every computes with the masters in BF16, and a model with an adapter has none; set "
                 "shadow_every: 0"
             )
-        if sampling.truncated and algorithm.kl_coefficient:
+        if sampling.filtered and algorithm.kl_coefficient:
             raise IsobitError(
                 "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL penalty: it has its own "
                 "support; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
             )
-        if sampling.truncated and algorithm.shadow_every:
+        if sampling.filtered and algorithm.shadow_every:
             raise IsobitError(
                 "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with shadow passes: BF16 has "
                 "another support; set algorithm.shadow_every: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"

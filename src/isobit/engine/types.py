@@ -18,7 +18,7 @@ class Sampling:
 
     `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy. Before all else
     `repetition_penalty` divides positive logits of tokens that stand in prompt or completion so far, and multiplies the
-    others of these (1: off). The truncations act in this order, each on what the previous one kept: `top_k` (0: off),
+    others of these (1: off). The filters act in this order, each on what the previous one kept: `top_k` (0: off),
     `top_p` (1: off), `min_p` (0: off). `stop`: the text ends before the first of these strings, or before this one.
     `ignore_eos` samples on through the end-of-sequence token. Raises IsobitError for values that cannot work.
     """
@@ -49,20 +49,20 @@ class Sampling:
 
     @property
     def settings(self) -> tuple[float, float, float, float]:
-        """Of each draw: temperature, top-k, top-p, min-p; a greedy one has no truncation."""
+        """Of each draw: temperature, top-k, top-p, min-p; a greedy one has no filter."""
         return (0.0, 0.0, 1.0, 0.0) if self.greedy else (self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
-    def truncated(self) -> bool:
+    def filtered(self) -> bool:
         """Whether top-k, top-p or min-p leaves out tokens, or a penalty moves them: the distribution is another."""
         limited = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         return limited or self.repetition_penalty != 1
 
     @property
-    def truncation(self) -> tuple[int, float, float, float] | None:
+    def filtering(self) -> tuple[int, float, float, float] | None:
         """Top-k, top-p, min-p and repetition penalty, where the distribution is another by them."""
         limits = (0, 1.0, 0.0) if self.greedy else (self.top_k, self.top_p, self.min_p)
-        return (*limits, self.repetition_penalty) if self.truncated else None
+        return (*limits, self.repetition_penalty) if self.filtered else None
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Completion:
 
     `token_ids` holds every sampled token, including the end-of-sequence token and those that made up a stop string;
     `text` ends before either. `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was
-    sampled from (temperature and truncation included; under greedy decoding: the model's own, at temperature 1).
+    sampled from (temperature and filtering included; under greedy decoding: the model's own, at temperature 1).
     After `Engine.continue_from` the given tokens are among `token_ids`: `completion_mask` is True
     for each sampled token and False for each given one, whose entry in `logprobs` is 0.0; None:
     all were sampled. `text` is the last turn's.

@@ -112,8 +112,8 @@ class Objective:
     """(name, weight) of each reward function."""
     max_new_tokens: NotAnOption[int] = 128
     temperature: NotAnOption[float] = 1.0
-    truncation: NotAnOption[tuple[int, float, float, float] | None] = None
-    """Of the sampling, all three; `truncation` is its top-k, top-p, min-p and repetition penalty, if any."""
+    filtering: NotAnOption[tuple[int, float, float, float] | None] = None
+    """Of the sampling, all three; `filtering` is its top-k, top-p, min-p and repetition penalty, if any."""
 
     @property
     def estimator(self) -> str:

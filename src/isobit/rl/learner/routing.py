@@ -122,7 +122,7 @@ class PolicyForward:
     def __call__(self, packed: PackedBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, RouteTape | None]:
         """(log-probability [C], entropy [C], the routers' tape: None for a dense model) of a packed batch."""
         model, experts = self.model, self.model.config.routed
-        distribution = self.objective.temperature, self.objective.truncation
+        distribution = self.objective.temperature, self.objective.filtering
         if experts is None:
             return *forward(model, packed, *distribution, recompute=self.recompute), None
         tape, recorded = _tape(model, samples, self.objective.router_replay)

@@ -262,7 +262,7 @@ def objective_of(config: Config, precision: Precision) -> Objective:
         config.algorithm,
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
-        truncation=sampling.truncation,
+        filtering=sampling.filtering,
     )
     return for_precision(given, precision, stale=stale)
 
