@@ -98,8 +98,6 @@ gpu: $(VENV)/.gpu
 
 kernels: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.kernel_table --out benchmarks/results/gpu
-	$(BIN)/python -m benchmarks.amd_table --out benchmarks/results/gpu
-	$(BIN)/python -m benchmarks.launch_count --out benchmarks/results/gpu
 	$(BIN)/python -m benchmarks.gpu.page
 
 wheel: $(VENV)/.dev

@@ -218,9 +218,11 @@ def test_the_measured_figures_are_those_of_the_results() -> None:
     be missed."""
     results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
     claims = [claim for result in results for claim in result["claims"]]
-    table = MEASURED.read_text()
+    page = MEASURED.read_text()
+    table = re.sub(r"\n## Measured once\n.*?(?=\n## )", "", page, flags=re.S)
+    assert len(table) < len(page)
     ratios = re.findall(r"\| ([\d.]+) × \|", table)
-    assert len(ratios) == 9
+    assert len(ratios) == 4
     for claim in claims:
         assert claim["holds"] or f"{claim['value']:.2f} (aim {claim['target']:g}: missed)" in table, claim["what"]
     aims = {(f"{claim['value']:.2f}", f"{claim['target']:g}", not claim["holds"]) for claim in claims}
@@ -230,7 +232,7 @@ def test_the_measured_figures_are_those_of_the_results() -> None:
     assert set(ratios) <= {f"{claim['value']:.2f}" for claim in claims}
     repeated = re.findall(r"^\| .+ \| [\d.]+ × \|$", (ROOT / "docs/how-to/choose-a-preset.md").read_text(), re.M)
     assert len(repeated) == 4
-    assert all(line in table for line in repeated)
+    assert all(line in page for line in repeated)
     rates = {f"{row['rate']:,.0f}" for result in results for row in result["rows"] if row["rate"]}
     for pair in re.findall(r"([\d,]+) against ([\d,]+)", table):
         assert set(pair) <= rates
