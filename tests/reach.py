@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = {"isobit": ROOT / "src", "tests": ROOT, "benchmarks": ROOT}
 _EVERYTHING = re.compile(
-    r"\b(subprocess|refused|quickstart_cache|opened|documents|warm|ROOT|SOURCE)\b|isobit\.__file__"
+    r"\b(subprocess|refused|run_isobit|quickstart_cache|opened|documents|warm|ROOT|SOURCE)\b|isobit\.__file__"
 )
 """Words of a test, or of its helpers, that may start a command or read any file of the tree."""
 _MODEL = re.compile(r"\bbase_model\b")

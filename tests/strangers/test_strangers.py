@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from isobit import cli
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.monitor.screen.watch import watch
 from isobit.run.directory import METRICS, in_use
+from tests.conftest import RunIsobit
 from tests.loaders.outcome import some_seconds
 from tests.runs import write_config
 
@@ -148,9 +147,7 @@ def test_numbers_that_are_text_cost_their_row(run: Path, capsys: pytest.CaptureF
     )
 
 
-def test_no_permission_is_one_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_permission_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> None:
     """Tests run as root, who may do anything: what the kernel says to others is said in its place."""
     opened, stat = Path.open, Path.stat
 
@@ -171,11 +168,8 @@ def test_no_permission_is_one_line(
 
     monkeypatch.setattr(Path, "stat", hidden)
     for arguments in (["watch", "--once"], ["report"], ["track"], ["verify"], ["eval"], ["export", "--to", "out"]):
-        monkeypatch.setattr(sys, "argv", ["isobit", arguments[0], str(run), *arguments[1:]])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        line = capsys.readouterr().err
-        assert stop.value.code == 2, line
+        code, _, line = run_isobit(arguments[0], run, *arguments[1:])
+        assert code == 2, line
         assert line.count("\n") == 1, line
         assert "Permission denied" in line
 
@@ -207,14 +201,11 @@ def test_a_directory_that_a_terminal_would_obey_is_refused(tmp_path: Path, base_
 
 @pytest.mark.parametrize("name", ["a #1", "a: b", "[a]", "'a", "1", "null", "*a", "ü\u00a0x"])
 def test_a_directory_is_called_what_it_is_called(
-    tmp_path: Path, base_model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base_model: Path, name: str, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit
 ) -> None:
     """What YAML would read otherwise: a comment, a mapping, a list, a number."""
     config = write_config(tmp_path, base_model, steps=1)
     monkeypatch.chdir(tmp_path)
     for arguments in ([str(config), "--out", name], ["--resume", name, "steps=2"]):
-        monkeypatch.setattr(sys, "argv", ["isobit", "train", *arguments, "--quiet"])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert stop.value.code == 0
+        assert run_isobit("train", *arguments, "--quiet")[0] == 0
     assert (tmp_path / name / "checkpoints" / "step-000002").is_dir()
