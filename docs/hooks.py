@@ -28,12 +28,21 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     def with_anchor(row: re.Match[str]) -> str:
         seen[row[1]] = seen.get(row[1], 0) + 1
         anchor = row[1] if seen[row[1]] == 1 else f"{row[1]}-{seen[row[1]]}"
-        if re.search(rf' id="{re.escape(anchor)}"', content):
-            return row[0]  # a section: its heading is the anchor
+        if "<td>section</td>" in row[0]:
+            return row[0].replace("<td>section</td>", _link(row[1], seen[row[1]], content))
         page.present_anchor_ids.add(anchor)
         return row[0].replace("<tr>", f'<tr id="{anchor}">', 1)
 
+    content = content.replace("<td>required</td>", "<td data-required>required</td>")
     return ROW.sub(with_anchor, content)
+
+
+def _link(key: str, occurrence: int, content: str) -> str:
+    """A link from the row of a section to its heading; the second `model` has one too, not the second `task`."""
+    heading = key.replace(".", "")
+    again = f"{heading}_{occurrence - 1}"
+    target = again if f' id="{again}"' in content else heading
+    return f'<td><a href="#{target}">section</a></td>'
 
 
 def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> None:
