@@ -367,6 +367,7 @@ def test_evaluations_are_refused(
     (folder / "empty.jsonl").write_text("\n")
     (folder / "two.json").write_text(json.dumps({**RESULT, "prompts": RESULT["prompts"] * 2}))
     (folder / "run").mkdir()
+    (folder / "run" / "format.txt").write_text("2\n")
     shutil.copy(config, folder / "run" / "config.yaml")
     first, *options = words
     data = () if "--data" in options else ("--data", "rows.jsonl")

@@ -102,8 +102,8 @@ three
 def test_make_targets_exist_and_say_what_they_would_do() -> None:
     used = {command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"}
     assert {"quickstart", "test"} <= {shlex.split(command)[1] for command in used}
-    others = ["install", "lint", "test-slow", "docs", "bench", "relock", "floor", "ceiling", "clean", "help"]
-    for command in used | {f"make {target}" for target in others}:
+    others = "install lint test-full test-rest docs bench relock floor ceiling clean help"
+    for command in used | {f"make {target}" for target in others.split()}:
         check(command)
     assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
 
@@ -239,9 +239,11 @@ def test_the_measured_figures_are_those_of_the_results() -> None:
     be missed."""
     results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
     claims = [claim for result in results for claim in result["claims"]]
-    table = MEASURED.read_text()
+    page = MEASURED.read_text()
+    table = re.sub(r"\n## Measured once\n.*?(?=\n## )", "", page, flags=re.S)
+    assert len(table) < len(page)
     ratios = re.findall(r"\| ([\d.]+) × \|", table)
-    assert len(ratios) == 9
+    assert len(ratios) == 4
     for claim in claims:
         assert claim["holds"] or f"{claim['value']:.2f} (aim {claim['target']:g}: missed)" in table, claim["what"]
     aims = {(f"{claim['value']:.2f}", f"{claim['target']:g}", not claim["holds"]) for claim in claims}
@@ -251,7 +253,7 @@ def test_the_measured_figures_are_those_of_the_results() -> None:
     assert set(ratios) <= {f"{claim['value']:.2f}" for claim in claims}
     repeated = re.findall(r"^\| .+ \| [\d.]+ × \|$", (ROOT / "docs/how-to/choose-a-preset.md").read_text(), re.M)
     assert len(repeated) == 4
-    assert all(line in table for line in repeated)
+    assert all(line in page for line in repeated)
     rates = {f"{row['rate']:,.0f}" for result in results for row in result["rows"] if row["rate"]}
     for pair in re.findall(r"([\d,]+) against ([\d,]+)", table):
         assert set(pair) <= rates

@@ -22,7 +22,7 @@ from tests.training.test_scoring import reward_model
 
 SOURCE = Path(isobit.__file__).parent
 NO_READERS = (str(SOURCE / "config"), str(SOURCE / "options"))
-TRACKING = "isobit.config.tracking"  # goes to the trackers' processes as a mapping, and is read there by name
+TRACKING = "isobit.monitor.trackers.settings"  # goes to the trackers' processes as a mapping, and is read there by name
 NOT_BY_A_RUN = {
     "Objective.preset",  # its parts are
     # by a fleet, whose runs need Ray (tests/fleet)

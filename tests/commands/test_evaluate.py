@@ -167,6 +167,7 @@ def test_what_is_given_stands_in_the_place_of_the_runs(folder: Path, base_model:
     run = folder / "run"
     run.mkdir()
     write_config(folder, base_model, evaluation={"num_samples": 8, "pass_at": [8]}).rename(run / "config.yaml")
+    (run / "format.txt").write_text("2\n")
     assert evaluation_config(run, {}).evaluation.pass_at == (8,)
     config = evaluation_config(run, {"evaluation": {"num_samples": 4}, "seed": 3, "task": {"path": "x", "options": {}}})
     assert (config.evaluation.num_samples, config.evaluation.pass_at, config.seed) == (4, (), 3)

@@ -8,10 +8,11 @@ import torch
 
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS, Ops, get_ops, gpu, native, table
+from isobit.kernels.backends import self_check
+from isobit.kernels.backends.reference import ReferenceOps
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.gpu import Gpu
-from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.triton import launch, self_check
-from isobit.kernels.triton.ops import TritonOps
+from isobit.kernels.triton import launch
 from isobit.options.consistency import default_order, resolved
 from isobit.precision import PRESETS, precision_from
 

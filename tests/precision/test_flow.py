@@ -9,7 +9,7 @@ import pytest
 from isobit.errors import IsobitError
 from isobit.precision import BF16, E2M1, E4M3, E5M2, INT8, PRESETS, Precision, QuantSpec, options, precision_from
 from isobit.precision.flow import LINEAR_LAYERS, Flow
-from isobit.precision.options import described, with_e4m3_cache
+from isobit.precision.options import described
 from isobit.precision.quantize import GRANULARITIES
 
 
@@ -132,29 +132,6 @@ def test_a_cache_may_be_int8(preset: str) -> None:
     assert precision.unified
     assert precision_from(precision.name) == precision
     assert re.search(r"keys and values +int8 per token and head fp32 +int8 per token", precision.table())
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("fp8", "fp8[kv_cache=e4m3]"),
-        ("mxfp8", "mxfp8[kv_cache=e4m3]"),
-        ({"wgrad": "bf16"}, "fp8[kv_cache=e4m3, wgrad=bf16]"),
-        ("fp8[kv_scale=fp32]", "fp8[kv_cache=e4m3, kv_scale=fp32]"),
-        ({"preset": "fp8", "rollout": {"kv_cache": "bf16"}}, "fp8[kv_cache=e4m3, rollout={kv_cache=bf16}]"),
-        ("fp8[kv_cache=bf16]", "fp8[kv_cache=bf16]"),
-        ("fp8-unified", "fp8-unified"),
-        ("fp8-rollout-kv", "fp8-rollout-kv"),
-    ],
-)
-def test_what_a_precision_was_before_int8(given: object, meant: str) -> None:
-    """Under their names of then `fp8` and `mxfp8` had E4M3 and scales that are powers of two."""
-    assert {precision_from(f"{name}[kv_cache=e4m3]").rollout.kv for name in ("fp8", "mxfp8")} == {
-        QuantSpec(E4M3, "row")
-    }
-    precision = precision_from(with_e4m3_cache(given))  # type: ignore[arg-type]
-    assert precision == precision_from(meant)
-    assert with_e4m3_cache(with_e4m3_cache(given)) == with_e4m3_cache(given)
 
 
 def test_an_int8_cache_of_one_side_and_with_powers_of_two() -> None:

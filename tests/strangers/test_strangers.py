@@ -117,7 +117,7 @@ def _foreign_offset(run: Path) -> None:
         ("resume", _text("rollouts_from.txt", b"\xff\n"), "rollouts_from.txt: cannot be read: not UTF-8 text"),
         ("report", _text("config.yaml", b"\xff\xfe"), "config.yaml: not UTF-8 text"),
         ("watch", _text("config.yaml", b"steps: &a [*a]\n"), "is not the config that a run writes"),
-        ("track", _text("tracking/silent.json", b"[1]"), "silent.json cannot be read: it is not what a tracker keeps"),
+        ("track", _text("tracking/state.json", b"[1]"), "state.json cannot be read"),
         ("resume", _link(".lock"), "it is a link; a run writes into files of its own"),
         ("resume", _link(METRICS), "it is a link; a run writes into files of its own"),
         ("resume", _foreign_offset, "not the state of a run"),

@@ -25,9 +25,9 @@ from isobit.config.sections import (
     SamplingConfig,
     SftEvaluationConfig,
 )
-from isobit.config.tracking import TrackingConfig, without_credentials
 from isobit.errors import IsobitError
 from isobit.fleet.settings import FleetSettings
+from isobit.monitor.trackers.settings import TrackingConfig, without_credentials
 from isobit.options.consistency import Consistency
 from isobit.options.declare import Before, above, at_least, at_most, below, text_as
 from isobit.options.reading import OptionError

@@ -116,17 +116,6 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     return replace(precision, name=f"{precision.name}[{changes}]")
 
 
-def with_e4m3_cache(value: object) -> object:
-    """What a run from before INT8 was the cache of isobit's own presets meant by its `precision`, as an option's value.
-    Raises IsobitError as `precision_from`."""
-    if not isinstance(value, (str, Mapping)):
-        return value
-    options = _given(value)
-    if options.get("preset", "fp8") not in ("fp8", "mxfp8") or "kv_cache" in options:
-        return value
-    return options | {"kv_cache": "e4m3"}
-
-
 def _given(value: str | Mapping[str, object]) -> dict[str, object]:
     """The options of a name, or of a mapping, whose preset may be one that is changed: `fp8[wgrad=bf16]`."""
     if isinstance(value, str):

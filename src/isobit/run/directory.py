@@ -1,11 +1,13 @@
 """A run directory: its files, its lock, and how a run is interrupted.
 
-`config.yaml`, `machine.json` (the hardware and versions used), `rollouts_from.txt` (the run whose rollouts it learns
-from, if it samples none), `inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
-`completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object every few steps: the
-weights by layer and tensor), `certificate.jsonl` (a chain of hashes: `certificate.py`), `checkpoints/`. A resumed run
-cuts these files back to where its checkpoint was made, so that they end as if it had never stopped. Left out: what is
-in a checkpoint (`training/parts.py`) and how it becomes atomic (`checkpoints.py`).
+`format.txt` (the number of this layout of files), `config.yaml`, `machine.json` (the hardware and
+versions used), `rollouts_from.txt` (the run whose rollouts it learns from, if it samples none),
+`inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
+`completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object
+every few steps: the weights by layer and tensor), `certificate.jsonl` (a chain of hashes:
+`certificate.py`), `checkpoints/`. A resumed run cuts these files back to where its checkpoint was
+made, so that they end as if it had never stopped. Left out: what is in a checkpoint
+(`training/parts.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
 import errno
@@ -23,7 +25,7 @@ from types import FrameType
 from typing import IO, Any
 
 from isobit.data.foreign import BadJson, exists, parse_json, read_bytes, reason_of
-from isobit.errors import IsobitError, RunFailed
+from isobit.errors import IsobitError, RunFailed, brief
 from isobit.run import checkpoints, durable, metrics
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS, pack
@@ -42,6 +44,9 @@ CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, INPUTS, ROLLOUTS_FR
 NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}
 """Lengths of the files of a new run that grow."""
 LOCK, BEST = ".lock", "best"
+FORMAT, FORMAT_NOW = "format.txt", 2
+"""The layout of a run's files that this version writes, and the only one that it reads. 1 is that of
+0.1, which had no such file."""
 _MOST_BYTES = 1 << 24
 REWARDS_LOG = "rewards.log"
 """What reward functions print; grows over a resume."""
@@ -124,6 +129,7 @@ class RunDirectory:
             (directory / ROLLOUTS_FROM).unlink(missing_ok=True)  # of one that was killed before it had begun
             if rollouts_from is not None:  # before the config, with which the run has begun
                 durable.write_text(directory / ROLLOUTS_FROM, f"{rollouts_from.absolute()}\n")
+            durable.write_text(directory / FORMAT, f"{FORMAT_NOW}\n")
             return RunDirectory(directory, NOTHING_WRITTEN, config_text)
         except OSError as error:
             raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
@@ -151,10 +157,11 @@ class RunDirectory:
                 f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
                 f"{facts['backend']}, which rounds in other places; resume it where the former works"
             )
-        if "order" in before and before["order"] != facts["order"]:
+        if before.get("order") != facts["order"]:
             raise IsobitError(
-                f"run {self.directory} added its products in the order {before['order']}, and here it would go on in "
-                f"{facts['order']}, with other bits; resume it with the version of isobit that began it"
+                f"run {self.directory} added its products in the order {before.get('order')}, "
+                f"and here it would go on in {facts['order']}, with other bits; "
+                "resume it with the version of isobit that began it"
             )
         formats, began = facts.get("formats", {}), before.get("formats", {})
         assert isinstance(formats, dict)
@@ -271,8 +278,8 @@ def occupied(directory: Path) -> str | None:
         return "is a run"
     if (directory / "config.json").is_file():
         return "is a model"
-    files = (CONFIG, ROLLOUTS_FROM)
-    begun = {LOCK, ROLLOUTS_FROM, *(f".{name}.partial" for name in files)}  # and no further: nothing is lost
+    files = (CONFIG, ROLLOUTS_FROM, FORMAT)
+    begun = {LOCK, ROLLOUTS_FROM, FORMAT, *(f".{name}.partial" for name in files)}  # and no further: nothing is lost
     return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
 
 
@@ -324,9 +331,25 @@ def read_jsonl(path: Path, say: Say = warn) -> Iterator[dict[str, Any]]:
 
 
 def require_run(directory: Path) -> None:
-    """Raises IsobitError unless this looks like a run directory."""
+    """Raises IsobitError unless this is the directory of a run, in the format that this version
+    reads. Whatever opens a run asks here."""
     if not (exists(directory / CONFIG) and (directory / CONFIG).is_file()):
         raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
+    path = directory / FORMAT
+    if not exists(path):
+        raise IsobitError(
+            f"run {directory} was begun by an isobit before 0.2 (it has no {FORMAT}), and this version "
+            f"cannot read it: use the isobit that began it, or begin a new run with its {CONFIG}"
+        )
+    try:
+        found = read_bytes(path, 64).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
+    if found != str(FORMAT_NOW):
+        raise IsobitError(
+            f"run {directory} has format {brief(found)}, and this isobit reads format {FORMAT_NOW}: "
+            "use the version that began it"
+        )
 
 
 def newest_checkpoint(
@@ -345,6 +368,7 @@ def model_directory(path: Path, best: bool = False) -> Path:
     directory. Raises IsobitError for a run that has neither."""
     if not (path / CONFIG).is_file():
         return path
+    require_run(path)
     if not best:
         return newest_checkpoint(path)
     if not (path / BEST).is_dir():

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from isobit.errors import IsobitError
 from isobit.options.declare import Form, Internal, OneOf, above, at_least, at_most
 from isobit.rewards.functions import split_reference
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
@@ -145,14 +144,11 @@ _PARTS = {key for parts in PRESETS.values() for key in parts}
 
 
 def with_preset(values: Any) -> Any:
-    """What is given for an objective, over the parts of its preset. A part that is null is not given, as in the
-    config.yaml of runs of isobit 0.1.0, which called the loss `surrogate`. Raises IsobitError for both names."""
+    """What is given for an objective, over the parts of its preset. A part that is null is not
+    given."""
     if not isinstance(values, Mapping):
         return values
-    if values.get("surrogate") is not None and values.get("loss", values["surrogate"]) != values["surrogate"]:
-        raise IsobitError("surrogate is the old name of loss: give one of them")
-    named = {"loss" if key == "surrogate" else key: value for key, value in values.items()}
-    given = {key: value for key, value in named.items() if value is not None or key not in _PARTS}
+    given = {key: value for key, value in values.items() if value is not None or key not in _PARTS}
     preset = given.get("preset", "grpo")
     parts = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     return parts | given

@@ -99,12 +99,7 @@ def recorded_groups(run: Path, config: Config) -> Iterator[list[Group]]:
     if not path.is_file():
         raise IsobitError(f"{run}: no {COMPLETIONS} to learn from")
     rows = [row for row in read_jsonl(run / METRICS) if row["step"] > 0]
-    return _groups(path, {int(row["step"]) for row in rows if _learned_from_some(row)})
-
-
-def _learned_from_some(row: Mapping[str, Any]) -> bool:
-    """Whether the step had samples; rows of runs of isobit 0.1.0 tell it by what was compared."""
-    return row.get("advantage/nonzero_fraction", row.get("mismatch/compared_tokens") or None) is not None
+    return _groups(path, {int(row["step"]) for row in rows if row.get("advantage/nonzero_fraction") is not None})
 
 
 def _groups(path: Path, needed: set[int]) -> Iterator[list[Group]]:
