@@ -66,18 +66,20 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
-    steps: Annotated[int, at_least(1), "rollout batches"] = 100
+    steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
     rollouts_ahead: Annotated[
-        int, at_least(0), at_most(64), "how many batches the rollout is ahead of the learner; 0: synchronous"
+        int, at_least(0), at_most(64), "batches that are sampled before the learner needs them; 0: sample, then learn"
     ] = 0
-    prompts_per_step: Annotated[int, at_least(1), "prompts (groups) of a rollout batch"] = 8
+    prompts_per_step: Annotated[
+        int, at_least(1), "prompts of one step; each gets `sampling.group_size` completions"
+    ] = 8
     ranks: Annotated[
         int,
         at_least(1),
-        "processes that train together on this machine, each with a GPU or some of the CPU's cores; the bits do not "
-        "depend on it. A launcher's number, such as torchrun's, comes before it",
+        "processes that train together on this machine, each with a GPU or some of the CPU's cores. "
+        "The bits do not depend on it. A launcher's number, such as torchrun's, takes precedence",
     ] = 1
-    seed: Annotated[int, at_least(0), below(2**63), "for data order, sampling and shuffling"] = 0
+    seed: Annotated[int, at_least(0), below(2**63), "decides the order of the data, sampling and shuffling"] = 0
 
     @property
     def shares_reference(self) -> bool:

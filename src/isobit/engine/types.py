@@ -24,15 +24,21 @@ class Sampling:
     """
 
     n: NotAnOption[int] = 1
-    max_new_tokens: Annotated[int, at_least(1), below(2**31)] = 128
+    max_new_tokens: Annotated[int, at_least(1), below(2**31), "the most tokens of a completion"] = 128
     temperature: Annotated[float, at_least(0)] = 1.0
-    top_k: Annotated[int, at_least(0), below(2**31), "0: off"] = 0
-    top_p: Annotated[float, above(0), at_most(1)] = 1.0
-    min_p: Annotated[float, at_least(0), at_most(1)] = 0.0
+    top_k: Annotated[int, at_least(0), below(2**31), "only the k likeliest tokens; 0: off"] = 0
+    top_p: Annotated[
+        float, above(0), at_most(1), "only the likeliest tokens, whose probabilities add up to this; 1: off"
+    ] = 1.0
+    min_p: Annotated[
+        float, at_least(0), at_most(1), "only tokens of this share of the likeliest one's probability; 0: off"
+    ] = 0.0
     seed: NotAnOption[int] = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: Annotated[float, above(0), at_most(100), "of tokens in prompt and completion; 1: off"] = 1.0
+    stop: Annotated[tuple[str, ...], "texts that end a completion"] = ()
+    ignore_eos: Annotated[bool, "sample on after the token that ends a text"] = False
+    repetition_penalty: Annotated[
+        float, above(0), at_most(100), "makes tokens rarer that stand in prompt or completion; 1: off"
+    ] = 1.0
 
     def __post_init__(self) -> None:
         settle(self, Sampling)
@@ -69,16 +75,16 @@ class Sampling:
 class EngineSize:
     """An engine's memory and batch."""
 
-    kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: what one step needs"] = None
+    kv_pages: Annotated[int | None, at_least(1), "pages of the KV cache; default: as many as one step needs"] = None
     page_size: Annotated[
         int | None,
         at_least(1),
         at_most(1024),
-        "tokens per page; default: 16, or 256 where layers have linear attention, which keeps a state for each page",
+        "tokens per page; default: 16, or 256 for layers with linear attention, which keep a state for each page",
     ] = None
-    max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prefills are chunked"] = 2048
-    max_sequences: Annotated[int, at_least(1), "sequences decoded at the same time"] = 512
-    cuda_graphs: Annotated[bool, "capture decode steps on a GPU; ignored on a CPU"] = True
+    max_batch_tokens: Annotated[int, at_least(1), "tokens of one forward; longer prompts are computed in parts"] = 2048
+    max_sequences: Annotated[int, at_least(1), "sequences that are decoded at the same time"] = 512
+    cuda_graphs: Annotated[bool, "capture decode steps as CUDA graphs; a CPU ignores it"] = True
     prefix_cache: Annotated[bool, "share pages between prompts that begin alike, until the weights change"] = True
 
 
