@@ -221,7 +221,6 @@ def test_a_run_goes_on_from_a_folder(tmp_path: Path, models: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fleet": ({"fleet": {"engines": 1}}, "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"),
-    "shadow": ({"algorithm": {"shadow_every": 5}}, r"algorithm\.shadow_every .* set shadow_every: 0"),
     "rank": ({"adapter": {"rank": 0}}, r"adapter\.rank: expected at least 1, got 0"),
     "targets": ({"adapter": {"targets": ["q_prj"]}}, r"adapter\.targets\.0: expected all-linear, q_proj"),
     "both": ({"adapter": {"targets": ["all-linear", "q_proj"]}}, "give all-linear alone"),

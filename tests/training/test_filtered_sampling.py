@@ -14,7 +14,7 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
 from isobit.kernels.sampling import filtering
 from isobit.model import Model
-from isobit.rl import Objective, Sample
+from isobit.rl import Objective, ResolvedObjective, Sample
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.run.directory import read_jsonl
@@ -75,7 +75,7 @@ def test_a_learner_of_the_whole_distribution_differs(
 def _rollouts(model: Model, **sampling: Any) -> tuple[list[Sample], Objective]:
     asked = Sampling(n=4, max_new_tokens=8, seed=0, **sampling)
     samples = roll_out(model, length=8, sampling=asked)
-    return samples, Objective(temperature=asked.temperature, filtering=asked.filtering)
+    return samples, ResolvedObjective(temperature=asked.temperature, filtering=asked.filtering)
 
 
 def _bits(model: Model, samples: list[Sample], objective: Objective) -> Tensor:
@@ -183,7 +183,6 @@ def test_a_run_resumes_bit_for_bit_and_its_report_has_no_differing_token(tmp_pat
         ({"consistency": "fast"}, "cannot be used in training with consistency: fast"),
         ({"algorithm": {"kl_coefficient": 0.01}}, "cannot be used with a KL penalty"),
         ({"algorithm": {"kl_coefficient": 0.01, "kl_in_reward": True}}, "cannot be used with a KL penalty"),
-        ({"algorithm": {"shadow_every": 2}}, "cannot be used with shadow passes"),
     ],
 )
 def test_what_is_not_defined_is_refused(tmp_path: Path, base: Path, changes: dict[str, Any], message: str) -> None:

@@ -90,20 +90,10 @@ class Config:
         sampling, algorithm = self.sampling, self.algorithm
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError("adapter: engines of a fleet take no adapters yet; set fleet.engines: 0")
-        if self.adapter is not None and algorithm.shadow_every:
-            raise IsobitError(
-                "algorithm.shadow_every computes with the masters in BF16, and a model with an adapter has none; set "
-                "shadow_every: 0"
-            )
         if sampling.filtered and algorithm.kl_coefficient:
             raise IsobitError(
                 "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL penalty: it has its own "
                 "support; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
-            )
-        if sampling.filtered and algorithm.shadow_every:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with shadow passes: BF16 has "
-                "another support; set algorithm.shadow_every: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
             )
         if sampling.group_size < 2:
             raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
@@ -121,8 +111,6 @@ class Config:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
             raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
-        if algorithm.shadow_calibrates_clip and not algorithm.shadow_every:
-            raise IsobitError("algorithm.shadow_calibrates_clip needs shadow passes: set shadow_every, such as 20")
         if self.fleet.engines and self.ranks > 1 and algorithm.kl_in_reward:
             raise IsobitError(
                 "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the first one scores beside "

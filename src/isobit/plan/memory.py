@@ -130,7 +130,7 @@ def _fraction(job: Job, shard: float) -> float:
 
 
 def _sleeps(job: Job) -> bool:
-    """Whether the cache is freed while the learner works; as `Parts.sleep` decides on a GPU."""
+    """Whether the cache is freed while the learner works; as `training/learning.py` decides on a GPU."""
     engine = job.config.engine
     return engine.sleep == "always" or (engine.sleep == "auto" and not engine.cuda_graphs)
 

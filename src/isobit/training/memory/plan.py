@@ -268,9 +268,6 @@ def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
     ]
     if run.host:  # on a GPU checkpoints are copied to the host
         during.append(("saving: a copy of masters or moments", max(run.masters, run.moments)))
-    if config.algorithm.shadow_every:
-        working = run.rollout + run.learner + run.packs
-        during.append(("shadow pass: masters in BF16, and working weights again", gradients // 2 + working))
     return MemoryPlan(tuple(held), tuple(during))
 
 
