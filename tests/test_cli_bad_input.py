@@ -96,7 +96,7 @@ def config(tmp_path: Path, base_model: Path) -> Path:
         (["rewards.functions=[{function: 'broken.py:score'}]"], "broken.py"),
         (["task.prompt_template='no place for it'"], "{prompt}"),
         (["task.held_out_size=0", "evaluation.every=1"], "the held-out split is empty"),
-        (["precision.kv_cache=fp16"], "precision.kv_cache: expected one of bf16, e4m3, e4m3-calibrated, int8"),
+        (["precision.kv_cache=fp16"], "precision.kv_cache: expected bf16, e4m3, e4m3-calibrated or int8"),
         (["precision={preset: bf16, kv_calibration: learner}"], "there is no calibrated KV cache"),
         (["algorithm.correction=token_tiss"], "correction"),
         (["algorithm.router_replay=true"], "algorithm.router_replay: the model is dense"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.engine.calibration import measured_amax
 from isobit.evaluation.inspection.quantization import activation_health, weight_health
-from isobit.kernels import Ops, separate_ops
+from isobit.kernels import Ops, inference_engine_ops
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model import Model, RewardModel, fp8_blocks
 from isobit.model.forward.kv_scales import KVScales
@@ -244,7 +244,7 @@ def test_the_weights_are_measured_without_waiting_for_each() -> None:
 
 
 def test_a_separate_engine_is_on_the_learners_device() -> None:
-    assert separate_ops(ReferenceOps("exact", device=DEVICE)).device == DEVICE
+    assert inference_engine_ops(ReferenceOps("exact", device=DEVICE)).device == DEVICE
 
 
 def test_more_logits_at_a_time_on_a_gpu() -> None:

@@ -59,7 +59,7 @@ def _measure(
     sequences = prompts * group
     sampling = Sampling(group, new_tokens, seed=0, ignore_eos=True)
     pages = min(sequences, 512) * -(-(prompt_tokens + new_tokens + 1) // 16) + 64
-    engine = Engine(model, pages, 16, max_batch_tokens=8192, max_sequences=512)
+    engine = Engine(model, kv_pages=pages, page_size=16, max_batch_tokens=8192, max_sequences=512)
     objective = for_precision(ResolvedObjective.of(OBJECTIVES["grpo"], max_new_tokens=new_tokens), model.precision)
     optimizer = Optimizer(model.named_parameters(), OptimizerSettings())
     learner = Learner(model, optimizer, objective, micro_batch_tokens=64 if bench.rehearsal else 16384)

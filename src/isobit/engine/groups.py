@@ -4,7 +4,7 @@ prompts, and an engine of a fleet have in common."""
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from isobit.engine.types import Completion, Ticket
+from isobit.engine.types import Completion, Request
 
 if TYPE_CHECKING:
     from isobit.engine.engine import Engine
@@ -16,7 +16,7 @@ class OpenGroups:
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
-        self._places: dict[Ticket, int] = {}
+        self._places: dict[Request, int] = {}
         self._groups: dict[int, list[Completion]] = {}
         self.completed = 0  # completions
 
@@ -33,19 +33,19 @@ class OpenGroups:
     def places(self) -> Collection[int]:
         return self._groups.keys()
 
-    def add(self, place: int, ticket: Ticket) -> None:
+    def add(self, place: int, request: Request) -> None:
         """A request that was submitted."""
-        self._places[ticket], self._groups[place] = place, []
+        self._places[request], self._groups[place] = place, []
 
     def step(self) -> list[tuple[int, list[Completion]]]:
         """One step of the engine: (place, completions in their order) of the groups that it finishes, by place."""
         finished, whole = self._engine.step(), list[int]()
         self.completed += len(finished)
-        for ticket, completion in finished:
-            place = self._places[ticket]
+        for request, completion in finished:
+            place = self._places[request]
             self._groups[place].append(completion)
-            if len(self._groups[place]) == ticket.sampling.n:
-                del self._places[ticket]
+            if len(self._groups[place]) == request.sampling.n:
+                del self._places[request]
                 whole.append(place)
         found = [(place, self._groups.pop(place)) for place in sorted(whole)]
         for _, group in found:
@@ -54,7 +54,7 @@ class OpenGroups:
 
     def drop(self, places: Collection[int]) -> None:
         """Cancel what is open of these."""
-        for ticket, place in list(self._places.items()):
+        for request, place in list(self._places.items()):
             if place in places:
-                self._engine.cancel(ticket)
-                del self._places[ticket], self._groups[place]
+                self._engine.cancel(request)
+                del self._places[request], self._groups[place]

@@ -67,8 +67,8 @@ class Worker:
             self._begin(given["batch"], given["version"])
             self._open.drop(set(given["drop"]))
             for new in given["groups"]:
-                ticket = self._engine.submit(new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"])
-                self._open.add(new["index"], ticket)
+                request = self._engine.submit(new["prompt"], wire.sampling_of(new["sampling"]), new["prompt_id"])
+                self._open.add(new["index"], request)
             before = self._counts()
             done = self._run()
             if done:

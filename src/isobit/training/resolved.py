@@ -106,6 +106,6 @@ def objective_of(
         found,
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
-        truncation=sampling.truncation,
+        filtering=sampling.filtering,
         reward_weights=tuple(reward_weights),
     )

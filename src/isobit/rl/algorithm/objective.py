@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.options.declare import Form, Internal, OneOf, above, at_least, at_most
+from isobit.options.declare import NotAnOption, OneOf, Pattern, above, at_least, at_most
 from isobit.rewards.functions import split_reference
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
 
@@ -37,7 +37,7 @@ def _is_function(text: str) -> bool:
     return ":" in text and bool(split_reference(text, "function"))
 
 
-Function = Annotated[str, Form("path/to/file.py:function", _is_function)]
+Function = Annotated[str, Pattern("path/to/file.py:function", _is_function)]
 
 
 @dataclass(frozen=True)
@@ -51,53 +51,68 @@ class Objective:
     serve. What `auto` becomes for these two depends on the model's precision (`for_precision`).
     """
 
-    preset: Annotated[str, OneOf(PRESETS)] = "grpo"
-    advantage: Annotated[Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function, "or your own: path/to/file.py:function"] = (
+    preset: Annotated[str, OneOf(PRESETS), "a published algorithm, which sets the keys below that are not given"] = (
         "grpo"
     )
-    discount: Annotated[float, above(0), at_most(1), "of later rewards in a token's return; reinforce_pp only"] = 1.0
+    advantage: Annotated[
+        Annotated[str, OneOf(ADVANTAGE_KINDS)] | Function, "by name, or your own: path/to/file.py:function"
+    ] = "grpo"
+    discount: Annotated[
+        float, above(0), at_most(1), "weight of later rewards in the return of a token; reinforce_pp only"
+    ] = 1.0
     decoupled_rewards: Annotated[
         bool, "compute advantages for each reward function separately and add them by weight (GDPO)"
     ] = False
     loss: Annotated[
         Annotated[str, OneOf(LOSS_KINDS)] | Function,
-        "reinforce: advantage times log-probability, no ratio; or your own: path/to/file.py:function",
+        "by name, or your own: path/to/file.py:function. reinforce: advantage times log-probability, without a ratio",
     ] = "clip"
     ratio: Annotated[
         str,
         OneOf(RATIOS),
-        "one per token; or per sequence, the geometric mean of its tokens' (GSPO) or their product (RLOO)",
+        "the importance ratio: of each token, or of a sequence, as the geometric mean of its tokens' ratios (GSPO) or "
+        "as their product (sequence_sum, RLOO)",
     ] = "token"
-    dual_clip: Annotated[float | None, above(1), "bound of the loss over |A| where A < 0; default: none"] = None
-    loss_aggregation: Annotated[str, OneOf(AGGREGATIONS)] = "sequence_mean"
-    clip_low: Annotated[float, above(0), at_most(1)] = 0.2
-    clip_high: Annotated[float, above(0)] = 0.2
-    dynamic_sampling: Annotated[bool, "replace groups whose rewards are all equal"] = False
-    max_resamples: Annotated[int, at_least(1), "rollout rounds per step, at most, under dynamic sampling"] = 10
-    overlong_buffer: Annotated[int, at_least(0), "last tokens before the length limit, with a soft penalty; 0: off"] = 0
-    overlong_penalty: Annotated[float, at_least(0)] = 1.0
-    kl_coefficient: Annotated[float, at_least(0)] = 0.0
+    dual_clip: Annotated[
+        float | None, above(1), "largest loss of a token with a negative advantage A, over |A|; default: none"
+    ] = None
+    loss_aggregation: Annotated[
+        str,
+        OneOf(AGGREGATIONS),
+        "the mean over tokens, the mean over completions, or the sum over tokens divided by max_new_tokens (constant)",
+    ] = "sequence_mean"
+    clip_low: Annotated[float, above(0), at_most(1), "the ratio is clipped below 1 minus this"] = 0.2
+    clip_high: Annotated[float, above(0), "the ratio is clipped above 1 plus this"] = 0.2
+    dynamic_sampling: Annotated[
+        bool, "sample other prompts in place of those whose completions all have the same reward"
+    ] = False
+    max_resamples: Annotated[int, at_least(1), "the most rounds of rollouts in one step, under dynamic sampling"] = 10
+    overlong_buffer: Annotated[int, at_least(0), "tokens before the length limit in which the reward sinks; 0: off"] = 0
+    overlong_penalty: Annotated[float, at_least(0), "what the reward has lost at the length limit"] = 1.0
+    kl_coefficient: Annotated[float, at_least(0), "weight of the KL penalty against the reference; 0: none"] = 0.0
     kl_estimator: Annotated[
         Annotated[str, OneOf(KL_ESTIMATORS)] | None,
-        "default: k3 in the loss, k1 in the reward; k3-unbiased: times the ratio, TRL's; low_var_kl: k3, at most 10",
+        "how the KL is estimated; default: k3 in the loss, k1 in the reward. k3-unbiased: k3 times the ratio, as in "
+        "TRL; low_var_kl: k3, at most 10",
     ] = None
-    kl_in_reward: Annotated[bool, "take the KL from the reward, token by token; not in the loss"] = False
+    kl_in_reward: Annotated[bool, "subtract the KL from the reward of each token, and leave it out of the loss"] = False
     correction: Annotated[
         Annotated[str, OneOf(("auto", *CORRECTIONS))] | CorrectionRule,
-        "auto: the precision preset's; a name; or a custom rule",
+        "for the difference of rollout and learner: a name, or a custom rule. auto: the one of the precision preset",
     ] = "auto"
     recompute_old_logprobs: Annotated[
         Literal["auto", "always", "never"],
-        "auto: never under a unified precision, whose rollout log-probabilities are the old ones",
+        "whether the learner computes the old log-probabilities; auto: not under a unified precision, where those of "
+        "the rollout are the same",
     ] = "auto"
     router_replay: Annotated[bool, "mixture of experts: the learner uses the experts that the rollout chose (R3)"] = (
         False
     )
     router_aux_coefficient: Annotated[
-        float, at_least(0), "mixture of experts: weight of the load-balancing loss of an optimizer batch"
+        float, at_least(0), "mixture of experts: weight of the loss that balances their load in an optimizer batch"
     ] = 0.0
-    updates_per_batch: Annotated[int, at_least(1), "optimizer steps per pass over a rollout batch"] = 1
-    epochs: Annotated[int, at_least(1), "passes over a rollout batch"] = 1
+    updates_per_batch: Annotated[int, at_least(1), "optimizer steps in one pass over a batch of rollouts"] = 1
+    epochs: Annotated[int, at_least(1), "passes over a batch of rollouts"] = 1
 
     @property
     def estimator(self) -> str:
@@ -112,17 +127,17 @@ class ResolvedObjective(Objective):
 
     `rule`: the correction. `recompute_old`: whether the learner computes the old log-probabilities. `stale_samples`:
     some samples are of older weights, by replay or because rollouts run ahead. `reward_weights`: (name, weight) of each
-    reward function. `max_new_tokens`, `temperature` and `truncation` are the sampling's, the last one its top-k, top-p,
+    reward function. `max_new_tokens`, `temperature` and `filtering` are the sampling's, the last one its top-k, top-p,
     min-p and repetition penalty, if any.
     """
 
-    rule: Internal[CorrectionRule] = CORRECTIONS["none"]
-    recompute_old: Internal[bool] = False
-    stale_samples: Internal[bool] = False
-    reward_weights: Internal[tuple[tuple[str, float], ...]] = ()
-    max_new_tokens: Internal[int] = 128
-    temperature: Internal[float] = 1.0
-    truncation: Internal[tuple[int, float, float, float] | None] = None
+    rule: NotAnOption[CorrectionRule] = CORRECTIONS["none"]
+    recompute_old: NotAnOption[bool] = False
+    stale_samples: NotAnOption[bool] = False
+    reward_weights: NotAnOption[tuple[tuple[str, float], ...]] = ()
+    max_new_tokens: NotAnOption[int] = 128
+    temperature: NotAnOption[float] = 1.0
+    filtering: NotAnOption[tuple[int, float, float, float] | None] = None
 
     @staticmethod
     def of(objective: Objective, **values: Any) -> "ResolvedObjective":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.distributed import Ranks
 from isobit.kernels import Copies
-from isobit.kernels.sampling.filtering import Truncation
+from isobit.kernels.sampling.filtering import Filtering
 from isobit.model import Model
 from isobit.model.forward.gather_rows import copied
 from isobit.model.forward.moe import RouteTape
@@ -26,7 +26,7 @@ def forward(
     model: Model,
     packed: PackedBatch,
     temperature: float,
-    truncation: Truncation | None = None,
+    filtering: Filtering | None = None,
     tape: RouteTape | None = None,
     recompute: Recompute = False,
 ) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def forward(
     hidden = transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute)
     rows = copied(hidden, Copies.of(packed.rows, len(hidden)).to(device), model.ops)
     targets, context = packed.targets.to(device), packed.context.to(device)
-    logprobs, entropy = transformer.head_logprobs(rows, targets, temperature, truncation=truncation, context=context)
+    logprobs, entropy = transformer.head_logprobs(rows, targets, temperature, filtering=filtering, context=context)
     found = logprobs.cpu(), entropy.cpu()
     model.ops.raise_faults()
     return found
@@ -78,7 +78,7 @@ class PolicyForward:
         if self.plain:
             found = forward(model, packed, objective.temperature, recompute=self.recompute)
             return Computed(packed, *found)
-        distribution = objective.temperature, objective.truncation
+        distribution = objective.temperature, objective.filtering
         if experts is None:
             return Computed(packed, *forward(model, packed, *distribution, recompute=self.recompute))
         tape, recorded = tape_of(model, samples, objective.router_replay)

@@ -60,7 +60,7 @@ def _where(found: Disagreement, learner: Learner) -> str:
     target = first.sample.completion_ids[first.position]
     try:
         objective, place = learner.objective, index - span.start
-        located = locate(learner.model, before, target, inputs, place, objective.temperature, objective.truncation)
+        located = locate(learner.model, before, target, inputs, place, objective.temperature, objective.filtering)
     except NonFiniteError as error:
         return f"computed anew, the sequence fails: {error}"
     if located.found is not None:

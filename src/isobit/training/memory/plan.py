@@ -255,7 +255,7 @@ def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
     batch = config.prompts_per_step * config.sampling.group_size * longest
     rows = min(max(tokens, longest), max(batch, longest))
     taken = learning.at(rows)
-    if config.sampling.truncated:
+    if config.sampling.filtered:
         taken += WORKING_BYTES * min(rows * run.model.vocab_size, LOGITS_AT_ONCE)
     several = tokens < batch or config.algorithm.updates_per_batch > 1
     if run.shares and config.sampling.group_size > 1:  # keys, values and their gradients, for each that sees them
