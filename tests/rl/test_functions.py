@@ -74,7 +74,8 @@ def test_a_statistic_of_the_micro_batch_is_refused(tmp_path: Path, body: str) ->
 def test_a_loss_of_each_token_or_of_its_sequence_is_taken(tmp_path: Path) -> None:
     check_functions(ResolvedObjective(loss=loss_file(tmp_path, f"return LossOutputs({PLAIN})")))
     whole = "sums = torch.zeros(99).index_add(0, inputs.sequence, inputs.policy_logprobs)[inputs.sequence]"
-    check_functions(ResolvedObjective(loss=loss_file(tmp_path, f"{whole}\n    return LossOutputs(-sums * inputs.advantages)")))
+    body = f"{whole}\n    return LossOutputs(-sums * inputs.advantages)"
+    check_functions(ResolvedObjective(loss=loss_file(tmp_path, body)))
 
 
 @pytest.mark.parametrize(
