@@ -30,8 +30,8 @@ from isobit.run import directory as runs
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import text_rules
 from isobit.training.rollouts.lengths import fit_prompts, say_ends, say_special_tokens
-from isobit.training.scoring import Scorer
-from isobit.training.session.assembly import date_of, evaluation_plan, held_out_judge, reward_models, sized_engine
+from isobit.training.scoring import RewardScorer
+from isobit.training.session.assembly import date_of, evaluation_plan, held_out_scorer, reward_models, sized_engine
 
 DEFAULT_SAMPLES = 8
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -119,7 +119,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         if request.completions is not None:
             texts = [_column(example, request.completions, i) for i, example in enumerate(examples)]
             return [_result(f"column {request.completions}", config, grade_given(examples, texts, pool, plan), pool)]
-        scorer = Scorer(pool, [] if pool.specs else reward_models(config, now), stop_on_error=False)
+        scorer = RewardScorer(pool, [] if pool.specs else reward_models(config, now), stop_on_error=False)
         results = []
         for path in sides:
             if path in saved:
@@ -136,7 +136,7 @@ def _ask(
     adapters: Mapping[str, Path],
     config: Config,
     examples: Sequence[Example],
-    scorer: Scorer,
+    scorer: RewardScorer,
     now: datetime,
 ) -> list[tuple[Question, ...]]:
     """The answers of a model, and of each of its adapters; `now`: the date that they are told."""
@@ -150,7 +150,7 @@ def _ask(
     engine = sized_engine(config, model, [e.prompt for e in examples], sequences)
     engine.calibrate([example.prompt for example in examples])
     with ProgressLine(str(path)) as progress:
-        return measure_each(engine, examples, held_out_judge(scorer), plan, names, progress.update)
+        return measure_each(engine, examples, held_out_scorer(scorer), plan, names, progress.update)
 
 
 def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:

@@ -21,8 +21,8 @@ from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
-from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
-from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
+from isobit.evaluation.measure import EvaluationPlan, Scorer, default_ks
+from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
 from isobit.kernels import computed_by, get_ops
 from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
@@ -44,7 +44,7 @@ from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, resolve
 from isobit.training.rollouts.lengths import fit_prompts
 from isobit.training.saving.checkpoint import Trained
-from isobit.training.scoring import Scorer, WeightedModel
+from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.session.machine import machine_facts
 from isobit.training.sft.supervised import cached_model
 
@@ -116,7 +116,7 @@ def _open_models(
     model = _trained(config, base, began, checkpoint, ranks)
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
     task = fitted.task
-    scorer = Scorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
+    scorer = RewardScorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
     other = () if recorded is None else tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
     resolved = resolve(config, model, scorer.weights, learns_like_recorded=not other)
     objective = resolved.objective
@@ -229,12 +229,12 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     return reference
 
 
-def _held_out(config: Config, model: Model, task: Task, scorer: Scorer, reserved: int) -> HeldOut:
+def _held_out(config: Config, model: Model, task: Task, scorer: RewardScorer, reserved: int) -> PeriodicEvaluation:
     plan = evaluation_plan(config)
     examples = list(task.held_out.examples[: config.evaluation.samples])
     prompts = [example.prompt for example in examples]
     engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples), reserved)
-    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan, model.ranks)
+    held_out = PeriodicEvaluation(engine, examples, held_out_scorer(scorer), plan, model.ranks)
     held_out.check_metric(config.evaluation.best_by)
     return held_out
 
@@ -252,7 +252,7 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
     )
 
 
-def held_out_judge(scorer: Scorer) -> Judge:
+def held_out_scorer(scorer: RewardScorer) -> Scorer:
     """What is correct is for functions to say, and for reward models where there are none."""
     return scorer.pool if scorer.pool.specs else scorer
 

@@ -59,14 +59,14 @@ def supervised_run(config: SftConfig, *, quiet: bool = False, interruption: Inte
     if not quiet and (warning := rank_warning(config, model)) is not None:
         print(warning, file=sys.stderr)
     interruption = interruption or Interruption()  # which nothing sets
-    with _Exam(model, task, config) as exam:
-        done = _train(model, config, _batches(config, task.train, taught), exam, quiet, interruption)
+    with Evaluation(model, task, config) as evaluation:
+        done = _train(model, config, _batches(config, task.train, taught), evaluation, quiet, interruption)
         if done:
             _save(model, out)
         if interruption.signal is not None and done < config.steps:
             _say_unfinished(config, out, done)
         elif not quiet:
-            _say(config, out, exam)
+            _say(config, out, evaluation)
     return out
 
 
@@ -78,11 +78,11 @@ def _say_unfinished(config: SftConfig, out: Path, done: int) -> None:
     print(text, file=sys.stderr)
 
 
-def _say(config: SftConfig, out: Path, exam: "_Exam") -> None:
+def _say(config: SftConfig, out: Path, evaluation: "Evaluation") -> None:
     what = "base model" if config.adapter is None else "adapter"
     print(f"{what} in {out}", file=sys.stderr)
-    if exam.possible:
-        print(f"held-out greedy accuracy  {exam.accuracy()}", file=sys.stderr)
+    if evaluation.possible:
+        print(f"held-out greedy accuracy  {evaluation.accuracy()}", file=sys.stderr)
 
 
 def _save(model: Model, out: Path) -> None:
@@ -190,13 +190,13 @@ def _train(
     model: Model,
     config: SftConfig,
     batches: Iterator[list[SupervisedSample]],
-    exam: "_Exam",
+    evaluation: "Evaluation",
     quiet: bool,
     interruption: Interruption,
 ) -> int:
     """How many steps were done."""
     every, stop_at = config.evaluation.every, config.evaluation.stop_at
-    if every and not exam.possible:
+    if every and not evaluation.possible:
         raise IsobitError(
             f"evaluation.every: task {config.task.name!r} has nothing held out, or no reward, to evaluate with"
         )
@@ -219,7 +219,7 @@ def _train(
             display.step(metrics)
             done += 1
             if every and done % every == 0 and interruption.signal is None:
-                found = exam.accuracy()
+                found = evaluation.accuracy()
                 display.note(f"step {done}: held-out greedy accuracy {found}")
                 if stop_at is not None and found.value >= stop_at:
                     break
@@ -266,7 +266,7 @@ def _fit(task: Task, model: Model, config: SftConfig, quiet: bool) -> tuple[Task
     return replace(task, train=train, held_out=held_out), samples
 
 
-class _Exam:
+class Evaluation:
     """Greedy accuracy on held-out prompts; the engine and the rewards' processes are opened once, where they are
     needed."""
 
@@ -275,7 +275,7 @@ class _Exam:
         self._examples = task.held_out.examples[: config.evaluation.samples]
         self._open = ExitStack()
 
-    def __enter__(self) -> "_Exam":
+    def __enter__(self) -> "Evaluation":
         return self
 
     def __exit__(self, *_: object) -> None:
