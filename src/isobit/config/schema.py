@@ -87,6 +87,7 @@ class Config:
         sampling, algorithm = self.sampling, self.algorithm
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError("adapter: engines of a fleet take no adapters yet; set fleet.engines: 0")
+        _check_adapter(self.adapter, self.optimizer)
         if self.adapter is not None and algorithm.shadow_every:
             raise IsobitError(
                 "algorithm.shadow_every computes with the masters in BF16, and a model with an adapter has none; set "
@@ -136,6 +137,15 @@ class Config:
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
             )
+
+
+def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
+    """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
+    if adapter is not None and optimizer.name == "muon":
+        raise IsobitError(
+            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of each; set "
+            "optimizer.name: adamw, or leave the adapter out"
+        )
 
 
 def _check_kl(algorithm: Objective) -> None:
@@ -247,3 +257,4 @@ class SftConfig:
     def __post_init__(self) -> None:
         if self.adapter is not None and self.model.path is None:
             raise IsobitError("adapter: random weights (model.init) are no model to adapt; give model.path")
+        _check_adapter(self.adapter, self.optimizer)

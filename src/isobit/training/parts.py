@@ -34,7 +34,7 @@ from isobit.rl.algorithm.functions import digests
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.algorithm.samples import groups_from_json
 from isobit.rl.learner.learner import Learner, LearnerState
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import checkpoints
 from isobit.run.certificate import GENESIS
 from isobit.run.directory import METRICS, NOTHING_WRITTEN
@@ -68,7 +68,7 @@ class Parts:
     replay: ReplayBuffer
     sampling: Sampling
     objective: Objective
-    optimizer: Optimizer
+    optimizer: ShardedOptimizer
     learner: Learner
     fleet: Fleet | None = None
 

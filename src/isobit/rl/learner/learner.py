@@ -53,8 +53,8 @@ from isobit.rl.learner.routing import PolicyForward, RoutingTotals
 from isobit.rl.learner.shadow import calibrated_bounds, log_ratios, shadow_metrics
 from isobit.rl.learner.totals import Totals
 from isobit.rl.learner.zero_advantage import drawn, idle_samples, split, without_teaching
-from isobit.rl.optim.adamw import Optimizer
 from isobit.rl.optim.schedule import learning_rate
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Learner:
     def __init__(
         self,
         model: Model,
-        optimizer: Optimizer,
+        optimizer: ShardedOptimizer,
         objective: Objective,
         *,
         reference: Model | None = None,

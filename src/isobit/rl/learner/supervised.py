@@ -8,12 +8,12 @@ from isobit.model import Model
 from isobit.model.forward.recompute import Recompute
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import Trainable, micro_batches, pack
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 
 def supervised_update(
     model: Model,
-    optimizer: Optimizer,
+    optimizer: ShardedOptimizer,
     samples: Sequence[Trainable],
     rate: float,
     micro_batch_tokens: int,

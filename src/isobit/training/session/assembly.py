@@ -35,7 +35,7 @@ from isobit.rl import Objective, for_precision
 from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained
 from isobit.training.memory.forecast import forecast
@@ -117,10 +117,8 @@ def _open_models(
         raise IsobitError(f"algorithm.{key}: the model is dense ({model.config.family}): it has no router")
     check_functions(objective)
     reference = _reference(config, base, model, task) if objective.kl_coefficient > 0 else None
-    shards = model.transformer.masters.shards
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    holders = model.transformer.masters.holders
-    optimizer = Optimizer(model.named_parameters(), settings, shards, model.ops, holders)
+    optimizer = ShardedOptimizer.of(model, settings)
     given = config.optimizer.micro_batch_tokens
     tokens = 1 if given == "auto" else given  # until it is known what fits
     learner = Learner(
