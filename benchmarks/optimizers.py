@@ -13,7 +13,7 @@ import torch
 from benchmarks.common import Claim, Result, race
 from benchmarks.models import save_model
 from isobit import Model
-from isobit.kernels.types import Layout
+from isobit.kernels import Layout
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim.sharded import ShardedOptimizer
 

@@ -19,7 +19,7 @@ from isobit.model.weights.masters import Masters, own_rows
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim import muon
 from isobit.rl.optim.muon import COEFFICIENTS, Muon, adjustment, orthogonalized
-from isobit.rl.optim.sharded import ShardedOptimizer, bytes_of_state, optimizer_of
+from isobit.rl.optim.sharded import ShardedOptimizer, bytes_of_state, optimizer_type
 from isobit.training.train import resume, train
 from tests.distributed.threads import run
 from tests.models import tiny_model
@@ -204,7 +204,7 @@ def test_a_step_is_the_same_bits_on_any_number_of_ranks(masters: str, monkeypatc
 
     def on(ranks: Ranks, matrices: Mapping[str, Sequence[int]] = MATRICES) -> dict[str, Tensor]:
         chosen, found = optimizer(settings, ranks=ranks, matrices=matrices), dict[str, list[tuple[int, Tensor]]]()
-        for rank, tensors in enumerate(ranks.gather_tensors(descend(chosen, range(3)))):
+        for rank, tensors in enumerate(ranks.all_gather_tensors(descend(chosen, range(3)))):
             for name, rows in tensors.items():
                 found.setdefault(name, []).append((chosen.shards.rows[name.partition("|")[0]][rank][0], rows))
         return {n: torch.cat([t for _, t in sorted(each, key=lambda e: e[0])]) for n, each in found.items()}
@@ -263,7 +263,7 @@ def test_bytes_are_counted_before_there_are_any() -> None:
     assert counted == chosen.nbytes
     descend(chosen, range(1))
     assert counted == sum(t.nbytes for key, t in chosen.state().items() if not key.endswith(".step"))
-    linear = sum(math.prod(s) for n, s in SHAPES.items() if optimizer_of(n, s, SETTINGS) is Muon)
+    linear = sum(math.prod(s) for n, s in SHAPES.items() if optimizer_type(n, s, SETTINGS) is Muon)
     adamw = optimizer(replace(SETTINGS, name="adamw"))
     assert adamw.nbytes - chosen.nbytes == 4 * linear
 

@@ -68,7 +68,7 @@ class Muon:
         return {"step": STEP, _BUFFER: Form(torch.float32, shape)}
 
     def update(self, names: Sequence[str], rate: float) -> None:
-        updated = {name for given in self._ranks.gather(list(names)) for name in given}
+        updated = {name for given in self._ranks.all_gather_json(list(names)) for name in given}
         turns = [
             list(grouped(((n, math.prod(self._shards.shapes[n])) for n in mine if n in updated), AT_ONCE))
             for mine in self._assigned
@@ -127,7 +127,7 @@ class Muon:
         into = [tensor for tensors in received for tensor in tensors]
         sizes, expected = ([sum(t.numel() for t in each) for each in side] for side in (sent, received))
         joined = torch.cat(message) if message else torch.empty(0, device=self._ops.device)
-        found = self._ranks.exchange(joined, sizes, expected, range(self._ranks.size))()
+        found = self._ranks.all_to_all(joined, sizes, expected, range(self._ranks.size))()
         for tensor, piece in zip(into, found.split([tensor.numel() for tensor in into]) if into else ()):
             tensor.copy_(piece.view_as(tensor))
 

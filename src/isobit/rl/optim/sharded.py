@@ -31,7 +31,7 @@ OPTIMIZERS: tuple[type[Optimizer], ...] = (AdamW8bit, Muon, AdamW)
 """A master is updated by the first that takes it."""
 
 
-def optimizer_of(name: str, shape: Sequence[int], settings: OptimizerSettings) -> type[Optimizer]:
+def optimizer_type(name: str, shape: Sequence[int], settings: OptimizerSettings) -> type[Optimizer]:
     """Who updates a master of this name and whole shape. Of the name only what is after the last
     point counts."""
     return next(each for each in OPTIMIZERS if each.takes(name, shape, settings))
@@ -39,7 +39,7 @@ def optimizer_of(name: str, shape: Sequence[int], settings: OptimizerSettings) -
 
 def bytes_of_state(name: str, shape: tuple[int, ...], settings: OptimizerSettings) -> int:
     """What an optimizer keeps of a master of this name and whole shape; nothing is allocated."""
-    return state_bytes(optimizer_of(name, shape, settings).forms(shape))
+    return state_bytes(optimizer_type(name, shape, settings).forms(shape))
 
 
 class ShardedOptimizer:
@@ -69,7 +69,7 @@ class ShardedOptimizer:
         self._masters = UpdatedMasters(
             self.parameters, self.holders, self.shards, self._ops, settings.seed, matrices or {}
         )
-        self._kinds = {name: optimizer_of(name, shape, settings) for name, shape in self.shards.shapes.items()}
+        self._kinds = {name: optimizer_type(name, shape, settings) for name, shape in self.shards.shapes.items()}
         self._optimizers: dict[type[Optimizer], Optimizer] = {}
         for kind in OPTIMIZERS:
             names = [name for name, each in self._kinds.items() if each is kind]
@@ -95,7 +95,7 @@ class ShardedOptimizer:
         rounded once, so it has no order, and is the same however the ranks share the blocks."""
         gradients = [self.holders[name].grad for name in self.parameters]
         mine = _sums_of_squares([gradient for gradient in gradients if gradient is not None], self._ops)
-        squares = [s for sums in self.shards.ranks.gather(mine) for s in sums]
+        squares = [s for sums in self.shards.ranks.all_gather_json(mine) for s in sums]
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
 
@@ -134,7 +134,7 @@ class ShardedOptimizer:
     def parts(self) -> dict[str, Part]:
         """The state of all ranks for a file, of which each rank writes what it keeps; `.step` is the first rows'."""
         mine = self._tensors()
-        known = {name for names in self.shards.ranks.gather(list(mine)) for name in names}
+        known = {name for names in self.shards.ranks.all_gather_json(list(mine)) for name in names}
         found: dict[str, Part] = {}
         for name in known:
             lo, _ = self.shards.own(name)

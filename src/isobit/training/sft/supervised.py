@@ -30,7 +30,7 @@ from isobit.model.families import FAMILIES
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.monitor.report.intervals import Estimate, proportion
 from isobit.monitor.screen import Display
-from isobit.options.consistency import TDP32, order, resolved
+from isobit.options.consistency import resolved
 from isobit.precision import precision_from
 from isobit.rewards.pool import RewardPool
 from isobit.rl import learning_rate
@@ -128,15 +128,10 @@ def _identity(config: SftConfig, task: Task) -> str:
     """A hash of all that the model is made from: the config, what its precision is, the examples, the weights it
     starts from, isobit's version."""
     settings = dump_config(replace(config, out=""))
-    for later in ("adapter: null\n", "  every: 0\n", "  stop_at: null\n"):  # named as before there were these
-        settings = settings.replace(later, "")
-    consistency = resolved(config.consistency)
-    named = "bitwise" if order(consistency) == TDP32 else consistency  # as before there were two orders
-    settings = settings.replace(f"consistency: {config.consistency}\n", f"consistency: {named}\n")
+    given, found = (f"consistency: {each}\n" for each in (config.consistency, resolved(config.consistency)))
+    settings = settings.replace(given, found)
     formats = precision_from(config.precision).formats()
     digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
-    if config.model.path is not None or config.model.chat_template is not None:  # of characters they are as before
-        digest.update(b"tokens of prompt and answer as of one text")
     for example in task.train.examples:
         digest.update(json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode())
         if example.answer is not None:
