@@ -77,6 +77,20 @@ def test_killed_at_a_random_moment(tmp_path: Path, base_model: Path, unbroken: d
     assert fingerprint(result.run_dir) == unbroken
 
 
+@pytest.mark.slow
+def test_killed_under_muon(tmp_path: Path, base_model: Path, unbroken: dict[str, object]) -> None:
+    """Its momentum goes on too; the control is the run of the default, AdamW."""
+    settings = {**HARD, "optimizer": {"name": "muon"}}
+    (tmp_path / "whole").mkdir()
+    whole = fingerprint(train(load_config(write_config(tmp_path / "whole", base_model, **settings))).run_dir)
+    process = start(write_config(tmp_path, base_model, **settings))
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 4)
+    process.kill()
+    process.wait()
+    assert fingerprint(resume(tmp_path / "run").run_dir) == whole
+    assert whole != unbroken
+
+
 FAILING = """
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from isobit.rl.learner.forward import forward
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.packing import pack
 from isobit.rl.learner.supervised import supervised_update
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import metrics
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, distance, gradients, make_learner, roll_out, same_bits, snapshot
@@ -309,7 +309,7 @@ def test_supervised_learning_fits_its_data() -> None:
     model = tiny_model("fp8")
     prompt, answer = model.tokenizer.encode("1+1="), model.tokenizer.encode("2", add_special=False)
     data = [Sample(0, 0, tuple(prompt), (*answer, *model.tokenizer.eos_ids), (0.0, 0.0), "", False, 0)]
-    optimizer = Optimizer(model.named_parameters(), make_learner(model).optimizer.settings)
+    optimizer = ShardedOptimizer(model.named_parameters(), make_learner(model).optimizer.settings)
     losses = []
     for _ in range(25):
         losses.append(supervised_update(model, optimizer, data, 1e-2, 1000)["loss/cross_entropy"])

@@ -206,7 +206,7 @@ def test_a_failure_leaves_nothing(config: WriteConfig, tmp_path: Path, monkeypat
 
 
 def test_steps_that_are_not_finite_end_the_run(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.rl.optim.adamw.Optimizer.gradient_norm", lambda self: float("inf"))
+    monkeypatch.setattr("isobit.rl.optim.sharded.ShardedOptimizer.gradient_norm", lambda self: float("inf"))
     with pytest.raises(RunFailed, match="sft: 3 steps in a row"):
         supervised_run(load_sft_config(config(steps=5)), quiet=True)
 

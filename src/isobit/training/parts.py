@@ -13,7 +13,7 @@ from isobit.fleet.fleet import Fleet
 from isobit.model import Model
 from isobit.rewards.pool import RewardPool
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task
 from isobit.training.resolved import Resolved
 from isobit.training.saving.checkpoint import Trained
@@ -45,7 +45,7 @@ class Parts:
         return self.trained.model
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> ShardedOptimizer:
         return self.trained.optimizer
 
     @property

@@ -33,7 +33,7 @@ from isobit.rewards.pool import RewardPool
 from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained
 from isobit.training.measuring.agreement import unlike
@@ -163,17 +163,15 @@ def _open_models(
     return parts_with(fixed, replace(resolved, micro_batch_tokens=fitting))
 
 
-def optimizer_of(config: Config, model: Model) -> Optimizer:
+def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
     """That of a run, for the model's masters."""
-    masters = model.transformer.masters
-    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    return Optimizer(model.named_parameters(), settings, masters.shards, model.ops, masters.holders)
+    return ShardedOptimizer.of(model, replace(config.optimizer, total_steps=config.steps, seed=config.seed))
 
 
 def _learner(
     config: Config,
     model: Model,
-    optimizer: Optimizer,
+    optimizer: ShardedOptimizer,
     resolved: Resolved,
     reference: Model | None,
 ) -> Learner:

@@ -35,7 +35,7 @@ from isobit.precision import precision_from
 from isobit.rewards.pool import RewardPool
 from isobit.rl import learning_rate
 from isobit.rl.learner.supervised import supervised_update
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import durable
 from isobit.run.directory import Interruption, occupied
 from isobit.tasks import Task, load_task
@@ -204,8 +204,7 @@ def _train(
     if tokens == "auto":
         raise IsobitError("optimizer.micro_batch_tokens: auto is for RL runs; sft takes a number")
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    holders = model.transformer.masters.holders
-    optimizer = Optimizer(model.named_parameters(), settings, ops=model.ops, holders=holders)
+    optimizer = ShardedOptimizer.of(model, settings)
     recompute = config.optimizer.activation_checkpointing
     bad_steps, done = 0, 0
     with Display(config.steps, quiet, name=config.out, details="supervised") as display:
