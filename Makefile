@@ -15,11 +15,11 @@ LOCKED = $(PIP) --constraint $(VENV)/.locked
 # The last line of `make install` and `make quickstart`: what to type next.
 NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 
-.PHONY: help install quickstart test test-slow sanitize lint docs bench gpu kernels wheel relock floor ceiling clean
+.PHONY: help install quickstart test test-full test-rest sanitize lint docs bench gpu kernels wheel relock floor ceiling clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
-	@echo "make test         the test suite, without the tests that are marked slow; make test-slow: those"
+	@echo "make test         the test suite, in ten minutes; make test-full: all of it; make test-rest: what test leaves out"
 	@echo "make sanitize     the C++ operators under sanitizers: address, undefined behaviour, races"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, in build/site; open build/site/index.html"
@@ -62,8 +62,12 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+test-full: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal --full
+
+# All of it, or what the changes since a revision can reach: make test-rest SINCE=origin/main
+test-rest: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal --rest $(if $(SINCE),--since $(SINCE))
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python -m tests.kernels.sanitizers

@@ -153,7 +153,7 @@ def main(out: str, part: str, *arguments: str) -> None:
             found = _overhead_of(ranks, Path(arguments[0]), int(arguments[1]))
         else:
             found = _exchange_of(ranks, int(arguments[0]), int(arguments[1]))
-        of_all = ranks.gather(found)
+        of_all = ranks.all_gather_json(found)
         if ranks.first:
             Path(out).write_text(json.dumps(of_all))
 

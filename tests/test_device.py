@@ -10,7 +10,7 @@ from torch import Tensor
 from isobit.engine.calibration import measured_amax
 from isobit.evaluation.inspection.quantization import activation_health, weight_health
 from isobit.kernels import Ops, separate_ops
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model import Model, RewardModel, fp8_blocks
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.hub.checkpoint import read_weights

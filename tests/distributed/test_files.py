@@ -208,7 +208,7 @@ def test_a_checkpoint_is_taken_up_by_any_number_of_ranks(tmp_path: Path, kind: s
 
 def test_control_rows_in_the_order_of_ranks_are_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_order_of_ranks(path: Path, parts: dict[str, Part], ranks: Ranks = ALONE) -> None:
-        counts = ranks.gather({name: 0 if p.mine is None else p.mine.numel() for name, p in parts.items()})
+        counts = ranks.all_gather_json({name: 0 if p.mine is None else p.mine.numel() for name, p in parts.items()})
         starts = {name: sum(given[name] for given in counts[: ranks.rank]) for name in parts}
         write_file(path, {name: replace(part, start=starts[name]) for name, part in parts.items()}, ranks)
 
@@ -259,7 +259,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
             one.save(tmp_path, 1)
             monkeypatch.setattr(files.os, "pwrite", fault)
             fault.strike(ranks, rank)
-            ranks.gather(None)
+            ranks.all_gather_json(None)
             try:
                 one.learn(range(1, 2)).save(tmp_path, 2)
             except Exception as error:
@@ -331,9 +331,9 @@ def test_the_best_model_is_kept_by_all_ranks(tmp_path: Path) -> None:
         best.consider(2, {"m": 0.25})
         first = hashes(folder / "best")
         best.consider(3, {"m": 0.75})
-        ranks.gather(None)
+        ranks.all_gather_json(None)
         better = hashes(folder / "best")
-        ranks.gather(None)
+        ranks.all_gather_json(None)
         again = Best(folder, "m", one.model.save, ranks)
         again.restore(saved)
         assert hashes(folder / "best") == first != better

@@ -36,7 +36,7 @@ def model_of(precision: str, family: str, ranks: Ranks = ALONE, masters: str = "
 def whole(ranks: Ranks, shards: Shards, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of masters' shapes from the rows of all ranks, in the order of rows."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
-    for rank, tensors in enumerate(ranks.gather_tensors(mine)):
+    for rank, tensors in enumerate(ranks.all_gather_tensors(mine)):
         for name, tensor in tensors.items():
             found.setdefault(name, []).append((shards.rows[name.partition("|")[0]][rank][0], tensor))
     return {name: torch.cat([t for _, t in sorted(parts, key=lambda part: part[0])]) for name, parts in found.items()}
@@ -109,7 +109,7 @@ class _AllReduced(GradientSum):
 
     def finish(self) -> None:
         shards = self._shards
-        sums = shards.ranks.gather_tensors(self._mine)
+        sums = shards.ranks.all_gather_tensors(self._mine)
         for name, holder in self._holders.items():
             parts = [given[name] for given in sums if name in given]
             holder.grad = sum(parts[1:], start=parts[0])[slice(*shards.own(name))].clone() if parts else None

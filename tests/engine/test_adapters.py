@@ -10,7 +10,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.model.adapters.multi_lora import Serving
+from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.targets import NewAdapter
 from tests.models import level, require, tiny_model
 
@@ -101,8 +101,8 @@ def test_rows_of_another_adapter_are_noticed(folder: Path, monkeypatch: pytest.M
     """The control."""
     model = served(folder)
     wanted = drawn(Engine(model).generate(PROMPTS, SAMPLING, adapters=NAMES))
-    number = Serving.number
-    monkeypatch.setattr(Serving, "number", lambda self, name: {0: 1, 1: 0, -1: -1}[number(self, name)])
+    number = MultiLora.number
+    monkeypatch.setattr(MultiLora, "number", lambda self, name: {0: 1, 1: 0, -1: -1}[number(self, name)])
     found = drawn(Engine(model).generate(PROMPTS, SAMPLING, adapters=NAMES))
     assert [ours == theirs for ours, theirs in zip(found, wanted)] == [name is None for name in NAMES]
 

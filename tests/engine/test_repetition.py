@@ -9,7 +9,7 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, Sampling
 from isobit.kernels import Layout
-from isobit.kernels.truncation import Context, penalize
+from isobit.kernels.sampling.filtering import Context, penalize
 from isobit.model import Model
 
 from .helpers import outcome, tiny

@@ -8,7 +8,7 @@ from torch import Tensor
 from isobit.engine.sampler import Draws, draw, kinds_of, truncate
 from isobit.engine.types import Sampling
 from isobit.kernels import Ops, get_ops
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from tests.models import require
 
 OPS = get_ops("reference")

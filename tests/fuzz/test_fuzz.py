@@ -9,7 +9,7 @@ import torch
 from isobit.engine.engine import Engine
 from isobit.engine.rows import DecodeRows
 from isobit.engine.scheduler import Scheduler
-from isobit.kernels.native.ops import available
+from isobit.kernels.native import available
 from isobit.model.families import FAMILIES
 from tests.models import require
 

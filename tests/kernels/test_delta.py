@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels import DeltaHeads, Layout, Ops, StateStore, get_ops
+from isobit.kernels.delta import definition as delta
+from isobit.kernels.delta.native import DeltaOperators
 from isobit.kernels.native import available, recipe
-from isobit.kernels.native.delta import DeltaOperators
-from isobit.kernels.reference import delta
 from isobit.precision import BF16, FP32
 
 from .helpers import same, threads
@@ -256,7 +256,7 @@ def test_every_instruction_set_has_these_bits(flags: str, tmp_path: Path, monkey
         pytest.skip("flags of x86-64")
     native, other, wrong = (get_ops("native") for _ in range(3))
     order = "(lane[0][n] + lane[{}][n]) + (lane[{}][n] + lane[3][n])"
-    changed_copy(tmp_path, ["delta.h"], order.format(2, 1), order.format(1, 2))
+    changed_copy(tmp_path, ["delta/delta.h"], order.format(2, 1), order.format(1, 2))
     other._lib = library_of(DELTA, tmp_path, f"-O1 {flags}", monkeypatch)
     wrong._lib = library_of(DELTA, tmp_path, f"-O1 {flags}", monkeypatch, tmp_path)
     for sizes in SIZES:

@@ -53,7 +53,7 @@ import json, torch
 from benchmarks import kernel_table
 from isobit.kernels.gpu import ARCHITECTURES
 from isobit.kernels.triton.launch import compile_for, record_launches
-from isobit.kernels.triton.product import product
+from isobit.kernels.product.triton.product import product
 from isobit.precision import Nibbles
 
 rows = []
@@ -73,7 +73,7 @@ import json, torch
 from benchmarks.cross_compile import compile_launch
 from isobit.kernels.gpu import ARCHITECTURES
 from isobit.kernels.triton.launch import record_launches
-from isobit.kernels.triton.stochastic import round_stochastically
+from isobit.kernels.optim.triton import round_stochastically
 
 with record_launches() as found:
     for seed, step, first in ((-5, 3, 8), (2**63 - 1, 2**31, 2**34)):
@@ -86,8 +86,8 @@ import json, torch
 from benchmarks import kernel_table
 from isobit.kernels import DeltaHeads, Layout, StateStore
 from isobit.kernels.gpu import ARCHITECTURES
-from isobit.kernels.reference.delta import Parts
-from isobit.kernels.triton import convolution, delta, delta_backward
+from isobit.kernels.delta.definition import Parts
+from isobit.kernels.delta.triton import convolution, forward as delta, backward as delta_backward
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import BF16
 
@@ -117,7 +117,7 @@ _HEAD = """
 import json
 import torch
 from benchmarks.cross_compile import matrix_layouts
-from isobit.kernels.triton import head
+from isobit.kernels.head import triton as head
 from isobit.kernels.triton.launch import record_launches
 weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")
 with record_launches() as found:

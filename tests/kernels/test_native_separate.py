@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Activation, KVStore, Layout, Operand, Ops, get_ops, separate_ops
+from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.composed import Composed
-from isobit.kernels.native import NativeOps, NativeSeparateOps, available, build, ordered
-from isobit.kernels.separate import SeparateOps
-from isobit.kernels.types import Heads
+from isobit.kernels.inference_engine.definition import SeparateOps
+from isobit.kernels.inference_engine.native import NativeSeparateOps
+from isobit.kernels.native import available, build
+from isobit.kernels.ops import Heads
+from isobit.kernels.product import native as ordered
 from isobit.precision import BF16, E4M3, FP32, INT8, QTensor, QuantSpec, quantize
 from tests.models import tiny_model
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Ops, Stacked, get_ops, grouped_input_gradient, input_gradient, separate_ops
+from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.matrices import Operand
-from isobit.kernels.native import NativeOps, available
+from isobit.kernels.native import available
 from isobit.precision import E2M1, E4M3, Nibbles, QTensor, QuantSpec, nibbles, quantize
 from isobit.precision.nibbles import NVFP4, packed
 
@@ -106,7 +107,7 @@ def test_rows_are_independent_and_threads_change_nothing() -> None:
 @pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64", "-DISOBIT_PORTABLE"])
 def test_every_instruction_set_has_these_bits(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops, other = NativeOps("exact"), NativeOps("exact")
-    other._lib = library_of(("product.cpp",), tmp_path, f"-O1 {flags}", monkeypatch)
+    other._lib = library_of(("product/product.cpp",), tmp_path, f"-O1 {flags}", monkeypatch)
     for rows, columns, inner in SHAPES:
         _, found, wrong = matrices(1, columns, inner)
         for name, a in activations(rows, inner).items():

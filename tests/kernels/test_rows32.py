@@ -16,9 +16,11 @@ from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels import KVStore, Layout, Ops, get_ops
+from isobit.kernels.attention import float32 as attention32
 from isobit.kernels.composed import Composed
-from isobit.kernels.native import available, build, recipe, rows
-from isobit.kernels.reference import attention32, rows32
+from isobit.kernels.native import available, build, recipe
+from isobit.kernels.norms import float32 as rows32
+from isobit.kernels.norms import native as rows
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec
 
 from .helpers import ACTIVATIONS, bits, draw, rounded, same, threads
@@ -544,18 +546,18 @@ def test_a_failed_self_test_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
 _FUSED = "INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {"
 CHANGES = {
     "lanes of a head": (
-        "vectors.h",
+        "native/vectors.h",
         "h[0] + h[4]) + (h[2] + h[6])) + ((h[1]",
         "h[0] + h[2]) + (h[4] + h[6])) + ((h[1]",
     ),
     "lanes of a state": (
-        "delta.h",
+        "delta/delta.h",
         "(lane[0][n] + lane[2][n]) + (lane[1][n] + lane[3][n])",
         "(lane[0][n] + lane[1][n]) + (lane[2][n] + lane[3][n])",
     ),
-    "chains of keys": ("tile.h", "constexpr int64_t CHAIN = 32", "constexpr int64_t CHAIN = 16"),
-    "exp": ("native.h", "splat(-0.693359375f), x);", "splat(-0.69314718f), x);"),
-    "two roundings": ("vectors.h", _FUSED, f"{_FUSED} return a * b + c;"),
+    "chains of keys": ("native/tile.h", "constexpr int64_t CHAIN = 32", "constexpr int64_t CHAIN = 16"),
+    "exp": ("native/native.h", "splat(-0.693359375f), x);", "splat(-0.69314718f), x);"),
+    "two roundings": ("native/vectors.h", _FUSED, f"{_FUSED} return a * b + c;"),
 }
 
 

@@ -8,10 +8,12 @@ import torch
 
 from isobit.errors import IsobitError
 from isobit.kernels import BACKENDS, Ops, get_ops, gpu, native, table
+from isobit.kernels.backends import self_check
+from isobit.kernels.backends.native import NativeOps
+from isobit.kernels.backends.reference import ReferenceOps
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.gpu import Gpu
-from isobit.kernels.reference import ReferenceOps
-from isobit.kernels.triton import launch, self_check
-from isobit.kernels.triton.ops import TritonOps
+from isobit.kernels.triton import launch
 from isobit.options.consistency import default_order, resolved
 from isobit.precision import PRESETS, precision_from
 
@@ -69,7 +71,7 @@ def test_every_operator_is_there_with_its_signature() -> None:
     """A class that lacked one would have the protocol's, which returns None."""
     operators = [name for name, member in vars(Ops).items() if inspect.isfunction(member) and name[0] != "_"]
     assert "product" in operators
-    for backend in (ReferenceOps, native.NativeOps, TritonOps):
+    for backend in (ReferenceOps, NativeOps, TritonOps):
         for name in operators:
             own, wanted = getattr(backend, name), getattr(Ops, name)
             assert own is not wanted, f"{backend.__name__}.{name}"

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import truncation
-from isobit.kernels.truncation import WORKING_BYTES, Limits, Truncation, of_rows, truncate, truncate_around
+from isobit.kernels.sampling import filtering as truncation
+from isobit.kernels.sampling.filtering import WORKING_BYTES, Limits, Truncation, of_rows, truncate, truncate_around
 from isobit.training.memory.live_bytes import LiveBytes
 
 CASES: list[Truncation] = [

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout, Ops, get_ops, separate_ops
-from isobit.kernels.native import NativeOps, available
+from isobit.kernels.backends.native import NativeOps
+from isobit.kernels.native import available
 from isobit.precision import BF16, E4M3, FP32, QuantSpec
 
 from .helpers import draw, same, threads

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Composed, Heads, KVStore, Layout, Ops, get_ops
-from isobit.kernels.truncation import Context, Truncation
+from isobit.kernels.sampling.filtering import Context, Truncation
 from isobit.model.forward import autograd
 from isobit.model.forward.autograd import Vector, Weight
 from isobit.model.forward.head import head_logprobs

@@ -13,7 +13,7 @@ from isobit.config import load_config
 from isobit.distributed import ALONE, Shards
 from isobit.errors import Corruption, IsobitError
 from isobit.kernels import Ops, get_ops
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model.weights.masters import Masters
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim import masters as optim_masters

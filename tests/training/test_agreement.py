@@ -11,7 +11,7 @@ from isobit.cli.commands.compare import compare
 from isobit.config import load_compare_config, load_config
 from isobit.errors import RunFailed
 from isobit.evaluation.inspection.locate import locate
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model import Model, Transformer
 from isobit.rl.learner.agreement import Disagreement, promises_bits
 from isobit.run import checkpoints

@@ -9,7 +9,7 @@ import torch
 from isobit.config import load_config
 from isobit.engine.engine import Engine
 from isobit.errors import RunFailed
-from isobit.kernels.reference import ReferenceOps
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.run import checkpoints
 from isobit.training.sampled_ahead import SampledAhead
 from isobit.training.train import TrainResult, resume, train

@@ -12,7 +12,7 @@ from isobit.config import load_config
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
-from isobit.kernels import truncation
+from isobit.kernels.sampling import filtering as truncation
 from isobit.model import Model
 from isobit.rl import Objective, Sample
 from isobit.rl.learner.forward import forward

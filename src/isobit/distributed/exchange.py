@@ -183,12 +183,12 @@ class GradientSum:
             sizes = [sum(bucket.sizes[owner] for owner in self._owners_at(place)) for place in range(self._step)]
             sent = sizes if ranks.rank < now.active else [0] * len(sizes)
             received = [sizes[self._far.start] if rank < now.active else 0 for rank in self._near]
-            wait = ranks.exchange(message, sent, received, self._near)
+            wait = ranks.all_to_all(message, sent, received, self._near)
             yield None
             message = self._summed(bucket, wait())
         sent = [bucket.sizes[rank] if self._near.start < now.active else 0 for rank in self._far]
         received = [self._own(bucket) if rank - rank % self._step < now.active else 0 for rank in self._far]
-        wait = ranks.exchange(message, sent, received, self._far)
+        wait = ranks.all_to_all(message, sent, received, self._far)
         yield None
         self._take(bucket, wait())
 

@@ -3,7 +3,7 @@
 A row's token depends on its hidden state, its key (seed, prompt id, sample index, position) and its settings, and on
 nothing else: rows with different settings are drawn together. tests/engine/test_sampler.py compares rows alone, in a
 batch and beside rows with other settings, bit for bit. Left out: which tokens top-k, top-p and min-p keep
-(`kernels/truncation.py`), and the generator (`Ops.sample`).
+(`kernels/sampling/filtering.py`), and the generator (`Ops.sample`).
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isobit.kernels import Ops, Prepared, truncation
-from isobit.kernels.truncation import Limits
-from isobit.kernels.types import Temperature
+from isobit.kernels import Ops, Prepared
+from isobit.kernels.ops import Temperature
+from isobit.kernels.sampling import filtering as truncation
+from isobit.kernels.sampling.filtering import Limits
 
 LOGITS_AT_ONCE = 2**26
 """Elements of logits that are held at a time (256 MiB)."""

@@ -115,9 +115,9 @@ def measure_each(
         repeated = [example for example in own for _ in range(size)]
         return _grade(repeated, [completion for group in groups for completion in group], judge, plan)
 
-    graded: list[Graded] = ranks.together(grade)
+    graded: list[Graded] = ranks.run_on_all(grade)
     parts: list[list[Graded]] = [[] for _ in rows]
-    for rank, values in enumerate(ranks.gather([asdict(one) for one in graded])):
+    for rank, values in enumerate(ranks.all_gather_json([asdict(one) for one in graded])):
         for index, one in enumerate(values):
             parts[rank + index // size * ranks.size].append(Graded(**one))
     found = [Question(examples[p].prompt, tags[p], part[0], tuple(part[1:])) for (_, p), part in zip(rows, parts)]

@@ -5,9 +5,9 @@ from isobit.kernels.composed import Composed, grouped_input_gradient, input_grad
 from isobit.kernels.copies import Copies
 from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.matrices import Kept, Operand, Packed, Prepared, Stacked, picked, plain, tensors_of, weight_of
+from isobit.kernels.ops import Activation, DeltaHeads, Heads, Keys, Layout, Ops
 from isobit.kernels.stores import KVStore, StateStore, Store
 from isobit.kernels.table import BACKENDS, get_ops, separate_ops
-from isobit.kernels.types import Activation, DeltaHeads, Heads, Keys, Layout, Ops
 from isobit.kernels.watching import Watching, unwatched
 
 __all__ = [

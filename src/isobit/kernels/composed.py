@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.matrices import Gradients, Kept, Operand, Prepared, Stacked, picked, plain, values
+from isobit.kernels.ops import Activation, Heads, Layout, Ops, Temperature
 from isobit.kernels.stores import KVStore
-from isobit.kernels.types import Activation, Heads, Layout, Ops, Temperature
 from isobit.precision import ErrorSums, Nibbles, Precision, QTensor, QuantSpec, along_rows, error_sums
 from isobit.precision.nibbles import panels
 
@@ -19,7 +19,7 @@ _SINK_ROWS = 1024  # likewise, of all heads
 
 
 class Composed(Ops):
-    """The part of `isobit.kernels.types.Ops` that follows from the rest, for backends that raise errors at once."""
+    """The part of `isobit.kernels.ops.Ops` that follows from the rest, for backends that raise errors at once."""
 
     device = torch.device("cpu")
     fused_head = False

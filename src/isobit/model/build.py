@@ -14,7 +14,7 @@ from isobit.kernels import Kept, Ops, Stacked
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.hub.config import ModelConfig
 from isobit.model.weights.layout import Attention, Delta, Layer, Mixture, Mlp, Outside, Working, map_parts, with_biases
-from isobit.model.weights.stored import NO_MASTER, LowRank, Vector, Weight, working_vector
+from isobit.model.weights.stored import FROZEN, LowRank, Vector, Weight, working_vector
 from isobit.precision import Flow, Format, Nibbles, Precision, QTensor, QuantSpec, nibbles
 
 Made = dict[tuple[int | None, Flow], Layer | Outside]
@@ -33,7 +33,7 @@ class Sources:
 
     def leaf(self, master: Tensor) -> Tensor:
         """That through which the gradient of a master returns."""
-        return master if self.adapter is None else NO_MASTER
+        return master if self.adapter is None else FROZEN
 
     def kept(self, quantized: QTensor, master: Tensor, dgrad: str) -> Kept:
         """A quantized weight as it is stored: what nothing writes again in nibbles, where these hold it."""
@@ -60,7 +60,7 @@ def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> tuple[Low
 
     def factor(name: str) -> Weight:
         working = adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)
-        return Weight(name, NO_MASTER, ops.prepare(working), None, None)
+        return Weight(name, FROZEN, ops.prepare(working), None, None)
 
     pairs = [(one, tuple(map(factor, one.masters))) for one in adapter.of(name)]
     return tuple(LowRank(a, b, one.lo, one.hi, adapter.scale) for one, (a, b) in pairs)

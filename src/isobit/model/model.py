@@ -95,7 +95,7 @@ class Model:
                 flow, ops = precision_from(precision), get_ops(backend, consistency)
                 return flow, ops, _read(model_folder(path), adapter, ranks, ops.device, files, dtype)
 
-            flow, ops, given = ranks.together(read)
+            flow, ops, given = ranks.run_on_all(read)
             transformer = Transformer(given.config, flow, ops, given.masters, ranks, given.adapter, dtype)
         model = Model(transformer, given.tokenizer)
         model.generation, model.directory = given.generation, given.directory

@@ -60,7 +60,7 @@ class RewardModel:
                 masters = names.fuse(weights.rows, config, ranks)
             return config, flow, get_ops(backend, consistency), masters, score, Tokenizer.load(directory)
 
-        config, flow, ops, masters, score, tokenizer = ranks.together(read)
+        config, flow, ops, masters, score, tokenizer = ranks.run_on_all(read)
         return RewardModel(Transformer(config, flow, ops, masters, ranks), score, tokenizer)
 
     def encode(self, prompt: Prompt, completion: str) -> list[int]:

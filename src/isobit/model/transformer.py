@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import Kept, Layout, Ops, Prepared, Store, separate_ops, tensors_of
-from isobit.kernels.truncation import Context, Truncation
+from isobit.kernels.sampling.filtering import Context, Truncation
 from isobit.model.adapters.low_rank import Adapter
-from isobit.model.adapters.multi_lora import Serving, Several
+from isobit.model.adapters.multi_lora import AdapterRows, MultiLora
 from isobit.model.build import Made, Sources, factors, make_working
 from isobit.model.families.rope import Tables, make_tables
 from isobit.model.forward.head import head_logprobs
@@ -76,7 +76,7 @@ class Transformer:
         self.ops: dict[str, Ops] = {"rollout": ops if precision.shared else separate_ops(ops), "learner": ops}
         ops.check_precision(precision)
         self._version = 0
-        self.served: Serving | None = None
+        self.served: MultiLora | None = None
         """The adapters that rollouts name, in a model that serves several (`serving`)."""
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
@@ -184,7 +184,7 @@ class Transformer:
                 f"precision {self.precision.name} calibrates its KV cache, and each of several adapters would need "
                 "scales of its own; serve them one at a time, or take fp8"
             )
-        found, serving = (self if self.adapter is None else self.without_adapter()), Serving(tuple(adapters))
+        found, serving = (self if self.adapter is None else self.without_adapter()), MultiLora(tuple(adapters))
         found = copy(found)
         compute = self.precision.rollout.compute
 
@@ -193,7 +193,7 @@ class Transformer:
                 return part
             made = {n: factors(part.name, one, compute, self.ops["rollout"]) for n, one in enumerate(adapters.values())}
             own = {number: each for number, each in made.items() if each}
-            return replace(part, several=Several(serving, own)) if own else part
+            return replace(part, several=AdapterRows(serving, own)) if own else part
 
         found._working = {**found._working, "rollout": map_parts(found._working["rollout"], change)}
         found.served, found._watches = serving, {}

@@ -6,6 +6,6 @@
         name: NotAnOption[str] = ""
 
 The field carries its type, its range, its default and what it means. From it come the value and the messages when a
-file is read (`reading.py`), the reference of keys, and what a tab completes. A field marked `NotAnOption`
-is set by the code. Consistency of several fields is checked in `__post_init__`, which raises IsobitError.
+file is read (`reading.py`), the reference of keys, and what a tab completes. A field marked `NotAnOption` is set by the
+code. Consistency of several fields is checked in `__post_init__`, which raises IsobitError.
 """

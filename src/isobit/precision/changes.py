@@ -87,14 +87,14 @@ def _changed(precision: Precision, changes: PrecisionChanges) -> Precision:
         raise IsobitError(
             f"precision.bf16_layers: preset {precision.name!r} quantizes no linear layer; start from an fp8 preset"
         )
-    flows = {}
+    flows: dict[str, Any] = {}
     for use in ("rollout", "learner"):
         asked = _over(changes, getattr(changes, use))
         if asked.activation is not None:
             _check_plain(precision, asked)
         flows[use] = _change_flow(getattr(precision, use), asked, precision.name, linear)
     names = ("dgrad", "wgrad", "wgrad_activation", "engines", "bf16_first_layers", "bf16_last_layers")
-    plain = {name: getattr(changes, name) for name in names if getattr(changes, name) is not None}
+    plain: dict[str, Any] = {name: getattr(changes, name) for name in names if getattr(changes, name) is not None}
     layers = tuple(name for name in LINEAR_LAYERS if name in (changes.bf16_layers or ()))
     changed = replace(precision, **flows, **plain, bf16_layers=layers)
     changed = replace(changed, gradient=_gradient(changed, changes))

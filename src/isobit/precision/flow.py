@@ -88,15 +88,15 @@ class Precision:
     (`{"preset": "fp8", "wgrad": "bf16"}`). Raises IsobitError for an unknown preset, if no flow is given, and for an
     unknown word.
 
-    `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has its own copy of the
-    weights, sent at every sync, and rounds like an inference engine: `isobit.kernels.separate`). `gradient` quantizes
-    output gradients; `dgrad` and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized
-    operands of the forward). `wgrad_activation`: FP8 WGrad takes the forward's codes `requantized` along the tokens, or
-    an `own-copy`, quantized along the tokens in the forward from the activation itself (as Transformer Engine does).
-    On both sides the first and last layers may stay in the compute format, and so may the linear layers named in
-    `bf16_layers`, in every layer. `correction` is the objective's default; `calibration` is for a KV cache with static
-    scales.
-    """
+    `engines`: shared (one storage of weights, one set of operators), or separate (the rollout has
+    its own copy of the weights, sent at every sync, and rounds like an inference engine:
+    `isobit.kernels.inference_engine.definition`). `gradient` quantizes output gradients; `dgrad`
+    and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized operands
+    of the forward). `wgrad_activation`: FP8 WGrad takes the forward's codes `requantized` along the
+    tokens, or an `own-copy`, quantized along the tokens in the forward from the activation itself
+    (as Transformer Engine does). On both sides the first and last layers may stay in the compute
+    format, and so may the linear layers named in `bf16_layers`, in every layer. `correction` is the
+    objective's default; `calibration` is for a KV cache with static scales."""
 
     name: str
     rollout: Flow = _NOT_GIVEN

@@ -69,7 +69,7 @@ class Learning:
             parts, directory = self._context.parts, self._context.run.directory
             kept = self._context.saver.unlearned
             failed = failure(found, parts.learner, step, directory, self._from_rollouts, kept)
-            parts.ranks.agree(failed)  # which every rank has found
+            parts.ranks.raise_on_all(failed)  # which every rank has found
             raise failed from None
 
     def _with_those_ahead(self, learned: Learned) -> Learned:

@@ -111,7 +111,7 @@ class Parts:
             for kept in self._saved_with():
                 kept.compare()
 
-        self.ranks.together(compare)
+        self.ranks.run_on_all(compare)
 
     def _saved_with(self) -> list[Checksums]:
         frozen = [m.model.transformer for m in self.scorer.models]
@@ -123,7 +123,7 @@ class Parts:
         """A Hugging Face directory of the masters; of a BF16 model that has not learned yet in BF16, which loses
         nothing. Of an adapter a PEFT folder."""
         narrow = all(bool((rows.bfloat16() == rows).all()) for rows in self.model.named_parameters().values())
-        self.model.save(folder, torch.bfloat16 if all(self.ranks.gather(narrow)) else torch.float32)
+        self.model.save(folder, torch.bfloat16 if all(self.ranks.all_gather_json(narrow)) else torch.float32)
         self.check_saved()  # after it was written: what changed while it was is noticed too
 
     def machine(self) -> dict[str, object]:
@@ -181,15 +181,15 @@ def save_checkpoint(
 def not_finite(model: Model) -> str | None:
     """The first master that holds NaN or infinity, on any rank, or None."""
     mine = [name for name, rows in model.named_parameters().items() if not bool(rows.isfinite().all())]
-    found = {name for names in model.ranks.gather(mine) for name in names}
+    found = {name for names in model.ranks.all_gather_json(mine) for name in names}
     return next((name for name in model.transformer.masters.shards.shapes if name in found), None)
 
 
 def problem_of(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
     """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or its state is not one.
     The ranks share the weights, and all return the same."""
-    found = ranks.gather(ranks.together(lambda: _broken_weight(checkpoint, ranks)))
-    found += ranks.gather(ranks.on_first(lambda: _broken_state(checkpoint)))
+    found = ranks.all_gather_json(ranks.run_on_all(lambda: _broken_weight(checkpoint, ranks)))
+    found += ranks.all_gather_json(ranks.on_first(lambda: _broken_state(checkpoint)))
     return next((problem for problem in found if problem is not None), None)
 
 
@@ -254,7 +254,7 @@ def head_of(checkpoint: Path) -> str:
 
 def load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:
     """Bring the optimizer and the version of the weights back; returns the state. Each rank reads what it keeps."""
-    return parts.ranks.together(lambda: _load_state(checkpoint, parts))
+    return parts.ranks.run_on_all(lambda: _load_state(checkpoint, parts))
 
 
 def _load_state(checkpoint: Path, parts: Parts) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def replay(recorded: Path, out: Path, overrides: Sequence[str] = (), *, quiet: b
 
 def _began(directory: Path, ranks: Ranks) -> bool:
     """Whether the ranks were started again after one died, and the run goes on."""
-    return any(ranks.gather(restarted() and (directory / CONFIG).is_file()))
+    return any(ranks.all_gather_json(restarted() and (directory / CONFIG).is_file()))
 
 
 def _timeout_of(run_dir: Path, overrides: Sequence[str]) -> float:

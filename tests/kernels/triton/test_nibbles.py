@@ -11,9 +11,9 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import Stacked, grouped_input_gradient, input_gradient
-from isobit.kernels.triton.ops import TritonOps
-from isobit.kernels.triton.product import product
-from isobit.kernels.triton.product_plan import plan
+from isobit.kernels.backends.triton import TritonOps
+from isobit.kernels.product.triton.plan import plan
+from isobit.kernels.product.triton.product import product
 from isobit.precision import E2M1, Nibbles, QTensor, QuantSpec, nibbles, quantize
 
 from ..helpers import draw, same

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import composed
-from isobit.kernels.reference.routing import ordered_sum
-from isobit.kernels.triton import routing
+from isobit.kernels.experts.definition import ordered_sum
+from isobit.kernels.experts.triton import routing
 
 from ..helpers import draw, same
 from .helpers import DEVICE

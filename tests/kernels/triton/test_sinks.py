@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import KVStore, Layout
+from isobit.kernels.attention.triton import backward as attention_backward
+from isobit.kernels.attention.triton import forward as attention
 from isobit.kernels.composed import sink_gradients
-from isobit.kernels.triton import attention, attention_backward
 from isobit.precision import BF16
 
 from ..helpers import same

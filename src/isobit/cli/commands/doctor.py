@@ -19,7 +19,7 @@ from isobit import __version__
 from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.kernels.gpu import find_gpu, refusal, triton_refusal
-from isobit.kernels.types import Ops
+from isobit.kernels.ops import Ops
 from isobit.options.consistency import order, processor_features, resolved
 from isobit.training.memory.host import cores, memory_limit
 

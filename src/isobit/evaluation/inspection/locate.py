@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Layout, Ops, Store, Watching
-from isobit.kernels.truncation import Context, Truncation
+from isobit.kernels.sampling.filtering import Context, Truncation
 from isobit.model import Model
 from isobit.model.forward.storage import new_store
 from isobit.precision import QTensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels.types import Activation
+from isobit.kernels.ops import Activation
 from isobit.precision import Nibbles, QTensor
 
 KINDS = {
@@ -20,7 +20,7 @@ KINDS = {
 PLAIN = {dtype: KINDS[dtype] for dtype in (torch.bfloat16, torch.float32)}
 """Of operands without scales."""
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "swiglu_clamped": 2, "sigmoid": 3}
-"""`enum Activation` of rows.h."""
+"""`enum Activation` of norms.h."""
 ALL_KEYS = 2**62
 """The window of a row that sees all earlier keys."""
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double

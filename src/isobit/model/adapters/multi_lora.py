@@ -20,7 +20,7 @@ from isobit.precision import QTensor
 
 
 @dataclass(eq=False)
-class Serving:
+class MultiLora:
     """The adapters' `names`, numbered in this order, and the rows of the present forward: [r] int64 by number, on the
     operators' device; those of the base alone by None."""
 
@@ -39,10 +39,10 @@ class Serving:
 
 
 @dataclass(frozen=True, eq=False)
-class Several:
+class AdapterRows:
     """A weight's factors by the number of their adapter."""
 
-    serving: Serving
+    serving: MultiLora
     factors: Mapping[int, tuple[LowRank, ...]]
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.composed import head_gradients
-from isobit.kernels.truncation import Context, Truncation, of_rows, penalize, slopes, truncate_around
+from isobit.kernels.sampling.filtering import Context, Truncation, of_rows, penalize, slopes, truncate_around
 from isobit.model.weights.stored import Weight
 
 

@@ -194,7 +194,7 @@ def remake(
         if shards.ranks.size > 1:
             ops.raise_faults()
 
-    shards.ranks.together(make)
+    shards.ranks.run_on_all(make)
     share_rows([each for name, target in targets.values() for each in _stored_rows(name, target)], shards)
     packed_again = set[int]()
     for working in uses:
@@ -231,7 +231,7 @@ def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[s
     if not needed:
         return {}
     mine = {name: float(p.detach().abs().max()) for name, p in masters.parameters.items() if name in needed}
-    found = ranks.gather(mine)
+    found = ranks.all_gather_json(mine)
     return {name: largest_of(values[name] for values in found if name in values) for name in needed}
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from isobit.kernels import Copies
-from isobit.kernels.truncation import Truncation
+from isobit.kernels.sampling.filtering import Truncation
 from isobit.model import Model
 from isobit.model.forward.gather_rows import copied
 from isobit.model.forward.moe import RouteTape

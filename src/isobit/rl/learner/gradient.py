@@ -193,9 +193,9 @@ class Differentiation:
             failed = failed or error
         # a rank stops at its first failure; what is before the first of all was computed at any number of ranks
         broken = isinstance(failed, NonFiniteError)
-        self._ranks.agree(None if broken else failed)
+        self._ranks.raise_on_all(None if broken else failed)
         found = gather_micro_batches(self._ranks, mine)
-        ends = self._ranks.gather([done, broken])
+        ends = self._ranks.all_gather_json([done, broken])
         if any(bad for _, bad in ends):
             first = min(rank + n * self._ranks.size for rank, (n, bad) in enumerate(ends) if bad)
             before = dealt[:first]
@@ -298,8 +298,10 @@ def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[i
     """Those of all ranks, by index."""
     if ranks.size == 1:
         return dict(mine)
-    said = ranks.gather([[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()])
-    tensors = ranks.gather_tensors({f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()})
+    said = ranks.all_gather_json(
+        [[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()]
+    )
+    tensors = ranks.all_gather_tensors({f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()})
     found: dict[int, MicroBatch] = {}
     for values, own in zip(said, tensors):
         for index, totals, routing in values:

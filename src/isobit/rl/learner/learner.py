@@ -245,7 +245,7 @@ class Learner:
             self.model.transformer.checksums.compare()
             self.optimizer.checksums.compare()
 
-        self._ranks.together(compare)
+        self._ranks.run_on_all(compare)
 
     def _skip(self, totals: Totals) -> None:
         self.check_memory()
@@ -316,7 +316,7 @@ class Learner:
                 totals.see(entropy)
                 mine[index] = MicroBatch(totals, routing, logprobs)
 
-        self._ranks.together(compute)
+        self._ranks.run_on_all(compute)
         results, sums = dict[int, Tensor](), Totals()
         for index, micro in sorted(gather_micro_batches(self._ranks, mine).items()):
             sums.merge(micro.totals)

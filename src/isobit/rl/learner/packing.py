@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isobit.kernels import Copies, Keys, Layout
-from isobit.kernels.truncation import Context
+from isobit.kernels.sampling.filtering import Context
 
 MOST_KEYS = 4
 """Tokens of whole sequences in a micro-batch over its rows, at most: a backward has gradients for each as a key."""

@@ -172,8 +172,8 @@ def batch_load(
             mine = mine + load_of(tape, experts.count)
         return mine
 
-    mine = ranks.together(compute)
-    for choices, rows in ranks.gather([mine.choices.tolist(), mine.rows]):
+    mine = ranks.run_on_all(compute)
+    for choices, rows in ranks.all_gather_json([mine.choices.tolist(), mine.rows]):
         load = load + BatchLoad(torch.tensor(choices), rows)
     return load
 

@@ -68,7 +68,7 @@ class Optimizer:
         rounded once, so it has no order, and is the same however the ranks share the blocks."""
         gradients = [self.holders[name].grad for name in self.parameters]
         mine = _sums_of_squares([gradient for gradient in gradients if gradient is not None], self._ops)
-        squares = [s for sums in self.shards.ranks.gather(mine) for s in sums]
+        squares = [s for sums in self.shards.ranks.all_gather_json(mine) for s in sums]
         total = math.fsum(squares) if all(math.isfinite(s) for s in squares) else math.inf
         return math.sqrt(total)
 
@@ -190,7 +190,7 @@ class Optimizer:
     def parts(self) -> dict[str, Part]:
         """The state of all ranks for a file, of which each rank writes what it keeps; `.step` is the first rows'."""
         mine = self._tensors()
-        known = {name for names in self.shards.ranks.gather(list(mine)) for name in names}
+        known = {name for names in self.shards.ranks.all_gather_json(list(mine)) for name in names}
         found: dict[str, Part] = {}
         for name in known:
             lo, _ = self.shards.own(name)

@@ -2,7 +2,7 @@
 
 Masters in BF16 (2 bytes a parameter) would lose updates smaller than half of their last place, and near 1 that is
 2^-9, far above what a step of RL moves. So an update is computed in float32 and its result rounded stochastically
-(`kernels/reference/stochastic.py`): the mean over the random bits is the float32 result. The bits are those of (the
+(`kernels/optim/definition.py`): the mean over the random bits is the float32 result. The bits are those of (the
 run's seed, the parameter's name, its number of updates, the element's number in the whole parameter), so the same
 update gives the same masters at any number of ranks and threads, however it is cut into parts, and after a resume.
 (Gupta et al. 2015, arXiv 1502.02551; Zamirai et al. 2020, arXiv 2010.06192.) Left out: Kahan summation, whose third

@@ -104,7 +104,7 @@ def gathered(mine: Mapping[tuple[int, str], QuantTotals], ranks: Ranks) -> dict[
     if ranks.size == 1:
         return dict(mine)
     found: dict[tuple[int, str], QuantTotals] = {}
-    for parts in ranks.gather([[*key, totals.to_json()] for key, totals in mine.items()]):
+    for parts in ranks.all_gather_json([[*key, totals.to_json()] for key, totals in mine.items()]):
         for layer, role, values in parts:
             found.setdefault((layer, role), QuantTotals()).merge(QuantTotals.from_json(values))
     return found

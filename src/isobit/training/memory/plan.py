@@ -18,7 +18,7 @@ import torch
 from isobit.config import Config
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
-from isobit.kernels.truncation import LOGITS_AT_ONCE, WORKING_BYTES
+from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import Model, ModelConfig
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute

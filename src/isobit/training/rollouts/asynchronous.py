@@ -76,7 +76,7 @@ class Beside:
         """The batch of the present step; from now on the one that is `steps` ahead is sampled."""
         queue, meter = self._context.state.queue, self._context.meter
         with meter.timed("send"), self._context.saver.broken_weights_end_the_run():
-            self._ranks.together(self._send)
+            self._ranks.run_on_all(self._send)
         while len(queue) < max(self._steps, 1):  # at the beginning there is nothing to learn from meanwhile
             self._begin()
             self.settle()
@@ -125,7 +125,7 @@ class Beside:
                 "cursor": state.cursor,
                 "metrics": self._meter.metrics,
             }
-        given = self._ranks.gather(mine)[0]
+        given = self._ranks.all_gather_json(mine)[0]
         if found is not None:
             return found, self._meter.metrics
         state.cursor = given["cursor"]

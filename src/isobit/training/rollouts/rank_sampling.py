@@ -76,8 +76,8 @@ def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
     """The groups of all ranks, in order."""
     if ranks.size == 1:
         return [group for _, group in sorted(mine.items())]
-    said = ranks.gather([[index, [_short(sample) for sample in group]] for index, group in mine.items()])
-    long = ranks.gather_tensors(
+    said = ranks.all_gather_json([[index, [_short(sample) for sample in group]] for index, group in mine.items()])
+    long = ranks.all_gather_tensors(
         {f"{i}.{n}.{k}": t for i, g in mine.items() for n, s in enumerate(g) for k, t in _tensors(s)}
     )
     found: dict[int, Group] = {}
@@ -93,7 +93,7 @@ def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
 def gather_stats(ranks: Ranks, mine: Stats) -> Stats:
     """What all engines did."""
     total = Stats()
-    for values in ranks.gather(vars(mine)):
+    for values in ranks.all_gather_json(vars(mine)):
         total = _sum(total, Stats(**values))
     return total
 

@@ -52,7 +52,7 @@ class Sampled:
         self._calls += 1
         with meter.timed("rollout", peak=True), self._context.saver.broken_weights_end_the_run():
             prompts = [example.prompt for example in examples]
-            found, stats = parts.ranks.together(lambda: self._groups(prompts, ids, self._scoring.add))
+            found, stats = parts.ranks.run_on_all(lambda: self._groups(prompts, ids, self._scoring.add))
         stats = gather_stats(parts.ranks, stats)
         meter.count("rollout/preemptions", stats.preemptions)
         meter.count("rollout/prompt_tokens", stats.prompt_tokens)
@@ -74,7 +74,7 @@ class Sampled:
         reference."""
         parts, meter, ranks = self._context.parts, self._context.meter, self._context.parts.ranks
         with meter.timed("score"):
-            rewards = ranks.together(self._scoring.collect)
+            rewards = ranks.run_on_all(self._scoring.collect)
         meter.count("time/score_overlapped", self._scoring.overlapped_s)
         rewarded = iter(rewards)
         mine = {
@@ -84,7 +84,7 @@ class Sampled:
             for index, group in zip(self._indices, groups)
         }
         unscored = [f"unscored: {reward.error}" for reward in rewards if reward.error is not None]
-        for notes in ranks.gather([*self._scoring.notes, *unscored]):
+        for notes in ranks.all_gather_json([*self._scoring.notes, *unscored]):
             for note in notes:
                 self._context.display.note(note)
         scored = gather_groups(ranks, mine)

@@ -51,7 +51,7 @@ class Saver:
         if (name := not_finite(self.parts.model)) is not None:
             self.fail(f"{name} is not finite")
         whole = whole or self._now()
-        self.parts.ranks.together(self.run.flush)
+        self.parts.ranks.run_on_all(self.run.flush)
         keep_last = self.parts.config.run.keep_last
         state, head = whole.to_json(), whole.state.head
         save_checkpoint(self.run.checkpoints, self.parts, state, whole.scales, head, keep_last)

@@ -165,7 +165,7 @@ def _trained(config: Config, base: Path, began: Mapping[str, Any], checkpoint: P
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
     if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
         model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.now = datetime.fromisoformat(ranks.from_first(lambda: date_of(began).isoformat()))
+    model.tokenizer.now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
     model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     return model
 
@@ -202,7 +202,7 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
 def _with_fitting_tokens(parts: Parts) -> Parts:
     """`micro_batch_tokens: auto` as a number, in the config too: how a batch is split decides how gradients are
     rounded, so a run that goes on repeats the number, wherever it does."""
-    fitting = min(parts.ranks.gather(fitting_tokens(parts)))
+    fitting = min(parts.ranks.all_gather_json(fitting_tokens(parts)))
     tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting
     optimizer = replace(parts.config.optimizer, micro_batch_tokens=tokens)
     return replace(parts, config=replace(parts.config, optimizer=optimizer))

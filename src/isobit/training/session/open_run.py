@@ -48,7 +48,7 @@ class Session:
         self.config, self.parts, self.run, self.state = parts.config, parts, run, state
         self.model, self.objective = parts.model, parts.objective
         self.ranks = parts.ranks
-        self._changed = self.ranks.together(lambda: run.record_machine(parts.machine()))
+        self._changed = self.ranks.run_on_all(lambda: run.record_machine(parts.machine()))
         self.interruption = Interruption()
         quiet = quiet or not self.ranks.first
         details = f"{self.model.precision.name}, {self.config.consistency}"
@@ -128,7 +128,7 @@ class Session:
 
     @property
     def unfinished(self) -> bool:
-        signals = [found for found in self.ranks.gather(self.interruption.signal) if found is not None]
+        signals = [found for found in self.ranks.all_gather_json(self.interruption.signal) if found is not None]
         if signals:  # of one rank, it ends all
             self.interruption.signal = signals[0]
         return self.state.step < self.config.steps and not signals

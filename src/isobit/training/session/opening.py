@@ -65,7 +65,7 @@ def _open_all(
     if not samples:
         return parts
     try:
-        return replace(parts, fleet=ranks.together(lambda: open_fleet(parts)))
+        return replace(parts, fleet=ranks.run_on_all(lambda: open_fleet(parts)))
     except BaseException:
         parts.rewards.close()
         raise
@@ -110,13 +110,13 @@ def _resumed(
     pending = groups_from_json(counted["pending"])
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
     parts.replay.groups = groups_from_json(counted["replay"])
-    head = ranks.from_first(lambda: head_of(path))
+    head = ranks.broadcast_result(lambda: head_of(path))
     state = State(counted["step"], counted["cursor"], pending, queue, counted.get("unrecorded"), head=head)
     if state.step > config.steps:
         raise IsobitError(f"{run_dir} has finished step {state.step} already; extend it with steps=N")
     ranks.on_first(lambda: checkpoints.go_on_from(path))
-    ends, lost = ranks.from_first(lambda: files.ends(run_dir, counted))
-    if (done := ranks.from_first(lambda: files.last_step(run_dir))) > state.step:
+    ends, lost = ranks.broadcast_result(lambda: files.ends(run_dir, counted))
+    if (done := ranks.broadcast_result(lambda: files.last_step(run_dir))) > state.step:
         lost = [
             *lost,
             f"{run_dir} goes on after step {state.step}: steps up to {done}, which it had recorded, are done again",
@@ -157,7 +157,7 @@ def _take_the_last_row(run_dir: Path, config: Config, state: State, ends: dict[s
     everything else, and stays. If it is to be recorded anew, its times, which no checkpoint holds, are taken over."""
     if state.unrecorded is None:
         return False
-    found = ranks.from_first(lambda: files.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
+    found = ranks.broadcast_result(lambda: files.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
     if found is None or found[0].get("step") != state.step:
         return False
     row, end = found
@@ -198,7 +198,7 @@ def _directory(directory: Path, ranks: Ranks, opened: Callable[[], RunDirectory]
             )
         return FollowedDirectory(directory)
 
-    return ranks.together(followed)
+    return ranks.run_on_all(followed)
 
 
 def open_replay(recorded: Path, out: Path, overrides: Sequence[str], *, quiet: bool, ranks: Ranks = ALONE) -> Session:
