@@ -104,7 +104,7 @@ def config(tmp_path: Path, base_model: Path) -> Path:
         (["replay.groups_per_step=2"], "groups_per_step 2 exceeds capacity 0"),
         (["rollouts_ahead=9"], "rollouts_ahead 9 exceeds replay.max_staleness 8"),
         (["rewards.models=[{path: model}]"], "no tensor score.weight"),
-        (["algorithm.shadow_calibrates_clip=true"], "needs shadow passes"),
+        (["algorithm.shadow_every=20"], "algorithm.shadow_every: shadow passes have left"),
         (["optimizer.state=4bit"], "optimizer.state"),
         (["evaluation={every: 1, pass_at: [2]}"], "pass_at needs samples: set num_samples"),
         (

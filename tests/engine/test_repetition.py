@@ -46,7 +46,7 @@ def differing(model: Model, completions: list[Completion], sampling: Sampling) -
             hidden,
             ids[rows + 1],
             1.0,
-            truncation=sampling.truncation,
+            filtering=sampling.filtering,
             context=Context(ids, torch.zeros_like(rows), rows),
         )
         own = torch.tensor(completion.sampled)

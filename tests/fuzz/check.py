@@ -125,7 +125,7 @@ def _learner(model: Model, case: Case, completions: list[Completion], update: bo
     results: dict[Key, torch.Tensor] = {}
     for part in parts:
         packed = pack(part, learning.share_prompts and model.config.linear is None)
-        logprobs, entropy = forward(model, packed, temperature, case.sampling.truncation, recompute=learning.recompute)
+        logprobs, entropy = forward(model, packed, temperature, case.sampling.filtering, recompute=learning.recompute)
         if update:
             (logprobs.sum() + 0.1 * entropy.sum()).backward()
         rows = logprobs.detach().split([len(s.completion_ids) for s in part])

@@ -1,5 +1,6 @@
 """`python -m isobit.config` prints docs/config.md: every key of a configuration, from its declaration."""
 
+import re
 from dataclasses import is_dataclass
 
 from isobit.config.schema import CompareConfig, Config, SftConfig
@@ -37,11 +38,18 @@ def _section(schema: type, prefix: str, title: str, printed: set[type]) -> list[
         key = f"{prefix}{name}"
         limits = ", ".join(map(str, option.limits))
         kind = f"{type_text(option.kind)} {limits}".strip().replace("|", "\\|")
-        lines.append(f"| `{key}` | {kind} | {_default(option)} | {option.text.replace('|', chr(92) + '|')} |")
         section = next(sections(option.kind), None)
+        about = option.text or _first_sentence(section)
+        lines.append(f"| `{key}` | {kind} | {_default(option)} | {about.replace('|', chr(92) + '|')} |")
         if section is not None and section not in printed:
             nested += _section(section, f"{key}.", f"`{key}`", set())
     return [*lines, "", *nested]
+
+
+def _first_sentence(section: type | None) -> str:
+    """What a section is, for the row that leads to it."""
+    text = " ".join(((section.__doc__ if section else "") or "").split())
+    return re.split(r"[.:](?: |$)", text)[0]
 
 
 def _default(option: Option) -> str:

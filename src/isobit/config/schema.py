@@ -66,18 +66,20 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     tracking: Annotated[TrackingConfig, Preprocess(without_credentials)] = TrackingConfig()
-    steps: Annotated[int, at_least(1), "rollout batches"] = 100
+    steps: Annotated[int, at_least(1), "batches of rollouts; the run ends after the last"] = 100
     rollouts_ahead: Annotated[
-        int, at_least(0), at_most(64), "how many batches the rollout is ahead of the learner; 0: synchronous"
+        int, at_least(0), at_most(64), "batches that are sampled before the learner needs them; 0: sample, then learn"
     ] = 0
-    prompts_per_step: Annotated[int, at_least(1), "prompts (groups) of a rollout batch"] = 8
+    prompts_per_step: Annotated[
+        int, at_least(1), "prompts of one step; each gets `sampling.group_size` completions"
+    ] = 8
     ranks: Annotated[
         int,
         at_least(1),
-        "processes that train together on this machine, each with a GPU or some of the CPU's cores; the bits do not "
-        "depend on it. A launcher's number, such as torchrun's, comes before it",
+        "processes that train together on this machine, each with a GPU or some of the CPU's cores. "
+        "The bits do not depend on it. A launcher's number, such as torchrun's, takes precedence",
     ] = 1
-    seed: Annotated[int, at_least(0), below(2**63), "for data order, sampling and shuffling"] = 0
+    seed: Annotated[int, at_least(0), below(2**63), "decides the order of the data, sampling and shuffling"] = 0
 
     @property
     def shares_reference(self) -> bool:
@@ -88,20 +90,10 @@ class Config:
         sampling, algorithm = self.sampling, self.algorithm
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError("adapter: engines of a fleet take no adapters yet; set fleet.engines: 0")
-        if self.adapter is not None and algorithm.shadow_every:
-            raise IsobitError(
-                "algorithm.shadow_every computes with the masters in BF16, and a model with an adapter has none; set "
-                "shadow_every: 0"
-            )
-        if sampling.truncated and algorithm.kl_coefficient:
+        if sampling.filtered and algorithm.kl_coefficient:
             raise IsobitError(
                 "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL penalty: it has its own "
                 "support; set algorithm.kl_coefficient: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
-            )
-        if sampling.truncated and algorithm.shadow_every:
-            raise IsobitError(
-                "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with shadow passes: BF16 has "
-                "another support; set algorithm.shadow_every: 0, or top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1"
             )
         if sampling.group_size < 2:
             raise IsobitError("sampling.group_size must be at least 2: an advantage is relative to the group")
@@ -119,8 +111,6 @@ class Config:
             raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
         if algorithm.updates_per_batch > self.prompts_per_step * sampling.group_size:
             raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
-        if algorithm.shadow_calibrates_clip and not algorithm.shadow_every:
-            raise IsobitError("algorithm.shadow_calibrates_clip needs shadow passes: set shadow_every, such as 20")
         if self.fleet.engines and self.ranks > 1 and algorithm.kl_in_reward:
             raise IsobitError(
                 "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the first one scores beside "

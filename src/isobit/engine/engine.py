@@ -23,6 +23,7 @@ import torch
 from isobit.engine.calibration import Calibrator
 from isobit.engine.endings import Endings
 from isobit.engine.graphs import DecodeGraphs, graph_kind
+from isobit.engine.groups import OpenGroups
 from isobit.engine.pages import PagePool, pages_needed, tokens_of_a_page
 from isobit.engine.prompts import Prompt, check_context, check_id, check_ids, encode, encode_prompt, new_token_limit
 from isobit.engine.routes import RouteStore
@@ -54,9 +55,12 @@ class Engine:
     of equal beginnings, also after those who computed them have ended, while the weights stay the same.
     """
 
-    def __init__(self, model: Model, size: EngineSize = _DEFAULT_SIZE, **given: Any) -> None:
+    def __init__(
+        self, model: Model, size: EngineSize = _DEFAULT_SIZE, *, record_routes: bool = False, **given: Any
+    ) -> None:
         """`given`: fields of `EngineSize` by name, over those of `size`, as in
-        `Engine(model, kv_pages=64)`. Raises IsobitError for one that it has not, or out of range."""
+        `Engine(model, kv_pages=64)`; `record_routes`: which experts served each token, for a learner
+        that uses them again. Raises IsobitError for a field that is unknown or out of range."""
         if not isinstance(model, Model):
             raise IsobitError(f"Engine: expected a Model, got {model!r:.80}; open one with Model.load(path)")
         if not isinstance(size, EngineSize):
@@ -75,7 +79,7 @@ class Engine:
             prefix_cache=size.prefix_cache,
         )
         self.longest_prompt = 0  # tokens, of the prompts that it was sized for
-        self.record_routes = False  # of a mixture of experts, for router replay
+        self.record_routes = record_routes
         self._graph_kind = graph_kind(model, size.cuda_graphs)
         self.graphs: DecodeGraphs | None = None  # made with the first request
         self.stores: list[Store] = []
@@ -98,6 +102,7 @@ class Engine:
         max_new_tokens: int,
         size: EngineSize = _DEFAULT_SIZE,
         reserved: int = 0,
+        record_routes: bool = False,
     ) -> "Engine":
         """An engine for any of these prompts, whose cache holds `sequences` of them at their longest without
         preemption, as far as `size.max_sequences` at a time and 2 GiB, or a third of a GPU's free memory, allow; or
@@ -119,7 +124,7 @@ class Engine:
             limit_bytes = _most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
             # a prompt is held beside the sequences that share its pages
             kv_pages = max(each, min((min(sequences, size.max_sequences) + 1) * each, limit_bytes // page_bytes))
-        engine = Engine(model, size, kv_pages=kv_pages, page_size=page_size)
+        engine = Engine(model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes)
         for index, length in enumerate(lengths):
             new_token_limit(f"prompt {index}", length, max_new_tokens, positions, engine.pages)
         engine.longest_prompt = longest
@@ -263,31 +268,24 @@ class Engine:
             raise IsobitError(f"Engine.generate: {self.num_open} requests are open; finish or cancel them first")
         _check_sampling(sampling)
         token_ids = encode(prompts, self.model.tokenizer, self.model.config.vocab_size)
-        ids, places = check_ids(prompt_ids, len(token_ids)), dict[Request, int]()
+        ids = check_ids(prompt_ids, len(token_ids))
         if adapters is not None and len(adapters) != len(token_ids):
             raise IsobitError(f"adapters: expected one for each of {len(token_ids)} prompts, got {len(adapters)}")
         named = [None] * len(token_ids) if adapters is None else [self._known(name) for name in adapters]
         groups: list[list[Completion]] = [[] for _ in token_ids]
-        try:
+        with OpenGroups(self) as gathering:
             for index, (tokens, prompt_id, name) in enumerate(zip(token_ids, ids, named)):
-                places[self._submit(Request(tokens, sampling, prompt_id, 0, None, name), f"prompt {index}")] = index
-            completed = 0
-            while self.num_open:
-                finished = self.step()
-                completed += len(finished)
-                for request, completion in finished:
-                    groups[places[request]].append(completion)
+                request = Request(tokens, sampling, prompt_id, 0, None, name)
+                gathering.add(index, self._submit(request, f"prompt {index}"))
+            while gathering:
+                finished = gathering.step()
                 if progress is not None:
-                    progress(self.stats.sampled_tokens, completed)
-                for index in sorted({places[request] for request, _ in finished}):
-                    if len(groups[index]) == sampling.n:
-                        groups[index].sort(key=lambda completion: completion.sample_index)
-                        if on_group is not None:
-                            on_group(index, groups[index])
-            return groups
-        finally:
-            for request in places:
-                self.cancel(request)
+                    progress(self.stats.sampled_tokens, gathering.completed)
+                for index, group in finished:
+                    groups[index] = group
+                    if on_group is not None:
+                        on_group(index, group)
+        return groups
 
     def calibrate(self, prompts: Sequence[Prompt]) -> None:
         """Find the static scales of a calibrated KV cache for the present weights; without one there is nothing to do.

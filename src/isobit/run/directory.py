@@ -1,13 +1,14 @@
 """A run directory: its files, its lock, and how a run is interrupted.
 
 `format.txt` (the number of this layout of files), `config.yaml`, `machine.json` (the hardware and
-versions used), `rollouts_from.txt` (the run whose rollouts it learns from, if it samples none),
+versions used), `resolved.json` (what the config's `auto` came to), `rollouts_from.txt` (the run
+whose rollouts it learns from, if it samples none),
 `inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
 `completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object
 every few steps: the weights by layer and tensor), `certificate.jsonl` (a chain of hashes:
 `certificate.py`), `checkpoints/`. A resumed run cuts these files back to where its checkpoint was
 made, so that they end as if it had never stopped. Left out: what is in a checkpoint
-(`training/parts.py`) and how it becomes atomic (`checkpoints.py`).
+(`training/saving/checkpoint.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
 import errno
@@ -32,13 +33,14 @@ from isobit.run.completions import COMPLETIONS, pack
 from isobit.run.format import FORMAT, FORMAT_NOW, check_format
 from isobit.run.rows import MOST_STEPS, Say, kept_until, metric_row, quantization_row, read_rows, warn
 
-CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, INPUTS, ROLLOUTS_FROM = (
+CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, RESOLVED, INPUTS, ROLLOUTS_FROM = (
     "config.yaml",
     "metrics.jsonl",
     "quantization.jsonl",
     "checkpoints",
     "report.html",
     "machine.json",
+    "resolved.json",
     "inputs.json",
     "rollouts_from.txt",
 )
