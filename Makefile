@@ -15,7 +15,7 @@ LOCKED = $(PIP) --constraint $(VENV)/.locked
 # The last line of `make install` and `make quickstart`: what to type next.
 NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 
-.PHONY: help install quickstart test test-full test-rest sanitize lint docs bench gpu kernels wheel relock floor ceiling clean
+.PHONY: help install quickstart test test-full test-rest sanitize lint docs pictures bench gpu kernels wheel relock floor ceiling clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
@@ -23,6 +23,7 @@ help:
 	@echo "make sanitize     the C++ operators under sanitizers: address, undefined behaviour, races"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation site, in build/site; open build/site/index.html"
+	@echo "make pictures     the quickstart anew, and the pictures of README and docs from it (needs Chromium)"
 	@echo "make bench        the benchmarks; results under benchmarks/results"
 	@echo "make gpu          on a GPU (with TORCH=torch): the tests that need one, then its benchmarks"
 	@echo "make kernels      the Triton kernels compiled for sm_90, without a GPU; the tables of docs/gpu.md"
@@ -79,6 +80,9 @@ lint: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+pictures: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.pictures
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(LOCKED) --no-build-isolation --editable ".[bench]"

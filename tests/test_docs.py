@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from isobit.config import Config, SftConfig, load_compare_config, load_config, load_sft_config
+from isobit.config.__main__ import markdown
 from isobit.monitor.report.intervals import mean_interval
 from tests.documents import (
     CHECKED,
@@ -24,6 +25,7 @@ from tests.documents import (
     commands,
     first_word,
     follow,
+    parsed,
     reader_folder,
     succeed,
     succeed_in_shell,
@@ -150,6 +152,28 @@ def test_the_page_of_commands_has_every_command() -> None:
     assert not [name for name in listed if name not in {w[1] for w in words} and f"`isobit {name}`" not in page]
 
 
+def test_the_quick_reference_has_the_keys_and_defaults_of_the_schema() -> None:
+    page = (ROOT / "docs/quick-reference.md").read_text()
+    shown = re.findall(r"^\| [^|]+ \| \[`([\w.]+)`\]\(config\.md#([\w.]+)\) \| ([^|]*) \| .+ \|$", page, re.M)
+    declared = dict(reversed(re.findall(r"^\| `([\w.]+)` \| .+ \| ([^|]*) \| [^|]*\|$", markdown(), re.M)))
+    assert len(shown) == 20
+    for key, anchor, default in shown:
+        assert key == anchor
+        assert default == declared[key], key
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_code_fits_into_a_page(path: Path) -> None:
+    """In at most 90 columns, which the site shows at 1280 pixels. Data and output may be longer."""
+    wide = [
+        line
+        for block in parsed(path.read_text(encoding="utf-8"))
+        for line in block.text.splitlines()
+        if block.language not in ("text", "json", "") and len(line) > 90
+    ]
+    assert not wide
+
+
 def test_the_readme_snippet_runs(workplace: Path) -> None:
     (workplace / "snippet.py").write_text(blocks(README, "python")[1])
     succeed("python snippet.py", workplace)
@@ -182,9 +206,10 @@ def test_the_quickstart_learns_under_fp8_without_a_differing_token(tmp_path: Pat
     assert sum(row["mismatch/compared_tokens"] for row in rows[1:]) * whole / 30 == pytest.approx(compared, rel=0.05)
     assert len(rows) == 1 + 30
     assert "0 differing tokens" in (tmp_path / "run/report.html").read_text()
-    picture = tmp_path / "picture.png"
-    succeed(f"python docs/plot_run.py {tmp_path / 'run'} {picture}", ROOT)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    draw = f"python -m benchmarks.pictures --run {tmp_path / 'run'} --out {tmp_path} --no-report"
+    succeed(draw, ROOT)
+    assert (tmp_path / "quickstart.png").read_bytes().startswith(b"\x89PNG")
+    assert "exactly zero" in (tmp_path / "live-view.svg").read_text().replace("&#160;", " ")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from isobit.options.declare import Internal, above, at_least, at_most, below
+from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 
 Beta = Annotated[float, at_least(0), below(1)]
 
@@ -13,13 +13,15 @@ Beta = Annotated[float, at_least(0), below(1)]
 class OptimizerSettings:
     """AdamW."""
 
-    learning_rate: Annotated[float, above(0)] = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, at_least(0)] = 0
+    learning_rate: Annotated[float, above(0), "the largest rate of the run; about 1e-4 for an adapter"] = 1e-6
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"], "how the rate falls after the warmup; constant: it does not"
+    ] = "constant"
+    warmup_steps: Annotated[int, at_least(0), "optimizer steps in which the rate rises from 0"] = 0
     final_fraction: Annotated[
-        float, at_least(0), at_most(1), "fraction of the peak rate left at the last step of a schedule"
+        float, at_least(0), at_most(1), "share of the rate that is left at the end of a schedule"
     ] = 0.0
-    weight_decay: Annotated[float, at_least(0)] = 0.0
+    weight_decay: Annotated[float, at_least(0), "decoupled, as in AdamW"] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, above(0)] = 1e-8
     max_grad_norm: Annotated[float, above(0)] = 1.0
@@ -60,9 +62,9 @@ class OptimizerSettings:
         "compute the rows of a prompt once for all its completions in a micro-batch. Log-probabilities have the same "
         "bits; decides how gradients are rounded. Not where a mixture of experts repeats routes or balances its load",
     ] = True
-    total_steps: Internal[int] = 1
+    total_steps: NotAnOption[int] = 1
     """Calls of `learning_rate`."""
-    seed: Internal[int] = 0
+    seed: NotAnOption[int] = 0
     """The run's, for the rounding of BF16 masters and of 8-bit moments."""
 
 
