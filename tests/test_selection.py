@@ -109,7 +109,11 @@ def session(kept: Kept, words: tuple[str, ...], status: int, **more: Any) -> boo
     )
     selection.pytest_configure(config)
     without = bool(config.option.without_triton)
-    assert bool(selection.pytest_report_header(config)) == without
+    node = SimpleNamespace(config=config, workerinput={})
+    selection.pytest_configure_node(node)
+    assert node.workerinput == {"without_triton": without}
+    if not hasattr(config, "workerinput"):
+        assert bool(selection.pytest_report_header(config)) == without
     selection.pytest_sessionfinish(cast("pytest.Session", SimpleNamespace(config=config)), status)
     return without
 
@@ -123,7 +127,8 @@ def test_tritons_cases_are_left_out_only_where_the_whole_suite_has_passed(
     kept, fast, full = Kept(), selection.FAST, selection.FULL
     for words in ((*fast, "-k", "a"), (*fast, "tests/rl"), fast[:-2], ()):
         assert not session(kept, words, 0)
-    assert not session(kept, fast, 0, workerinput={})
+    assert not session(kept, fast, 0, workerinput={"without_triton": False})
+    assert session(kept, fast, 0, workerinput={"without_triton": True})
     assert not session(kept, fast, 1)
     assert not kept, "only the whole counts, and only where all has passed"
     assert not session(kept, fast, 0)
