@@ -67,14 +67,29 @@ def quickstart_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+RunIsobit = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_isobit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunIsobit:
+    """Run a command in this process; returns (exit code, what it printed, its errors)."""
+    from isobit import cli  # here, since it reaches everything (`reach.py`)
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return (int(stop.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
 Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: RunIsobit) -> Refused:
     """Run a command that must be refused and write nothing; returns its one line."""
-    from isobit import cli  # here, since it reaches everything (`reach.py`)
-
     monkeypatch.chdir(tmp_path)
 
     def listing() -> dict[str, int]:
@@ -83,11 +98,8 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     def call(*arguments: object) -> str:
         before = listing()
-        monkeypatch.setattr(sys, "argv", ["isobit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        line = capsys.readouterr().err
-        assert stop.value.code == 2, line
+        code, _, line = run_isobit(*arguments)
+        assert code == 2, line
         assert line.startswith("isobit: ")
         assert line.count("\n") == 1, line
         assert len(line) < 700

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = {"isobit": ROOT / "src", "tests": ROOT, "benchmarks": ROOT}
 _EVERYTHING = re.compile(
-    r"\b(subprocess|refused|quickstart_cache|opened|documents|warm|ROOT|SOURCE)\b|isobit\.__file__"
+    r"\b(subprocess|refused|run_isobit|quickstart_cache|opened|documents|warm|ROOT|SOURCE)\b|isobit\.__file__"
 )
 """Words of a test, or of its helpers, that may start a command or read any file of the tree."""
 _MODEL = re.compile(r"\bbase_model\b")
@@ -46,7 +46,7 @@ def imports(path: Path) -> frozenset[Path]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     found: set[Path] = set()
-    for name in _names(tree, package):
+    for name in named(tree, package):
         parts = name.split(".")
         around = [".".join(parts[:end]) for end in range(2, len(parts) + 1)]
         surface = parts == ["isobit"] or (len(parts) == 2 and file_of(name) is None)
@@ -56,7 +56,7 @@ def imports(path: Path) -> frozenset[Path]:
     return frozenset(found - {path})
 
 
-def _names(tree: ast.AST, package: str) -> Iterator[str]:
+def named(tree: ast.AST, package: str) -> Iterator[str]:
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -71,10 +71,10 @@ def _names(tree: ast.AST, package: str) -> Iterator[str]:
             whole = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{whole}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from _named(node.value)
+            yield from _in_text(node.value)
 
 
-def _named(text: str) -> Iterator[str]:
+def _in_text(text: str) -> Iterator[str]:
     """The modules that a text names: `isobit.a.b`, `isobit.a.b:function`, or all of a package, as `isobit.a.`."""
     name = text.partition(":")[0]
     if not re.fullmatch(r"(isobit|tests|benchmarks)(\.\w+)+\.?", name):
@@ -99,7 +99,8 @@ def reached(starts: Iterable[Path]) -> frozenset[Path]:
 @functools.cache
 def reached_by_test(path: Path) -> frozenset[Path] | None:
     """What a file of tests reaches; None: everything."""
-    found = reached([path])
+    beside = [folder / "conftest.py" for folder in path.parents if ROOT / "tests" in folder.parents]
+    found = reached([path, *(file for file in beside if file.is_file())])
     texts = [each.read_text(encoding="utf-8") for each in found if ROOT / "tests" in each.parents]
     if any(map(_EVERYTHING.search, texts)):
         return None

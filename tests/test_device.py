@@ -9,18 +9,18 @@ from torch import Tensor
 
 from isobit.engine.calibration import measured_amax
 from isobit.evaluation.inspection.quantization import activation_health, weight_health
-from isobit.kernels import Ops, separate_ops
+from isobit.kernels import Ops, inference_engine_ops
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model import Model, RewardModel, fp8_blocks
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.hub.checkpoint import read_weights
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
-from isobit.rl import Objective, OptimizerSettings, Sample
+from isobit.rl import Objective, OptimizerSettings, ResolvedObjective, Sample
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.supervised import supervised_update
 from isobit.rl.optim.adamw import Optimizer
-from isobit.training.measuring.meter import PeakMemory
+from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.statistics import WeightTotals
 
 from .models import tiny_model
@@ -30,7 +30,7 @@ CASES = [
     ("bf16", "qwen3", {}),
     ("fp8", "llama", {"kl_coefficient": 0.1, "updates_per_batch": 2}),
     ("fp8", "qwen3_moe", {"router_aux_coefficient": 0.01}),
-    ("fp8-rollout", "qwen2", {"shadow_every": 1}),
+    ("fp8-rollout", "qwen2", {}),
     ("fp8[kv_cache=e4m3-calibrated,kv_calibration=learner]", "llama", {}),
     ("mxfp8", "llama", {}),
 ]
@@ -83,7 +83,7 @@ def bits(tensor: Tensor) -> list[int]:
 @pytest.mark.parametrize(("precision", "family", "changes"), CASES, ids=lambda value: str(value))
 def test_learning_has_the_bits_of_the_cpu(precision: str, family: str, changes: dict[str, float]) -> None:
     recompute = precision == "fp8-rollout"
-    objective = Objective(recompute_old=recompute, **changes)  # type: ignore[arg-type]
+    objective = ResolvedObjective(recompute_old=recompute, **changes)  # type: ignore[arg-type]
     samples = samples_of(on(ReferenceOps("exact"), precision, family))
     wanted = learn(ReferenceOps("exact"), precision, family, objective, samples)
     with PretendDevice():
@@ -244,7 +244,7 @@ def test_the_weights_are_measured_without_waiting_for_each() -> None:
 
 
 def test_a_separate_engine_is_on_the_learners_device() -> None:
-    assert separate_ops(ReferenceOps("exact", device=DEVICE)).device == DEVICE
+    assert inference_engine_ops(ReferenceOps("exact", device=DEVICE)).device == DEVICE
 
 
 def test_more_logits_at_a_time_on_a_gpu() -> None:
@@ -263,13 +263,13 @@ def test_peaks_of_a_phase_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated[0]))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", most)
-    memory = PeakMemory(DEVICE)
+    memory, found = Meter(lambda phase: None, DEVICE), dict[str, float]()
     for phase, used in (("rollout", 40.0), ("learn", 7.0), ("rollout", 20.0)):
-        with memory.of(phase):
+        with memory.timed(found, phase, peak=True):
             peak[0] = max(peak[0], used)
-    assert memory.metrics() == {"memory/peak_rollout_mib": 40.0, "memory/peak_learn_mib": 7.0}
-    assert memory.metrics() == {}
-    nowhere = PeakMemory(torch.device("cpu"))
-    with nowhere.of("learn"):
+    peaks = {name: value for name, value in found.items() if name.startswith("memory/")}
+    assert peaks == {"memory/peak_rollout_mib": 40.0, "memory/peak_learn_mib": 7.0}
+    nowhere, nothing = Meter(lambda phase: None, torch.device("cpu")), dict[str, float]()
+    with nowhere.timed(nothing, "learn", peak=True):
         pass
-    assert nowhere.metrics() == {}
+    assert list(nothing) == ["time/learn"]

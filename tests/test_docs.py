@@ -106,6 +106,10 @@ def test_make_targets_exist_and_say_what_they_would_do() -> None:
     for command in used | {f"make {target}" for target in others.split()}:
         check(command)
     assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
+    floor = succeed("make --dry-run floor", ROOT).splitlines()[-1]
+    places = [word for word in shlex.split(floor) if word.startswith("tests/")]
+    assert len(places) > 10
+    assert not [place for place in places if not (ROOT / place).exists()]
 
 
 def test_make_ends_with_the_line_that_activates_the_environment(tmp_path: Path) -> None:

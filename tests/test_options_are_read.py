@@ -88,7 +88,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 RULE = "{weight: token, cap: 2, veto: 1e-5, rejection: {measure: k3, level: token, high: 9}}"
 RUNS = (
     ("evaluation={every: 1, samples: 4, num_samples: 2}", "replay={capacity: 8, groups_per_step: 2}"),
-    ("precision=fp8-rollout", f"algorithm={{correction: {RULE}, shadow_every: 1, updates_per_batch: 2}}"),
+    ("precision=fp8-rollout", f"algorithm={{correction: {RULE}, updates_per_batch: 2}}"),
     ("algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, decoupled_rewards: true}",),
     ("adapter={rank: 2, targets: [q_proj]}",),
     ("algorithm={preset: reinforce_pp, kl_coefficient: 0.1}", "optimizer={schedule: cosine, warmup_steps: 1}"),

@@ -1,5 +1,6 @@
 """What `make test` leaves out is what it says, and nothing that a change can reach is left out in CI."""
 
+import ast
 import itertools
 import json
 import subprocess
@@ -99,7 +100,7 @@ def test_tritons_cases_are_where_they_are_looked_for() -> None:
 @pytest.mark.parametrize(
     ("file", "noticed"),
     [
-        ("src/isobit/kernels/triton/norm.py", True),
+        ("src/isobit/kernels/norms/triton/norm.py", True),
         ("src/isobit/precision/quantize.py", True),
         ("src/isobit/kernels/native/interface.cpp", True),
         ("tests/kernels/triton/helpers.py", True),
@@ -126,7 +127,9 @@ def test_a_change_that_tritons_cases_reach_has_another_digest(
         ("tests/engine/test_engine.py", "tests/engine/helpers.py", True),
         ("tests/engine/test_engine.py", "src/isobit/training/loop.py", False),
         ("tests/training/test_loop.py", "src/isobit/training/loop.py", True),
-        ("tests/test_docs.py", "src/isobit/monitor/trackers/table.py", True),
+        ("tests/test_docs.py", "src/isobit/monitor/trackers/wandb.py", True),
+        ("tests/kernels/test_sums.py", "tests/kernels/conftest.py", True),
+        ("tests/precision/test_quantize.py", "tests/kernels/conftest.py", False),
         ("tests/precision/test_quantize.py", "tests/conftest.py", True),
         ("tests/precision/test_quantize.py", "pyproject.toml", True),
         ("tests/precision/test_quantize.py", "src/isobit/kernels/native/interface.cpp", True),
@@ -141,8 +144,17 @@ def test_what_a_change_can_reach(test: str, changed: str, runs: bool) -> None:
 
 def test_a_name_in_a_text_is_an_import() -> None:
     """Workers are started, and trackers found, by their modules' names."""
-    table = ROOT / "src/isobit/monitor/trackers/table.py"
-    assert {path.stem for path in reach.imports(table)} >= {"wandb", "mlflow"}
+    code = """
+from isobit.run import directory
+if TYPE_CHECKING:
+    import isobit.engine
+def start(name):
+    call("-m", "isobit.rewards.worker", f"isobit.monitor.trackers.{name}", "isobit.cli:main", "isobit.nowhere")
+"""
+    found = set(reach.named(ast.parse(code), "isobit.fleet"))
+    assert found >= {"isobit.run.directory", "isobit.rewards.worker", "isobit.monitor.trackers.wandb", "isobit.cli"}
+    assert not found & {"isobit.engine", "isobit.nowhere"}
+    assert set(reach.named(ast.parse("from . import a\nfrom ..b import c"), "x.y")) == {"x.y.a", "x.b.c"}
     assert ROOT / "src/isobit/engine/engine.py" in reach.imports(ROOT / "src/isobit/__init__.py")
 
 

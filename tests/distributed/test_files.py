@@ -31,7 +31,7 @@ from isobit.model.hub.checkpoint import open_weights, read_weights, write_weight
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim.adamw import Optimizer
 from isobit.run import checkpoints
-from isobit.training.parts import not_finite, problem_of, save_checkpoint
+from isobit.training.saving.checkpoint import Trained, not_finite, problem_of
 from tests.distributed.threads import run
 from tests.models import tiny_model
 
@@ -82,19 +82,14 @@ class Run:
         return self
 
     def save(self, directory: Path, step: int = 1) -> Path:
-        parts: Any = SimpleNamespace(
-            ranks=self.model.ranks,
-            model=self.model,
-            optimizer=self.optimizer,
-            calibrator=SimpleNamespace(active=True),
-            save_model=self.model.save,
-        )
+        calibrator = SimpleNamespace(active=True)
+        given: Any = (self.model, self.optimizer, None, calibrator, None)
+        trained = Trained(*given)
         counts = dict.fromkeys(("cursor", "weights_version", "bad_steps_in_a_row", "rows"), 0)
-        lists: dict[str, Any] = {"pending": [], "replay": [], "queue": [], "clip_bounds": [0.2, 0.2]}
+        lists: dict[str, Any] = {"pending": [], "replay": [], "queue": []}
         state = {"step": step, "offsets": {}, **counts, **lists}
-        return save_checkpoint(
+        return trained.save(
             directory,
-            parts,
             state,
             {"scales": torch.arange(6.0).view(2, 3), "tokens": torch.arange(3)},
             "0" * 64,

@@ -15,7 +15,7 @@ from isobit.distributed.exchange import GradientSum
 from isobit.distributed.shards import Shards
 from isobit.errors import IsobitError, NonFiniteError
 from isobit.model import Model
-from isobit.rl import Objective, OptimizerSettings, Sample, for_precision
+from isobit.rl import Objective, OptimizerSettings, ResolvedObjective, Sample, for_precision
 from isobit.rl.algorithm.objective import OBJECTIVES
 from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.learner import Learner
@@ -26,7 +26,7 @@ from tests.rl.helpers import alternating, roll_out
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
 SETTINGS = OptimizerSettings(learning_rate=2e-3, max_grad_norm=0.05, total_steps=8)
-OBJECTIVE = replace(OBJECTIVES["grpo"], max_new_tokens=5, updates_per_batch=2)
+OBJECTIVE = ResolvedObjective.of(OBJECTIVES["grpo"], max_new_tokens=5, updates_per_batch=2)
 
 
 def model_of(precision: str, family: str, ranks: Ranks = ALONE, masters: str = "fp32") -> Model:
@@ -159,7 +159,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "BF16 masters": {"settings": replace(SETTINGS, masters="bf16")},
     "BF16 masters, 8-bit moments": {"settings": replace(SETTINGS, masters="bf16", state="8bit", sum_group=2)},
     "old log-probabilities recomputed": {"objective": replace(OBJECTIVE, recompute_old_logprobs="always", epochs=2)},
-    "shadow passes": {"objective": replace(OBJECTIVE, shadow_every=1, shadow_calibrates_clip=True)},
     "tensor-wise": {"precision": "fp8[weight_granularity=tensor]"},
     "nvfp4": {"precision": "nvfp4"},
     "separate engines": {"precision": "fp8-rollout"},

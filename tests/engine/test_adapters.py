@@ -125,8 +125,8 @@ def test_a_completion_goes_on_with_its_adapter(folder: Path) -> None:
     model = served(folder)
     engine = Engine(model)
     first = engine.generate(["1+1="], SAMPLING, adapters=["b"])[0][0]
-    ticket = engine.extend(first, [3, 4], SAMPLING)
-    assert ticket.adapter == "b"
+    request = engine.continue_from(first, [3, 4], SAMPLING)
+    assert request.adapter == "b"
     while not (done := engine.step()):
         pass
     assert done[0][1].adapter == "b"

@@ -60,7 +60,7 @@ def _tokens_by_place_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Scheduler,
         "key",
-        lambda self, s: (s.group.ticket.sampling.seed, s.group.number, s.number - s.group.number),
+        lambda self, s: (s.owner.request.sampling.seed, s.owner.number, s.number - s.owner.number),
     )
 
 

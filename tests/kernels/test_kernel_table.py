@@ -54,14 +54,14 @@ from benchmarks import kernel_table
 from isobit.kernels.gpu import ARCHITECTURES
 from isobit.kernels.triton.launch import compile_for, record_launches
 from isobit.kernels.product.triton.product import product
-from isobit.precision import Nibbles
+from isobit.precision import PackedFP4
 
 rows = []
 for (major, minor), architecture in ARCHITECTURES.items():
     compile_for(architecture)
     for columns, inner in ((6144, 4096), (256, 1040)) if architecture.fp8 else ():
         parts = [torch.empty(columns, inner // each, dtype=torch.uint8, device="meta") for each in (2, 16)]
-        weight = Nibbles(*parts, torch.empty(1, device="meta"))
+        weight = PackedFP4(*parts, torch.empty(1, device="meta"))
         with record_launches() as found:
             for count in (1, 64, 2048):
                 product(torch.empty(count, inner, dtype=torch.bfloat16, device="meta"), weight)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import Operand, Ops, Stacked, get_ops
-from isobit.kernels.composed import rows_of
+from isobit.kernels.matrices import rows_of
 from isobit.kernels.native import build
-from isobit.kernels.product import native as ordered
 from isobit.kernels.product import ordered as definition
+from isobit.kernels.product import ordered_native as ordered
 from isobit.options import consistency
 from isobit.options.consistency import TDP32, VDP32, default_order, processor_features
 from isobit.precision import E4M3, E5M2, QuantSpec, quantize

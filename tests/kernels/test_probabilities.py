@@ -229,7 +229,7 @@ def test_other_builds_have_the_same_bits(flags: str, tmp_path: Path, monkeypatch
     other = {level: get_ops("native", level) for level in here}
     library = library_of(ROWS, tmp_path, f"-O1 {flags}", monkeypatch)
     for ops in other.values():
-        ops._lib = library
+        ops.lib = library
     for cache in STORES:
         q, _, store, layout = problem(cache, (4, 2, 20), LENGTHS)
         found, wanted = (at["bitwise"].attention(q, store, layout, SCALE, 33, None, E4M3) for at in (other, here))
@@ -240,5 +240,5 @@ def test_other_builds_have_the_same_bits(flags: str, tmp_path: Path, monkeypatch
     assert near(other["exact"].attention(*given)[0], wanted)
     moved = boundaries() + 2.0**-45
     monkeypatch.setattr(probabilities, "boundaries", lambda: moved)
-    monkeypatch.setattr("isobit.kernels.backends.native.boundaries", lambda: moved)
+    monkeypatch.setattr("isobit.kernels.attention.native.boundaries", lambda: moved)
     assert not near(other["exact"].attention(*given)[0], wanted)

@@ -15,7 +15,7 @@ from isobit.model.adapters.low_rank import product, update_norm
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.forward import autograd
 from isobit.model.weights.stored import FROZEN, LowRank, Vector, Weight
-from isobit.precision import E4M3, Nibbles, QTensor, QuantSpec, nibbles, quantize
+from isobit.precision import E4M3, PackedFP4, QTensor, QuantSpec, packed_fp4, quantize
 from tests.models import require, tiny_model
 
 ROWS, IN, OUT, RANK = 37, 96, 80, 4
@@ -305,16 +305,16 @@ def test_a_base_two_codes_to_a_byte_is_never_whole(
         model.transformer.head_logprobs(hidden, ids.roll(1))[0].sum().backward()
         return {name: parameter.grad for name, parameter in model.named_parameters().items()}
 
-    def whole(self: Nibbles) -> Tensor:
+    def whole(self: PackedFP4) -> Tensor:
         raise AssertionError(f"all of {self.shape} at once")
 
     with monkeypatch.context() as patch:
-        patch.setattr(nibbles, "holds", lambda spec, shape: False)
+        patch.setattr(packed_fp4, "holds", lambda spec, shape: False)
         wanted = gradients(_load(tmp_path, precision, family=family))
-    monkeypatch.setattr(Nibbles, "dequantize", whole)
+    monkeypatch.setattr(PackedFP4, "dequantize", whole)
     model = _load(tmp_path, precision, family=family)
     assert _same(gradients(model), wanted)
-    frozen = [w.working for w in model.transformer.rollout_weights() if isinstance(w.working, Nibbles)]
+    frozen = [w.working for w in model.transformer.rollout_weights() if isinstance(w.working, PackedFP4)]
     assert len(frozen) >= 8
     for one in frozen:
         one.codes.copy_(one.codes << 4 | one.codes >> 4)

@@ -11,7 +11,8 @@ import numpy as np
 
 from isobit.model import Tokenizer
 from isobit.run.completions import COMPLETIONS, pack
-from isobit.run.directory import CONFIG, FORMAT, FORMAT_NOW, METRICS, QUANTIZATION
+from isobit.run.directory import CONFIG, METRICS, QUANTIZATION
+from isobit.run.format import FORMAT, FORMAT_NOW
 
 ALPHABET = "".join(chr(i) for i in range(32, 127)) + "\n"
 _WORDS = (

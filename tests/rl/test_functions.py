@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isobit.errors import IsobitError
-from isobit.rl import OBJECTIVES, Objective, Sample
+from isobit.rl import OBJECTIVES, Objective, ResolvedObjective, Sample
 from isobit.rl.algorithm.advantages import AdvantageInputs
 from isobit.rl.algorithm.credit import assign_credit
 from isobit.rl.algorithm.functions import (
@@ -140,7 +140,7 @@ def test_a_loss_that_is_the_clip_written_anew_has_its_gradient(tmp_path: Path, p
         "    loss = -torch.minimum(r * inputs.advantages, bounded * inputs.advantages)\n"
         "    return LossOutputs(loss, metrics={'ratio': r})"
     )
-    objective = replace(OBJECTIVES["dapo"], max_new_tokens=5)
+    objective = ResolvedObjective.of(OBJECTIVES["dapo"], max_new_tokens=5)
     found = []
     twice = loss_file(tmp_path, "return LossOutputs(2 * clip(inputs).loss)", name="twice.py")
     for loss in ("clip", loss_file(tmp_path, mine), twice):

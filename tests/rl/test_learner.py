@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isobit.model import Model
-from isobit.rl import OBJECTIVES, Objective, Sample, for_precision
+from isobit.rl import OBJECTIVES, Objective, ResolvedObjective, Sample, for_precision
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.learner import Learner
@@ -31,7 +31,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(preset: str) -> None:
     ]
     samples += roll_out(model)[0::2]
     advantages = alternating(samples)
-    objective = replace(OBJECTIVES[preset], max_new_tokens=5)
+    objective = ResolvedObjective.of(OBJECTIVES[preset], max_new_tokens=5)
     packed_way = gradients(make_learner(model, objective), samples, advantages)
 
     num_tokens = sum(len(s.completion_ids) for s in samples)
@@ -66,7 +66,7 @@ def test_gradients_do_not_depend_on_the_split(precision: str, bound: float, aggr
     """To the rounding of sums; under FP8 WGrad to that of its scales, which 128 tokens of a micro-batch share."""
     model = tiny_model(precision, scale=8)
     samples = roll_out(model)
-    objective = Objective(loss_aggregation=aggregation, max_new_tokens=5)
+    objective = ResolvedObjective(loss_aggregation=aggregation, max_new_tokens=5)
     whole = gradients(make_learner(model, objective), samples, alternating(samples))
     for budget in (1, 17, 60):
         learner = make_learner(model, objective, micro_batch_tokens=budget)
@@ -150,7 +150,8 @@ def test_what_is_rejected_can_leave_the_denominator(aggregation: str) -> None:
 
     def gradient(denominator: str, budget: int = 10_000) -> dict[str, Tensor]:
         rule = CorrectionRule(rejection=rejection, denominator=denominator)
-        objective = Objective(loss_aggregation=aggregation, max_new_tokens=5, kl_coefficient=0.3, kl_estimator="k2")
+        given = {"loss_aggregation": aggregation, "kl_coefficient": 0.3, "kl_estimator": "k2"}
+        objective = ResolvedObjective(max_new_tokens=5, **given)  # type: ignore[arg-type]
         resolved = for_precision(replace(objective, correction=rule), model.precision)
         learner = make_learner(model, resolved, reference=reference, micro_batch_tokens=budget)
         return gradients(learner, samples, alternating(samples))

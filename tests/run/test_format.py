@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isobit.config import load_config
-from isobit.run.directory import FORMAT, FORMAT_NOW
+from isobit.run.format import FORMAT, FORMAT_NOW
 from isobit.training.train import train
 from tests.runs import write_config
 

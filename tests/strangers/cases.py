@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import sys
@@ -22,6 +21,7 @@ from isobit.run import completions
 from isobit.run.directory import require_run
 from isobit.training.train import resume, train
 from tests.loaders import mutate
+from tests.loaders.outcome import put_no_file
 from tests.runs import write_config
 
 CHECKPOINT = "checkpoints/step-000002"
@@ -102,6 +102,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "config.yaml": ("watch", "report", "track", "resume", "verify", "eval", "export"),
     "format.txt": ("watch", "report", "track", "resume", "verify", "eval", "export"),
     "machine.json": ("resume", "verify", "eval", "track"),
+    "resolved.json": ("resume",),
     "inputs.json": ("resume",),
     "rollouts_from.txt": ("resume", "verify"),
     ".lock": ("watch", "resume", "verify"),
@@ -146,7 +147,7 @@ def _damage(file: Path, rng: random.Random) -> None:
     kind = rng.random()
     if kind < 0.15:
         file.unlink(missing_ok=True)
-        _replaced(file, rng)
+        put_no_file(file, rng)
     elif kind < 0.45 or file.suffix not in (".json", ".jsonl", ".gz", ".yaml"):
         file.write_bytes(mutate.data(before, rng))
     elif file.suffix == ".gz":
@@ -172,18 +173,3 @@ def _rows(file: Path, rng: random.Random) -> None:
     at = rng.randrange(len(step))
     step[at] = json.loads(json.dumps(mutate.value(step[at], rng)))
     file.write_bytes(b"".join(map(completions.pack, steps)))
-
-
-def _replaced(file: Path, rng: random.Random) -> None:
-    """Something that is no file in its place."""
-    kind = rng.randrange(6)
-    if kind == 0:
-        os.mkfifo(file)
-    elif kind == 1:
-        file.mkdir()
-    elif kind == 2:
-        file.symlink_to(file.name)
-    elif kind == 3:
-        file.symlink_to("/dev/zero")
-    elif kind == 4:
-        file.symlink_to("/nowhere")

@@ -11,7 +11,8 @@ from isobit.errors import IsobitError
 from isobit.precision import precision_from
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.tasks.gsm8k import INSTRUCTION
-from isobit.training.session.assembly import objective_of, open_parts
+from isobit.training.resolved import objective_of
+from isobit.training.session.assembly import open_parts
 from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
 

@@ -5,6 +5,7 @@ from dataclasses import is_dataclass
 
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.options.declare import REQUIRED, Option, options_of, sections, type_text
+from isobit.options.precisions import FlowChanges, PrecisionChanges
 from isobit.tasks import TASKS
 
 _HEAD = """# Configuration
@@ -24,24 +25,8 @@ def markdown() -> str:
     tasks = "\n".join(
         "\n".join(_section(schema, "", f"`task.options` of {name}", set())) for name, (_, schema) in TASKS.items()
     )
-    return f"{_HEAD}\n{train}\n{sft}\n{compare}\n{tasks}\n{_precision()}"
-
-
-def _precision() -> str:
-    """The table of what changes a preset."""
-    from isobit.precision.options import described  # here, so that reading a config does not import torch
-
-    rows = [f"| `{name}` | {values.replace('|', chr(92) + '|')} | {text} |" for name, values, text in described()]
-    head = [
-        "## Options of `precision`",
-        "",
-        "What may differ from a preset: `precision: {preset: fp8, kv_cache: bf16}`, or `fp8[kv_cache=bf16]`. A "
-        "combination that cannot work is refused with the reason.",
-        "",
-        "| option | values | |",
-        "|---|---|---|",
-    ]
-    return "\n".join([*head, *rows, ""])
+    precision = "\n".join(_section(PrecisionChanges, "", "Options of `precision`", {FlowChanges}))
+    return f"{_HEAD}\n{train}\n{sft}\n{compare}\n{tasks}\n{precision}"
 
 
 def _section(schema: type, prefix: str, title: str, printed: set[type]) -> list[str]:

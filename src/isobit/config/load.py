@@ -155,11 +155,11 @@ def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> 
             f"{where}: consistency: {config.consistency} cannot hold: {reason}; "
             "use activation_granularity: 1x128 or row, or consistency: fast"
         )
-    if isinstance(config, Config) and config.sampling.truncated:
-        _check_truncation(config, precision.unified, where)
+    if isinstance(config, Config) and config.sampling.filtered:
+        _check_filtering(config, precision.unified, where)
 
 
-def _check_truncation(config: Config, unified: bool, where: str) -> None:
+def _check_filtering(config: Config, unified: bool, where: str) -> None:
     """Raise IsobitError unless the learner's logits are the rollout's, bit for bit, and so the tokens that are kept."""
     if unified and config.consistency != "fast":
         return

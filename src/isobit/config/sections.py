@@ -9,13 +9,15 @@ from typing import Annotated, Any, Literal
 
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError, printable
-from isobit.options.declare import OneOf, Such, Suggested, above, at_least, at_most, text_as
+from isobit.options.declare import Example, OneOf, Suggested, above, at_least, at_most, text_as
 from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.options.reading import OptionError
 from isobit.rewards.spec import RewardSpec
 
-PrecisionValue = Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Such("{preset: fp8, wgrad: bf16}")]
+PrecisionValue = (
+    Annotated[str, Suggested(PRECISIONS)] | Annotated[dict[str, Any], Example("{preset: fp8, wgrad: bf16}")]
+)
 PRECISION = f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also written fp8[wgrad=bf16]"
 CONSISTENCY = (
     "how sums are computed. bitwise: a token has the same bits in every batch. On a CPU it takes "

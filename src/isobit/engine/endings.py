@@ -10,7 +10,7 @@ from isobit.engine.routes import RouteStore
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Sequence, StepPlan
 from isobit.engine.stopping import StopStrings
-from isobit.engine.types import Completion, Ticket
+from isobit.engine.types import Completion, Request
 from isobit.model import Model
 from isobit.model.forward.moe import encode_routes
 
@@ -32,7 +32,7 @@ class Endings:
 
     def of(
         self, plan: StepPlan, tokens: NDArray[np.int64], routes: RouteStore | None
-    ) -> tuple[NDArray[np.bool_], list[tuple[Ticket, Completion]]]:
+    ) -> tuple[NDArray[np.bool_], list[tuple[Request, Completion]]]:
         """Who of `plan.sampled` ends with these tokens, which the record has; and what is complete with them."""
         record, slots = self._scheduler.record, plan.sampled
         count = record.generated[slots] + 1
@@ -46,39 +46,39 @@ class Endings:
             pages = sequence.pages or plan.parent_pages(sequence)
             reason = "stop" if stopped[row] else "length"
             completion = self._completion(sequence, int(count[row]), reason, pages, routes)
-            finished.append((sequence.group.ticket, completion))
+            finished.append((sequence.owner.request, completion))
         return done, finished
 
     def _found(self, sequence: Sequence, token: int, count: int) -> bool:
-        group, record = sequence.group, self._scheduler.record
-        assert group.stop is not None
-        if not group.stop.may_end(token):
+        running, record = sequence.owner, self._scheduler.record
+        assert running.stop is not None
+        if not running.stop.may_end(token):
             return False
-        return group.stop.found(group.ticket.prompt_token_ids, record.tokens[sequence.slot, :count].tolist())
+        return running.stop.found(running.request.prompt_token_ids, record.tokens[sequence.slot, :count].tolist())
 
     def _completion(
         self, sequence: Sequence, count: int, reason: str, pages: list[int], routes: RouteStore | None
     ) -> Completion:
-        ticket, record = sequence.group.ticket, self._scheduler.record
+        request, record = sequence.owner.request, self._scheduler.record
         token_ids = record.tokens[sequence.slot, :count].tolist()
         visible = token_ids[:-1] if record.ends[sequence.slot] and self._is_eos[token_ids[-1]] else token_ids
-        text = self._model.tokenizer.decode_completion(ticket.prompt_token_ids, visible)
-        if (stop := sequence.group.stop) is not None:
-            text = stop.cut(ticket.prompt_token_ids, token_ids, text)
-        computed = len(ticket.prompt_token_ids) + count - 1  # the last token was only drawn
+        text = self._model.tokenizer.decode_completion(request.prompt_token_ids, visible)
+        if (stop := sequence.owner.stop) is not None:
+            text = stop.cut(request.prompt_token_ids, token_ids, text)
+        computed = len(request.prompt_token_ids) + count - 1  # the last token was only drawn
         completion = Completion(
-            prompt_id=ticket.prompt_id,
+            prompt_id=request.prompt_id,
             sample_index=sequence.sample_index,
-            prompt_token_ids=ticket.prompt_token_ids,
+            prompt_token_ids=request.prompt_token_ids,
             token_ids=token_ids,
             text=text,
             logprobs=record.logprobs[sequence.slot, :count].tolist(),
             finish_reason=reason,
             weights_version=self._model.weights_version,
             routes=None if routes is None else encode_routes(routes.of(pages, computed)),
-            adapter=ticket.adapter,
+            adapter=request.adapter,
         )
-        return completion if ticket.extends is None else _joined(ticket.extends, completion)
+        return completion if request.extends is None else _joined(request.extends, completion)
 
 
 def _joined(before: Completion, turn: Completion) -> Completion:

@@ -34,6 +34,7 @@ class Judge(Protocol):
         completions: Sequence[str],
         columns: Sequence[Mapping[str, Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: Mapping[str, float] | None = None,
     ) -> list[Reward]: ...
 
 

@@ -9,7 +9,7 @@ import torch
 from isobit.errors import IsobitError
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.kernels.gpu import ARCHITECTURES, Gpu, find_gpu, refusal, triton_refusal
-from isobit.kernels.inference_engine.definition import SeparateOps
+from isobit.kernels.inference_engine.definition import InferenceEngineOps
 from isobit.kernels.ops import Ops
 from isobit.options import consistency as orders
 
@@ -98,7 +98,7 @@ def _failing(gpu: Gpu) -> str | None:
 def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
     from isobit.kernels.backends.native import NativeOps
     from isobit.kernels.native import available
-    from isobit.kernels.product.native import instruction_set  # here: it may compile
+    from isobit.kernels.product.ordered_native import instruction_set  # here: it may compile
 
     works, reason = available()
     if works:
@@ -113,7 +113,7 @@ def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
     return ReferenceOps(consistency, why)
 
 
-def separate_ops(learner: Ops) -> Ops:
+def inference_engine_ops(learner: Ops) -> Ops:
     """The operators of a rollout on a separate engine; `learner` are those of the learner.
 
     On a GPU these are other kernels: cuBLAS products, as under `consistency: fast`.
@@ -122,8 +122,8 @@ def separate_ops(learner: Ops) -> Ops:
         return triton_ops("fast")
     if learner.backend == "native":
         from isobit.kernels.backends.native import NativeOps
-        from isobit.kernels.inference_engine.native import NativeSeparateOps
+        from isobit.kernels.inference_engine.native import NativeInferenceEngineOps
 
         assert isinstance(learner, NativeOps)
-        return NativeSeparateOps(learner)
-    return SeparateOps(learner)
+        return NativeInferenceEngineOps(learner)
+    return InferenceEngineOps(learner)

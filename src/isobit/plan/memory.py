@@ -25,7 +25,7 @@ from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.weights.masters import MASTERS
 from isobit.plan.activations import backward_bytes, gate_bytes, kept_bytes
 from isobit.plan.job import Job
-from isobit.precision import E2M1, Flow, Precision, QuantSpec, nibbles
+from isobit.precision import E2M1, Flow, Precision, QuantSpec, packed_fp4
 from isobit.precision.flow import LINEAR_LAYERS
 from isobit.rl.optim.eight_bit import quantizable
 
@@ -121,7 +121,7 @@ def _weights_label(job: Job) -> str:
     spec = job.precision.rollout.weight
     if spec is None or spec.format is not E2M1:
         return "working weights in FP8, with scales"
-    packed = job.config.adapter is not None and nibbles.holds(spec, (16, job.model.hidden_size))
+    packed = job.config.adapter is not None and packed_fp4.holds(spec, (16, job.model.hidden_size))
     return f"working weights in FP4, {'two codes' if packed else 'one code'} to a byte, with scales"
 
 
@@ -130,7 +130,7 @@ def _fraction(job: Job, shard: float) -> float:
 
 
 def _sleeps(job: Job) -> bool:
-    """Whether the cache is freed while the learner works; as `Parts.sleep` decides on a GPU."""
+    """Whether the cache is freed while the learner works; as `training/learning.py` decides on a GPU."""
     engine = job.config.engine
     return engine.sleep == "always" or (engine.sleep == "auto" and not engine.cuda_graphs)
 
@@ -221,7 +221,7 @@ def _working(
     if role in LINEAR_LAYERS:
         spec = precision.linear_flow(flow, role).weight
         if spec is not None and dgrad is not None and in_nibbles(spec, shape, dgrad):
-            return "quantized", nibbles.nbytes(shape[0], shape[1])
+            return "quantized", packed_fp4.nbytes(shape[0], shape[1])
         if spec is not None:
             return "quantized", quantized_bytes(shape[0], shape[1], spec)
     return "plain", float((4 if exact else flow.compute.itemsize) * count)

@@ -1,7 +1,7 @@
 """`Precision`: one frozen value that gives every tensor its format, in memory and in products.
 
 A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the backward's formats and
-the layers that stay unquantized. The presets are the rows of `docs/numerics.md`; `options.py` composes any other flow.
+the layers that stay unquantized. The presets are the rows of `docs/numerics.md`; `changes.py` composes any other flow.
 Left out: the arithmetic itself (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 
 from isobit.errors import IsobitError, brief
+from isobit.options.declare import choices, options_of
+from isobit.options.precisions import LINEAR_LAYERS as LINEAR_LAYERS
+from isobit.options.precisions import PrecisionChanges
 from isobit.precision.formats import BF16, E2M1, E4M3, FP32, INT8, Format
 from isobit.precision.quantize import QuantSpec
-
-LINEAR_LAYERS = ("qkv", "o", "gate_up", "down")
-"""The matrices of a layer, or of its experts, by name: those that a flow may quantize."""
 
 
 def _refuse_int8(role: str, spec: QuantSpec | None) -> None:
@@ -77,7 +77,7 @@ class Calibration:
 
 
 _NOT_GIVEN = Flow()  # compared by identity, since a given flow may equal it
-_WORDS = {"dgrad": ("fp8", "bf16"), "wgrad": ("fp8", "bf16"), "engines": ("shared", "separate")}
+_WORDS = {name: choices(options_of(PrecisionChanges)[name].kind) for name in ("dgrad", "wgrad", "engines")}
 
 
 @dataclass(frozen=True)

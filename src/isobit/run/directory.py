@@ -1,13 +1,14 @@
 """A run directory: its files, its lock, and how a run is interrupted.
 
 `format.txt` (the number of this layout of files), `config.yaml`, `machine.json` (the hardware and
-versions used), `rollouts_from.txt` (the run whose rollouts it learns from, if it samples none),
+versions used), `resolved.json` (what the config's `auto` came to), `rollouts_from.txt` (the run
+whose rollouts it learns from, if it samples none),
 `inputs.json` (hashes of the files that it reads), `metrics.jsonl` (an object a step),
 `completions.jsonl.gz` (an object a completion: `completions.py`), `quantization.jsonl` (an object
 every few steps: the weights by layer and tensor), `certificate.jsonl` (a chain of hashes:
 `certificate.py`), `checkpoints/`. A resumed run cuts these files back to where its checkpoint was
 made, so that they end as if it had never stopped. Left out: what is in a checkpoint
-(`training/parts.py`) and how it becomes atomic (`checkpoints.py`).
+(`training/saving/checkpoint.py`) and how it becomes atomic (`checkpoints.py`).
 """
 
 import errno
@@ -25,28 +26,27 @@ from types import FrameType
 from typing import IO, Any
 
 from isobit.data.foreign import BadJson, exists, parse_json, read_bytes, reason_of
-from isobit.errors import IsobitError, RunFailed, brief
+from isobit.errors import IsobitError, RunFailed
 from isobit.run import checkpoints, durable, metrics
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS, pack
+from isobit.run.format import FORMAT, FORMAT_NOW, check_format
 from isobit.run.rows import MOST_STEPS, Say, kept_until, metric_row, quantization_row, read_rows, warn
 
-CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, INPUTS, ROLLOUTS_FROM = (
+CONFIG, METRICS, QUANTIZATION, CHECKPOINTS, REPORT, MACHINE, RESOLVED, INPUTS, ROLLOUTS_FROM = (
     "config.yaml",
     "metrics.jsonl",
     "quantization.jsonl",
     "checkpoints",
     "report.html",
     "machine.json",
+    "resolved.json",
     "inputs.json",
     "rollouts_from.txt",
 )
 NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, QUANTIZATION: 0, CERTIFICATE: 0}
 """Lengths of the files of a new run that grow."""
 LOCK, BEST = ".lock", "best"
-FORMAT, FORMAT_NOW = "format.txt", 2
-"""The layout of a run's files that this version writes, and the only one that it reads. 1 is that of
-0.1, which had no such file."""
 _MOST_BYTES = 1 << 24
 REWARDS_LOG = "rewards.log"
 """What reward functions print; grows over a resume."""
@@ -111,8 +111,9 @@ class RunDirectory:
         was taken before, is given up with the rest."""
         self.directory = directory
         self._lock = lock or Lock(directory)
-        if config_text is not None:  # first: without it nothing has begun
+        if config_text is not None:  # first: without its config nothing has begun
             try:
+                durable.write_text(directory / FORMAT, f"{FORMAT_NOW}\n")
                 durable.write_text(directory / CONFIG, config_text)
             except OSError as error:
                 raise IsobitError(f"cannot write into run directory {directory}: {error.strerror}") from None
@@ -129,7 +130,6 @@ class RunDirectory:
             (directory / ROLLOUTS_FROM).unlink(missing_ok=True)  # of one that was killed before it had begun
             if rollouts_from is not None:  # before the config, with which the run has begun
                 durable.write_text(directory / ROLLOUTS_FROM, f"{rollouts_from.absolute()}\n")
-            durable.write_text(directory / FORMAT, f"{FORMAT_NOW}\n")
             return RunDirectory(directory, NOTHING_WRITTEN, config_text)
         except OSError as error:
             raise IsobitError(f"cannot create run directory {directory}: {error.strerror}") from None
@@ -335,21 +335,7 @@ def require_run(directory: Path) -> None:
     reads. Whatever opens a run asks here."""
     if not (exists(directory / CONFIG) and (directory / CONFIG).is_file()):
         raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
-    path = directory / FORMAT
-    if not exists(path):
-        raise IsobitError(
-            f"run {directory} was begun by an isobit before 0.2 (it has no {FORMAT}), and this version "
-            f"cannot read it: use the isobit that began it, or begin a new run with its {CONFIG}"
-        )
-    try:
-        found = read_bytes(path, 64).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
-    if found != str(FORMAT_NOW):
-        raise IsobitError(
-            f"run {directory} has format {brief(found)}, and this isobit reads format {FORMAT_NOW}: "
-            "use the version that began it"
-        )
+    check_format(directory)
 
 
 def newest_checkpoint(

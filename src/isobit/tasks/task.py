@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from isobit.data.dataset import Dataset
 from isobit.errors import IsobitError
-from isobit.options.declare import Internal, at_least, at_most
+from isobit.options.declare import NotAnOption, at_least, at_most
 from isobit.options.reading import read
 from isobit.rewards.spec import RewardSpec
 
@@ -52,10 +52,10 @@ class TaskSettings:
     options: Annotated[
         Mapping[str, Any], "options of a built-in task, such as digits of arithmetic or instruction of gsm8k"
     ] = field(default_factory=dict)
-    seed: Internal[int] = 0
+    seed: NotAnOption[int] = 0
     """The run's, which decides the order of training examples and nothing else. Which examples there are, and which
     are held out, depends on the option `seed` of the task, so that runs of different seeds share one held-out split."""
-    rows: Internal[Mapping[str, Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
+    rows: NotAnOption[Mapping[str, Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
     """Rows given as objects, by the path that stands for them."""
 
     def __post_init__(self) -> None:

@@ -23,8 +23,9 @@ from isobit.training.memory.forecast import forecast
 from isobit.training.memory.host import resident_bytes
 from isobit.training.memory.plan import MemoryPlan, advice, longest_sequence, measure_parts, plan
 from isobit.training.parts import Parts
+from isobit.training.resolved import objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endless, first_prompt, fit_prompts
-from isobit.training.session.assembly import objective_of, open_parts
+from isobit.training.session.assembly import open_parts
 from isobit.training.session.cautions import cautions
 
 Say = Callable[[str], None]

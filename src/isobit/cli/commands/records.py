@@ -20,8 +20,8 @@ from isobit.run import certificate, checkpoints, completions
 from isobit.run import directory as runs
 from isobit.run.certificate import CERTIFICATE, Chain
 from isobit.run.completions import COMPLETIONS
-from isobit.training.parts import head_of
 from isobit.training.saving.certificate import of_config
+from isobit.training.saving.checkpoint import head_of
 
 _WHOLE = ("prompt_ids", "completion_ids", "rollout_logprobs")
 

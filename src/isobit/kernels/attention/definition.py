@@ -23,43 +23,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.errors import NonFiniteError
 from isobit.kernels.attention.probabilities import lane_sum, uncertain, weigh
 from isobit.kernels.ops import Layout
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import UNIT, norm_bound, tree_sum, undecided
 from isobit.kernels.stores import KVStore
-from isobit.precision import Format, QuantSpec, nonfinite_message, quantize, quantize_with_scale
+from isobit.precision import Format
 
 _PIECE_ROWS = 256
 _BATCH_ELEMENTS = 1 << 22  # of scores, or of keys and values, in a padded batch: bounds its memory to some 100 MB
 _CHUNK_ELEMENTS = 1 << 17  # of products of a tree at a time
+_SINK_ROWS = 1024  # that are in float64 at a time, of all heads
 _FEW_KEYS = 32  # pieces with fewer keys than this count as alike
-
-
-def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-    """Put the rows' keys and values into their slots; NonFiniteError if they are quantized and hold NaN or infinity."""
-    for data, scale, rows in ((store.k, store.k_scale, k), (store.v, store.v_scale, v)):
-        if store.kv is None or scale is None:
-            data[layout.slots] = rows.to(data.dtype)
-            continue
-        if store.counts is not None:
-            data[layout.slots] = _write_calibrated(rows, scale[:1, :1], store.kv, store.counts)
-            continue
-        quantized = quantize(rows.reshape(-1, rows.shape[-1]), store.kv, "keys and values")
-        data[layout.slots] = quantized.data.view(data.dtype).view(rows.shape)
-        scale[layout.slots] = quantized.scale.view(rows.shape[:2])
-
-
-def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tensor) -> Tensor:
-    """Codes of the rows under a calibrated scale; counts the elements that it clamps."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    if not torch.isfinite(flat).all():
-        raise NonFiniteError(nonfinite_message("keys and values", spec))
-    # the largest magnitude of the calibration itself may exceed the limit by the rounding of its scale
-    counts[0] += (flat.float().abs() > spec.format.max * scale * (1 + 2**-20)).sum()
-    counts[1] += flat.numel()
-    return quantize_with_scale(flat, scale, spec).data.view(torch.uint8).view(rows.shape)
 
 
 def attention(
@@ -330,3 +305,10 @@ class _Batch:
         """Add [S, KV, K, D] to `out` [all keys, KV, D], piece by piece."""
         for piece, gradient in zip(self.pieces, padded.transpose(1, 2)):
             out[piece.start : piece.start + piece.keys] += gradient[: piece.keys]
+
+
+def sinks_backward(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """`Ops.sinks_backward`: the value of a sink is 0, so that of dS = P · (dO·V - Σ dO·O) the second term is left."""
+    rows = zip(dout.split(_SINK_ROWS), out.split(_SINK_ROWS))
+    inner = torch.cat([(gradient.double() * values.double()).sum(-1) for gradient, values in rows])
+    return -(torch.exp(sinks.double() - lse.double()) * inner).sum(0).float()

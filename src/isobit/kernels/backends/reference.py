@@ -1,31 +1,42 @@
 """The reference backend: plain PyTorch, the definition of every operator and the oracle of every other backend."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from isobit.kernels.attention import definition as attention
+from isobit.kernels.attention import definition as attention64
 from isobit.kernels.attention import float32 as attention32
-from isobit.kernels.composed import Composed
+from isobit.kernels.backends.composed import Composed
 from isobit.kernels.delta import definition as delta
-from isobit.kernels.experts import definition as routing
+from isobit.kernels.experts import definition as experts
+from isobit.kernels.heads import definition as heads
 from isobit.kernels.matrices import Operand, Prepared, by_rows, weight_of
-from isobit.kernels.norms import definition as pointwise
-from isobit.kernels.norms import float32 as rows32
-from isobit.kernels.ops import Activation, DeltaHeads, Layout, Temperature
-from isobit.kernels.optim import definition as stochastic
-from isobit.kernels.product import definition as product
+from isobit.kernels.norms import definition as norms
+from isobit.kernels.norms import float32 as norms32
+from isobit.kernels.optim import definition as optim
+from isobit.kernels.product import definition as products
 from isobit.kernels.product import ordered
 from isobit.kernels.sampling import definition as sampling
-from isobit.kernels.stores import KVStore, StateStore
 from isobit.options import consistency as orders
-from isobit.precision import Format, Nibbles, QTensor, QuantSpec, quantize
+from isobit.precision import PackedFP4, quantize
+
+_SINGLE: dict[str, Callable[..., object]] = {
+    "rms_norm": norms32.rms_norm,
+    "rms_norm_backward": norms32.rms_norm_backward,
+    "gate_mul": norms32.gate_mul,
+    "gate_mul_backward": norms32.gate_mul_backward,
+    "attention": attention32.attention,
+    "attention_backward": attention32.attention_backward,
+}
+"""The operators that are float32 within a row under `bitwise`, in place of those of the class."""
 
 
 def order_of(consistency: str) -> str:
     """The order of products, and of sums within a row, on a CPU, as a run records it; of a resolved consistency."""
     sums = orders.order(consistency)
     if sums is not None:
-        return f"{ordered.VERSIONS[sums]}+{rows32.ORDER}"
+        return f"{ordered.VERSIONS[sums]}+{norms32.ORDER}"
     return {"exact": "exact", "fast": "libraries"}[consistency]
 
 
@@ -41,102 +52,39 @@ class ReferenceOps(Composed):
         self.order = order_of(self.consistency)
         self.why = why
         self.device = torch.device(device)
-        single = self.sums is not None
-        self._rows = rows32 if single else pointwise
-        self._attention = attention32 if single else attention
-
-    def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
-        return quantize(x, spec, name)
+        if self.sums is not None:
+            vars(self).update(_SINGLE)
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16) -> Tensor:
-        if isinstance(b, Nibbles):
+        if isinstance(b, PackedFP4):
             return by_rows(self.product, a, b, bias, out)
         b = weight_of(b)
         if self.consistency == "fast":
-            return product.fast_product(a, b, bias, out)
+            return products.fast_product(a, b, bias, out)
         if self.sums is not None and ordered.computes(a, b):
             return ordered.product(a, b, bias, out, self.sums)
-        return product.product(a, b, bias, out)
+        return products.product(a, b, bias, out)
 
     def gradient_product(self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
         if self.consistency == "fast" or (self.sums is not None and ordered.computes(a, b)):
-            return super().gradient_product(a, b, out, into)
-        found = product.gradient_product(a, b, out)
+            return products.added_product(self, a, b, out, into)
+        found = products.gradient_product(a, b, out)
         return found if into is None else into.add_(found)
 
-    def route(
-        self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return routing.route(logits, count, normalize, given)
-
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._rows.rms_norm(x, weight, eps, residual)
-
-    def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rows.rms_norm_backward(dy, summed, weight, rstd)
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        return pointwise.rotary(x, cos, sin, positions, inverse)
-
-    def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        attention.kv_write(store, k, v, layout)
-
-    def attention(
-        self,
-        q: Tensor,
-        store: KVStore,
-        layout: Layout,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        probabilities: Format | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return self._attention.attention(q, store, layout, scale, window, sinks, probabilities)
-
-    def attention_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        store: KVStore,
-        layout: Layout,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._attention.attention_backward(dout, q, out, lse, store, layout, scale, window)
-
-    def short_convolution(self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
-        return delta.short_convolution(x, weight, store, layout)
-
-    def short_convolution_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        return delta.short_convolution_backward(dy, x, weight, layout)
-
-    def delta_rule(
-        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
-    ) -> Tensor:
-        return delta.delta_rule(qkv, gates, heads, store, layout)
-
-    def delta_rule_backward(
-        self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return delta.delta_rule_backward(dout, qkv, gates, heads, layout)
-
-    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        return self._rows.gate_mul(activation, gate_up)
-
-    def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-        return self._rows.gate_mul_backward(activation, dh, gate_up)
-
-    def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
-        return stochastic.round_stochastically(x, seed, step, first)
-
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
-        return sampling.token_logprobs(logits, tokens, temperature)
-
-    def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
-        return sampling.sample(logits, keys, temperature)
+    quantize = staticmethod(quantize)
+    route = staticmethod(experts.route)
+    rms_norm = staticmethod(norms.rms_norm)
+    rms_norm_backward = staticmethod(norms.rms_norm_backward)
+    gate_mul = staticmethod(norms.gate_mul)
+    gate_mul_backward = staticmethod(norms.gate_mul_backward)
+    rotary = staticmethod(heads.rotary)
+    kv_write = staticmethod(heads.kv_write)
+    attention = staticmethod(attention64.attention)
+    attention_backward = staticmethod(attention64.attention_backward)
+    short_convolution = staticmethod(delta.short_convolution)
+    short_convolution_backward = staticmethod(delta.short_convolution_backward)
+    delta_rule = staticmethod(delta.delta_rule)
+    delta_rule_backward = staticmethod(delta.delta_rule_backward)
+    round_stochastically = staticmethod(optim.round_stochastically)
+    token_logprobs = staticmethod(sampling.token_logprobs)
+    sample = staticmethod(sampling.sample)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.kernels.matrices import Prepared, values
 from isobit.kernels.ops import Temperature
 from isobit.kernels.product.triton.plan import FEW_ROWS
 from isobit.kernels.sampling.triton import CHUNK, KINDS, VocabularyParts, scaled, summarize, summarize_logits
@@ -113,13 +114,13 @@ def _summarize_head(
     return parts
 
 
-def head_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def head_logprobs(hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(hidden · weightᵀ / temperature).
 
     hidden [T, C] and weight [V, C] of one dtype, bfloat16 or float32, the weight's last dimension contiguous. Logits
     are sums in float32.
     """
-    hidden, tokens = hidden.contiguous(), tokens.contiguous()
+    hidden, weight, tokens = hidden.contiguous(), values(weight), tokens.contiguous()
     every = torch.arange(hidden.shape[0], device=hidden.device)
     stride = triton.cdiv(triton.cdiv(weight.shape[0], VOCABULARY_TILE[hidden.dtype]), 32) * 32
     size = max(1, PARTIALS_AT_ONCE // (KINDS * stride))
@@ -132,12 +133,12 @@ def head_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: f
 
 
 def head_sample(
-    hidden: Tensor, weight: Tensor, keys: Tensor, temperature: Temperature, source: Tensor | None = None
+    hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(tokens [B] int64, their log-probabilities [B] float32): key b of `keys` [B, 4] int64 (seed, prompt, sample,
     position) draws from row `source[b]` of hidden, by default row b. The log-probabilities have the bits of
     `head_logprobs`."""
-    hidden, keys = hidden.contiguous(), keys.contiguous()
+    hidden, weight, keys = hidden.contiguous(), values(weight), keys.contiguous()
     source = torch.arange(keys.shape[0], device=hidden.device) if source is None else source.contiguous()
     tokens = torch.empty(keys.shape[0], dtype=torch.int64, device=hidden.device)
     logprob, _, _ = _summarize_head(hidden, weight, source, keys, temperature, True).merge(tokens)
@@ -205,3 +206,10 @@ def head_backward(
     if dweight is None:
         dweight = torch.zeros(weight.shape, device=weight.device)
     return dhidden, dweight
+
+
+def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """As `Ops.embedding_backward`."""
+    gradient = torch.zeros(count, dy.shape[1], device=dy.device)
+    # on a GPU index_add_ adds in any order; index_put_ sorts first, and so repeats
+    return gradient.index_put_((tokens,), dy.float(), accumulate=True)

@@ -5,38 +5,39 @@ do on every instruction set, and their sums are others; blocks of 128 columns st
 scales that are powers of two are folded into the codes. BF16 products and attention are those of
 `fast`, with probabilities rounded to BF16. The norm and the gate are `inference_engine.cpp`'s.
 Elementwise operators have the bits of the definition, sums differ by their order alone
-(`tests/kernels/test_separate.py`). Compute in float32, and formats whose products that order does
+(`tests/kernels/test_inference_engine.py`). Compute in float32, and formats whose products that order does
 not have, are left to the definition."""
 
 import torch
 from torch import Tensor
 
+from isobit.kernels.backends.composed import Composed
 from isobit.kernels.backends.native import NativeOps
-from isobit.kernels.composed import Composed
-from isobit.kernels.inference_engine.definition import SeparateOps
+from isobit.kernels.inference_engine import definition
+from isobit.kernels.inference_engine.definition import InferenceEngineOps
 from isobit.kernels.matrices import Operand, Packed, Prepared, weight_of
 from isobit.kernels.native.interface import ACTIVATIONS, PLAIN
 from isobit.kernels.ops import Activation, Temperature
-from isobit.kernels.product.native import OrderedProducts, is_packed
 from isobit.kernels.product.ordered import computes
+from isobit.kernels.product.ordered_native import OrderedProducts, is_packed
 from isobit.options.consistency import TDP32, order
 from isobit.precision import BLOCK, QTensor
 
 _BF16 = torch.bfloat16
 
 
-class NativeSeparateOps(NativeOps):
-    """`SeparateOps` beside a native learner."""
+class NativeInferenceEngineOps(NativeOps):
+    """`InferenceEngineOps` beside a native learner."""
 
     backend = "separate"
     rounds_probabilities, norms_heads = True, False
     rms_norm_quantized = Composed.rms_norm_quantized
     gate_mul_quantized = Composed.gate_mul_quantized
+    token_logprobs = staticmethod(definition.token_logprobs)
 
     def __init__(self, learner: NativeOps) -> None:
-        definition = SeparateOps(learner)
-        super().__init__(definition.consistency, definition.why)
-        self._reference = self._definition = definition
+        engine = InferenceEngineOps(learner)
+        self._start(engine, engine)
         self._products = OrderedProducts(order(learner.consistency) or TDP32)
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
@@ -56,18 +57,18 @@ class NativeSeparateOps(NativeOps):
                 return self._products.product(_turned(a), packed, bias, out)
         elif isinstance(a, Tensor) and isinstance(weight, Tensor) and a.dtype == weight.dtype == _BF16:
             return super().product(a, b, bias, out)
-        return self._definition.product(a, b, bias, out)
+        return definition.product(a, b, bias, out)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if any(t is not None and t.dtype != _BF16 for t in (x, residual)) or weight.dtype not in PLAIN:
-            return self._definition.rms_norm(x, weight, eps, residual)
+            return definition.rms_norm(x, weight, eps, residual)
         x, weight = x.contiguous(), weight.contiguous()
         residual = None if residual is None else residual.contiguous()
         y, rstd = torch.empty_like(x), torch.empty(x.shape[0])
         summed = x if residual is None else torch.empty_like(x)
-        self._lib.isobit_separate_rms_norm(
+        self.lib.isobit_separate_rms_norm(
             PLAIN[weight.dtype], x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
             *x.shape, eps, y.data_ptr(), summed.data_ptr(), rstd.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
@@ -75,22 +76,19 @@ class NativeSeparateOps(NativeOps):
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         if gate_up.dtype != _BF16:
-            return self._definition.gate_mul(activation, gate_up)
+            return definition.gate_mul(activation, gate_up)
         gate_up = gate_up.contiguous()
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=_BF16)
-        self._lib.isobit_separate_gate_mul(
+        self.lib.isobit_separate_gate_mul(
             ACTIVATIONS[activation], gate_up.data_ptr(), *out.shape, out.data_ptr(), torch.get_num_threads()
         )
         return out
-
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
-        return self._definition.token_logprobs(logits, tokens, temperature)
 
     def head_sample(
         self, hidden: Tensor, weight: Prepared, keys: Tensor, temperature: Temperature, source: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = self.product(hidden, weight, None, torch.float32)
-        return self._definition.drawn(logits if source is None else logits.index_select(0, source), keys, temperature)
+        return definition.drawn(self, logits if source is None else logits.index_select(0, source), keys, temperature)
 
 
 def _turns(x: QTensor) -> bool:

@@ -1,4 +1,4 @@
-"""Operators within a row: RMSNorm, rotary embedding, gates, and their backwards.
+"""Norms and gates, and their backwards.
 
 Reductions are float64 over a contiguous last dimension, whose order per row PyTorch fixes; elementwise functions are
 only those whose bits do not depend on shape (so silu is `x / (1 + exp(-x))`, not `F.silu`). So the bits of a row are
@@ -10,8 +10,9 @@ them.
 import torch
 from torch import Tensor
 
-from isobit.kernels.ops import Activation
+from isobit.kernels.ops import Activation, Ops
 from isobit.kernels.reference.rounding import round_once
+from isobit.precision import QTensor, QuantSpec
 
 GELU = (1.5957691216057308, 0.07135481627260025, 0.21406444881780076)
 """2·√(2/π), 0.044715 times that, and three times this."""
@@ -21,7 +22,7 @@ CLAMPED = (1.702, 7.0)
 """Of gpt-oss's gates: what a gate's k is times the gate, and the most that gates, and ups of either sign, are."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """y = s · rstd · weight with s = x + residual and rstd = 1 / sqrt(mean(s²) + eps) (Zhang and Sennrich 2019, eq. 4).
 
     Three values are rounded, once each: s to x's type (going through float32 is harmless for a sum of two bfloat16:
@@ -40,15 +41,6 @@ def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) 
     scaled = dy.float() * weight.float()
     ds = rstd.unsqueeze(-1) * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     return ds.to(summed.dtype), (dy.float() * normed).sum(0)
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool) -> Tensor:
-    """(x1·cos - x2·sin, x2·cos + x1·sin) over the halves of the head (Su et al. 2021), in float32, rounded once."""
-    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-    first, second = x.float().chunk(2, dim=-1)
-    if inverse:
-        s = -s
-    return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
@@ -112,3 +104,16 @@ def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
     first, second, third = GELU
     square = x * x
     return torch.exp(-(x * (first + second * square))).float(), (x * (first + third * square)).float()
+
+
+def rms_norm_quantized(
+    ops: Ops, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+) -> tuple[QTensor, Tensor, Tensor]:
+    """As `Ops.rms_norm_quantized`: the two operators in turn."""
+    y, summed, rstd = ops.rms_norm(x, weight, eps, residual)
+    return ops.quantize(y, spec, name), summed, rstd
+
+
+def gate_mul_quantized(ops: Ops, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    """As `Ops.gate_mul_quantized`: the two operators in turn."""
+    return ops.quantize(ops.gate_mul(activation, gate_up), spec, name)

@@ -31,8 +31,8 @@ _LN2 = (-0.693359375, 2.12194440e-4)
 _TAYLOR = tuple(1.0 / n for n in (720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `pointwise.rms_norm`: rstd = 1 / sqrt(Σs² / n + eps), y = (s · rstd) · weight, each operation rounded."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `definition.rms_norm`: rstd = 1 / sqrt(Σs² / n + eps), y = (s · rstd) · weight, each operation rounded."""
     summed = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = summed.float()
     squared = dot(wide, wide, CHANNEL_LANES) / x.shape[-1] + eps
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 
 def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """As `pointwise.rms_norm_backward`."""
+    """As `definition.rms_norm_backward`."""
     normed = summed.float() * rstd.unsqueeze(-1)
     scaled = dy.float() * weight.float()
     mean = dot(scaled, normed, CHANNEL_LANES) / summed.shape[-1]
@@ -51,13 +51,13 @@ def rms_norm_backward(dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) 
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """As `pointwise.gate_mul`."""
+    """As `definition.gate_mul`."""
     gate, up = bounded(activation, gate_up)
     return gated(activation, gate, up, exp(-inner(activation, gate)[0])).to(gate_up.dtype)
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-    """As `pointwise.gate_mul_backward`."""
+    """As `definition.gate_mul_backward`."""
     gate, up = bounded(activation, gate_up)
     k, slope = inner(activation, gate)
     gradient = gated_backward(activation, dh.float(), gate, up, exp(-k), slope)
@@ -65,7 +65,7 @@ def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Te
 
 
 def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """(k, gate·k') of `pointwise.inner`: k = x·(a + b·x²), the sum a fused multiply-add, x at most `FAR` from 0."""
+    """(k, gate·k') of `definition.inner`: k = x·(a + b·x²), the sum a fused multiply-add, x at most `FAR` from 0."""
     if activation != "gelu_pytorch_tanh":
         k = gate * CLAMPED[0] if activation == "swiglu_clamped" else gate
         return k, k

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError
-from isobit.kernels.delta.native import DeltaOperators
+from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.build import differing, library
 from isobit.kernels.native.interface import ACTIVATIONS, PLAIN, pointer
+from isobit.kernels.norms import definition
 from isobit.kernels.ops import Activation
 from isobit.kernels.quantize.native import has_scales
 from isobit.precision import QTensor, QuantSpec, nonfinite_message
@@ -30,97 +31,109 @@ def check_rows() -> None:
         )
 
 
-class RowOperators(DeltaOperators):
-    """The part of the native operators that computes norms and gates."""
+def rms_norm(
+    ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `Ops.rms_norm`."""
+    if not _alike(x, weight, residual):
+        return ops.falls_back("rms_norm", x.dtype).rms_norm(x, weight, eps, residual)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _, summed, rstd = _norm(ops, x, weight, eps, residual, y, None)
+    return y, summed, rstd
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not _alike(x, weight, residual):
-            return self._reference.rms_norm(x, weight, eps, residual)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _, summed, rstd = self._norm(x, weight, eps, residual, y, None)
-        return y, summed, rstd
 
-    def rms_norm_quantized(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
-    ) -> tuple[QTensor, Tensor, Tensor]:
-        rows, columns = x.shape
-        block = _block_of_row(spec, rows, columns) if _alike(x, weight, residual) else None
-        if block is None:
-            return super().rms_norm_quantized(x, weight, eps, residual, spec, name)
-        quantized = _empty(rows, columns, block, spec)
-        failed, summed, rstd = self._norm(x, weight, eps, residual, None, quantized, block)
-        if failed:
-            raise NonFiniteError(nonfinite_message(name, spec))
-        return quantized, summed, rstd
+def rms_norm_quantized(
+    ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, name: str
+) -> tuple[QTensor, Tensor, Tensor]:
+    """As `Ops.rms_norm_quantized`."""
+    rows, columns = x.shape
+    block = _block_of_row(spec, rows, columns) if _alike(x, weight, residual) else None
+    if block is None:
+        return definition.rms_norm_quantized(ops, x, weight, eps, residual, spec, name)
+    quantized = _empty(rows, columns, block, spec)
+    failed, summed, rstd = _norm(ops, x, weight, eps, residual, None, quantized, block)
+    if failed:
+        raise NonFiniteError(nonfinite_message(name, spec))
+    return quantized, summed, rstd
 
-    def _norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, y: Tensor | None, to: QTensor | None,
-        block: int = 1,
-    ) -> tuple[int, Tensor, Tensor]:  # fmt: skip
-        """(1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized in `to`."""
-        x, weight = x.contiguous(), weight.contiguous()
-        summed, rstd = x, torch.empty(x.shape[0])
-        if residual is not None:
-            residual, summed = residual.contiguous(), torch.empty_like(x)
-        failed = self._lib.isobit_rms_norm(
-            PLAIN[x.dtype], PLAIN[weight.dtype], self._single, x.data_ptr(), pointer(residual),
-            weight.data_ptr(), *x.shape, eps, pointer(y), summed.data_ptr(), rstd.data_ptr(),
-            *_target(to, block), torch.get_num_threads(),
-        )  # fmt: skip
-        return failed, summed, rstd
 
-    def rms_norm_backward(self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        if not _alike(summed, weight, dy):
-            return self._reference.rms_norm_backward(dy, summed, weight, rstd)
-        dy, summed, weight, rstd = dy.contiguous(), summed.contiguous(), weight.contiguous(), rstd.contiguous()
-        dx, dweight = torch.empty_like(summed), torch.empty(summed.shape[1])
-        self._lib.isobit_rms_norm_backward(
-            PLAIN[summed.dtype], PLAIN[weight.dtype], self._single, dy.data_ptr(), summed.data_ptr(),
-            weight.data_ptr(), rstd.data_ptr(), *summed.shape, dx.data_ptr(), dweight.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return dx, dweight
+def _norm(
+    ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None,
+    y: Tensor | None, to: QTensor | None, block: int = 1,
+) -> tuple[int, Tensor, Tensor]:  # fmt: skip
+    """(1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized in `to`."""
+    x, weight = x.contiguous(), weight.contiguous()
+    summed, rstd = x, torch.empty(x.shape[0])
+    if residual is not None:
+        residual, summed = residual.contiguous(), torch.empty_like(x)
+    failed = ops.lib.isobit_rms_norm(
+        PLAIN[x.dtype], PLAIN[weight.dtype], ops.single, x.data_ptr(), pointer(residual),
+        weight.data_ptr(), *x.shape, eps, pointer(y), summed.data_ptr(), rstd.data_ptr(),
+        *_target(to, block), torch.get_num_threads(),
+    )  # fmt: skip
+    return failed, summed, rstd
 
-    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        if gate_up.dtype not in PLAIN:
-            return self._reference.gate_mul(activation, gate_up)
-        out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
-        self._gate(activation, gate_up, out, None)
-        return out
 
-    def gate_mul_quantized(self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
-        rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-        block = _block_of_row(spec, rows, inner) if gate_up.dtype in PLAIN else None
-        if block is None:
-            return super().gate_mul_quantized(activation, gate_up, spec, name)
-        quantized = _empty(rows, inner, block, spec)
-        if self._gate(activation, gate_up, None, quantized, block):
-            raise NonFiniteError(nonfinite_message(name, spec))
-        return quantized
+def rms_norm_backward(
+    ops: NativeBase, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `Ops.rms_norm_backward`."""
+    if not _alike(summed, weight, dy):
+        return ops.falls_back("rms_norm_backward", summed.dtype).rms_norm_backward(dy, summed, weight, rstd)
+    dy, summed, weight, rstd = dy.contiguous(), summed.contiguous(), weight.contiguous(), rstd.contiguous()
+    dx, dweight = torch.empty_like(summed), torch.empty(summed.shape[1])
+    ops.lib.isobit_rms_norm_backward(
+        PLAIN[summed.dtype], PLAIN[weight.dtype], ops.single, dy.data_ptr(), summed.data_ptr(),
+        weight.data_ptr(), rstd.data_ptr(), *summed.shape, dx.data_ptr(), dweight.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return dx, dweight
 
-    def _gate(
-        self, activation: Activation, gate_up: Tensor, out: Tensor | None, to: QTensor | None, block: int = 1
-    ) -> int:
-        """The result in `out` or quantized in `to`; 1 where it cannot be quantized."""
-        gate_up = gate_up.contiguous()
-        failed: int = self._lib.isobit_gate_mul(
-            ACTIVATIONS[activation], PLAIN[gate_up.dtype], self._single, gate_up.data_ptr(), gate_up.shape[0],
-            gate_up.shape[1] // 2, pointer(out), *_target(to, block), torch.get_num_threads(),
-        )  # fmt: skip
-        return failed
 
-    def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-        if gate_up.dtype not in PLAIN or dh.dtype != gate_up.dtype:
-            return self._reference.gate_mul_backward(activation, dh, gate_up)
-        dh, gate_up = dh.contiguous(), gate_up.contiguous()
-        out = torch.empty_like(gate_up)
-        self._lib.isobit_gate_mul_backward(
-            ACTIVATIONS[activation], PLAIN[gate_up.dtype], self._single, dh.data_ptr(), gate_up.data_ptr(), *dh.shape,
-            out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        return out
+def gate_mul(ops: NativeBase, activation: Activation, gate_up: Tensor) -> Tensor:
+    """As `Ops.gate_mul`."""
+    if gate_up.dtype not in PLAIN:
+        return ops.falls_back("gate_mul", gate_up.dtype).gate_mul(activation, gate_up)
+    out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
+    _gate(ops, activation, gate_up, out, None)
+    return out
+
+
+def gate_mul_quantized(ops: NativeBase, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str) -> QTensor:
+    """As `Ops.gate_mul_quantized`."""
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    block = _block_of_row(spec, rows, inner) if gate_up.dtype in PLAIN else None
+    if block is None:
+        return definition.gate_mul_quantized(ops, activation, gate_up, spec, name)
+    quantized = _empty(rows, inner, block, spec)
+    if _gate(ops, activation, gate_up, None, quantized, block):
+        raise NonFiniteError(nonfinite_message(name, spec))
+    return quantized
+
+
+def _gate(
+    ops: NativeBase, activation: Activation, gate_up: Tensor, out: Tensor | None, to: QTensor | None, block: int = 1
+) -> int:
+    """The result in `out` or quantized in `to`; 1 where it cannot be quantized."""
+    gate_up = gate_up.contiguous()
+    failed: int = ops.lib.isobit_gate_mul(
+        ACTIVATIONS[activation], PLAIN[gate_up.dtype], ops.single, gate_up.data_ptr(), gate_up.shape[0],
+        gate_up.shape[1] // 2, pointer(out), *_target(to, block), torch.get_num_threads(),
+    )  # fmt: skip
+    return failed
+
+
+def gate_mul_backward(ops: NativeBase, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
+    """As `Ops.gate_mul_backward`."""
+    if gate_up.dtype not in PLAIN or dh.dtype != gate_up.dtype:
+        return ops.falls_back("gate_mul_backward", gate_up.dtype).gate_mul_backward(activation, dh, gate_up)
+    dh, gate_up = dh.contiguous(), gate_up.contiguous()
+    out = torch.empty_like(gate_up)
+    ops.lib.isobit_gate_mul_backward(
+        ACTIVATIONS[activation], PLAIN[gate_up.dtype], ops.single, dh.data_ptr(), gate_up.data_ptr(), *dh.shape,
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def _alike(x: Tensor, weight: Tensor, other: Tensor | None) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from isobit.kernels.sampling.definition import MASK, philox
 
 _LARGEST, _INFINITY, _NAN = 0x7F7F, 0x7F800000, 0x7FC0
+_ROWS = 128  # that are in float64 at a time
 _AT_ONCE = 1 << 20
 """Elements whose random words, int64 in PyTorch, are held at a time."""
 
@@ -49,3 +50,17 @@ def noise(count: int, seed: int, step: int, first: int, device: torch.device) ->
     words = philox((element, zero + (step & MASK), zero, zero), (zero + (seed & MASK), zero + (seed >> 32 & MASK)))
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, -1).view(-1)[:count]
+
+
+def square_sums(x: Tensor) -> Tensor:
+    """As `Ops.square_sums`."""
+    return torch.cat([_halved(rows.double().square_()) for rows in x.split(_ROWS)])
+
+
+def _halved(x: Tensor) -> Tensor:
+    """The sum of each row of x [R, C], whose second half is added to the first until one column is left."""
+    while (width := x.shape[1]) > 1:
+        half = (width + 1) // 2
+        x, second = x[:, :half], x[:, half:]
+        x[:, : width - half] += second
+    return x.squeeze(1)

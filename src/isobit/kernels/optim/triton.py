@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.kernels.optim.definition import check_stochastic
 from isobit.kernels.sampling.triton import philox
 from isobit.kernels.triton.launch import launch
 
@@ -34,8 +35,15 @@ def _round(x_ptr, out_ptr, count, first_counter, step, low, high, COUNTERS: tl.c
 
 def round_stochastically(x: Tensor, seed: int, step: int, first: int) -> Tensor:
     """As `isobit.kernels.optim.definition`."""
+    check_stochastic(x, first)
+    x = x.contiguous()
     out = torch.empty_like(x, dtype=torch.bfloat16)
     grid = (triton.cdiv(len(x), 8 * _COUNTERS),)
     given = x.view(torch.int32), out.view(torch.int16), len(x), first // 8, step
     launch(_round, grid, *given, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, num_warps=4, COUNTERS=_COUNTERS)
     return out
+
+
+def square_sums(x: Tensor) -> Tensor:
+    """As `Ops.square_sums`, in an order of PyTorch's."""
+    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square_()

@@ -22,10 +22,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels.codes import decode
-from isobit.kernels.matrices import Operand, values
+from isobit.kernels.matrices import Kept, Operand, Prepared, plain, values
+from isobit.kernels.ops import Ops
 from isobit.kernels.reference.rounding import round_once
 from isobit.kernels.reference.sums import product_sums
-from isobit.precision import BLOCK, E5M2, QTensor, expand_scale
+from isobit.precision import BLOCK, E5M2, PackedFP4, QTensor, expand_scale
+from isobit.precision.packed_fp4 import panels
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
@@ -88,3 +90,23 @@ def _row_scales(operand: QTensor) -> Tensor:
     assert block_columns in (16, 32, BLOCK, columns), f"scales along K in blocks of {block_columns}"
     scale = operand.scale
     return expand_scale(scale, (block_rows, 1), (operand.shape[0], scale.shape[1])).double()
+
+
+def prepare(weight: Operand, into: Prepared | None = None) -> Prepared:
+    """`Ops.prepare` of a backend that packs nothing."""
+    return weight
+
+
+def added_product(ops: Ops, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """`Ops.gradient_product` by the backend's `product`."""
+    found = ops.product(a, b, None, out)
+    return found if into is None else into.add_(found)
+
+
+def input_gradient(ops: Ops, dy: Tensor, weight: Kept, out: torch.dtype) -> Tensor:
+    """dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of nibbles some columns at a time."""
+    if not isinstance(weight, PackedFP4):
+        return ops.gradient_product(dy, plain(weight, dy.dtype).t(), out)
+    columns = panels(weight.shape[1], weight.shape[0])
+    parts = (plain(weight.part(columns=some), dy.dtype) for some in columns)
+    return torch.cat([ops.gradient_product(dy, part.t(), out) for part in parts], 1)

@@ -1,10 +1,10 @@
 """The support of a row of logits under top-k, top-p and min-p: the tokens that can be drawn from it.
 
-The rollout's sampler and the learner's head call `truncate` on the same bits, so both have one support, and softmax
-over it is one distribution (tests/training/test_truncated_sampling.py). Order: penalize repeated tokens, divide by the
-temperature, keep the top k, of these the smallest set with probability at least p, of these the tokens with at least
-min_p times the largest probability. A token that is left out has logit -inf from there on: probability 0, and no
-gradient.
+The rollout's sampler and the learner's head call `filter_logits` on the same bits, so both have one
+support, and softmax over it is one distribution (tests/training/test_filtered_sampling.py). Order:
+penalize repeated tokens, divide by the temperature, keep the top k, of these the smallest set with
+probability at least p, of these the tokens with at least min_p times the largest probability. A
+token that is left out has logit -inf from there on: probability 0, and no gradient.
 
 Every reduction is over one contiguous row, in float64 where it sums. Left out: the renormalization, which is that of
 `Ops.token_logprobs`.
@@ -20,19 +20,19 @@ from isobit.kernels.ops import Temperature
 Cut = tuple[int, float, float]
 """Top-k, top-p and min-p of all rows; 0, 1 and 0 leave nothing out."""
 
-Truncation = tuple[int, float, float, float]
+Filtering = tuple[int, float, float, float]
 """Top-k, top-p, min-p and repetition penalty of all rows; 0, 1, 0 and 1 leave the distribution as it is."""
 
 LOGITS_AT_ONCE = 2**22
-"""Elements of logits that `truncate_around` sorts at a time."""
+"""Elements of logits that `filter_around` sorts at a time."""
 
 WORKING_BYTES = 43
-"""Of such an element, at most, while it is sorted (tests/kernels/test_truncation.py)."""
+"""Of such an element, at most, while it is sorted (tests/kernels/test_filtering.py)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """Truncations of R rows: `top_k`, `top_p`, `min_p` [R] float64. `most_k`: at least every top-k, 0 if there is none;
+    """Filters of R rows: `top_k`, `top_p`, `min_p` [R] float64. `most_k`: at least every top-k, 0 if there is none;
     `nucleus`: some top-p is below 1."""
 
     top_k: Tensor
@@ -78,7 +78,7 @@ def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def truncate(logits: Tensor, temperature: Temperature, limits: Limits) -> Tensor:
+def filter_logits(logits: Tensor, temperature: Temperature, limits: Limits) -> Tensor:
     """Logits [R, V] float32, with -inf for the tokens outside the support. Ties at the edge of top-k stay in."""
     scaled = logits / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
     size = scaled.shape[-1]
@@ -93,8 +93,8 @@ def truncate(logits: Tensor, temperature: Temperature, limits: Limits) -> Tensor
     return logits.masked_fill((scaled == -torch.inf) | (relative < limits.min_p.unsqueeze(1)), -torch.inf)
 
 
-def truncate_around(logits: Tensor, tokens: Tensor, temperature: float, cut: Cut) -> Tensor:
-    """`truncate`, in place, of rows that share their settings, but each row's token [R] stays in.
+def filter_around(logits: Tensor, tokens: Tensor, temperature: float, cut: Cut) -> Tensor:
+    """`filter_logits`, in place, of rows that share their settings, but each row's token [R] stays in.
 
     A drawn token is in its row's support by construction; where the weights have moved since, it is added to it, so
     that its log-probability is finite."""
@@ -102,7 +102,7 @@ def truncate_around(logits: Tensor, tokens: Tensor, temperature: float, cut: Cut
     if cut == (0, 1, 0):
         return logits
     for rows in logits.split(max(1, LOGITS_AT_ONCE // logits.shape[1])):
-        rows.copy_(truncate(rows, of_rows(temperature, rows), _limits(cut, rows)))
+        rows.copy_(filter_logits(rows, of_rows(temperature, rows), _limits(cut, rows)))
     return logits.scatter_(1, tokens.unsqueeze(1), own)
 
 

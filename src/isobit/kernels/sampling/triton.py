@@ -12,7 +12,7 @@ runtime argument (`race`) and not a constant: so the rollout, which draws, and t
 same instructions, and the drawn token's log-probability has the learner's bits
 (`tests/kernels/triton/test_head.py`).
 
-Left out: truncation (its logits are -inf here, which have probability 0 and never win).
+Left out: filtering (its logits are -inf here, which have probability 0 and never win).
 """
 
 import torch

@@ -17,7 +17,7 @@ from isobit.distributed.weights import Stored, share_rows
 from isobit.kernels import Activation, Kept, Operand, Ops, Packed, Stacked, tensors_of
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import LowRank, Vector, Weight, working_vector
-from isobit.precision import Flow, Nibbles, QTensor
+from isobit.precision import Flow, PackedFP4, QTensor
 from isobit.precision.quantize import largest_of, quantize_part
 
 
@@ -148,7 +148,7 @@ class Working:
         """(name, working tensor) of each that a sync makes of these masters; nibbles are frozen."""
         for name, working, _ in self.tensors():
             if name in names:
-                assert not isinstance(working, Nibbles)
+                assert not isinstance(working, PackedFP4)
                 yield name, working
 
     @cached_property

@@ -1,10 +1,11 @@
 """An objective as small parts: which advantage, which average, which clip; and the named combinations of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from isobit.options.declare import Form, Internal, OneOf, above, at_least, at_most
+from isobit.errors import IsobitError
+from isobit.options.declare import NotAnOption, OneOf, Pattern, above, at_least, at_most
 from isobit.rewards.functions import split_reference
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
 
@@ -36,7 +37,7 @@ def _is_function(text: str) -> bool:
     return ":" in text and bool(split_reference(text, "function"))
 
 
-Function = Annotated[str, Form("path/to/file.py:function", _is_function)]
+Function = Annotated[str, Pattern("path/to/file.py:function", _is_function)]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ class Objective:
     clip_low, clip_high: bounds of the ratio, 1 - clip_low and 1 + clip_high. correction: weights and rejection where
     the policy that sampled differs from the learner's (`correction_rule.py`); recompute_old_logprobs: whether the
     learner computes the log-probabilities of the weights that sampled, before it changes them, or the rollout's own
-    serve. What `auto` becomes for these two depends on the model's precision: `for_precision` sets `rule` and
-    `recompute_old`.
+    serve. What `auto` becomes for these two depends on the model's precision (`for_precision`).
     """
 
     preset: Annotated[str, OneOf(PRESETS), "a published algorithm, which sets the keys below that are not given"] = (
@@ -111,29 +111,38 @@ class Objective:
     router_aux_coefficient: Annotated[
         float, at_least(0), "mixture of experts: weight of the loss that balances their load in an optimizer batch"
     ] = 0.0
-    shadow_every: Annotated[
-        int, at_least(0), "steps between BF16 shadow passes, which measure the noise in the ratio; 0: none"
-    ] = 0
-    shadow_calibrates_clip: Annotated[bool, "widen the clip so that it clips what BF16 would clip"] = False
     updates_per_batch: Annotated[int, at_least(1), "optimizer steps in one pass over a batch of rollouts"] = 1
     epochs: Annotated[int, at_least(1), "passes over a batch of rollouts"] = 1
-    rule: Internal[CorrectionRule] = CORRECTIONS["none"]
-    """The correction, resolved."""
-    recompute_old: Internal[bool] = False
-    """`recompute_old_logprobs`, resolved."""
-    stale_samples: Internal[bool] = False
-    """Some samples are of older weights, by replay or because rollouts run ahead."""
-    reward_weights: Internal[tuple[tuple[str, float], ...]] = ()
-    """(name, weight) of each reward function."""
-    max_new_tokens: Internal[int] = 128
-    temperature: Internal[float] = 1.0
-    truncation: Internal[tuple[int, float, float, float] | None] = None
-    """Of the sampling, all three; `truncation` is its top-k, top-p, min-p and repetition penalty, if any."""
 
     @property
     def estimator(self) -> str:
         """`kl_estimator`, resolved."""
         return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
+
+
+@dataclass(frozen=True)
+class ResolvedObjective(Objective):
+    """An objective with what `auto` has become for a model's precision, what the sampling decides, and the rewards that
+    a run has. A learner takes this one, and so do losses and advantages.
+
+    `rule`: the correction. `recompute_old`: whether the learner computes the old log-probabilities. `stale_samples`:
+    some samples are of older weights, by replay or because rollouts run ahead. `reward_weights`: (name, weight) of each
+    reward function. `max_new_tokens`, `temperature` and `filtering` are the sampling's, the last one its top-k, top-p,
+    min-p and repetition penalty, if any.
+    """
+
+    rule: NotAnOption[CorrectionRule] = CORRECTIONS["none"]
+    recompute_old: NotAnOption[bool] = False
+    stale_samples: NotAnOption[bool] = False
+    reward_weights: NotAnOption[tuple[tuple[str, float], ...]] = ()
+    max_new_tokens: NotAnOption[int] = 128
+    temperature: NotAnOption[float] = 1.0
+    filtering: NotAnOption[tuple[int, float, float, float] | None] = None
+
+    @staticmethod
+    def of(objective: Objective, **values: Any) -> "ResolvedObjective":
+        """An objective with these values, and what is resolved of it already."""
+        return ResolvedObjective(**(vars(objective) | values))
 
 
 OBJECTIVES = {name: Objective(name, **parts) for name, parts in PRESETS.items()}
@@ -148,10 +157,22 @@ def with_preset(values: Any) -> Any:
     given."""
     if not isinstance(values, Mapping):
         return values
+    values = _without_shadow_passes(values)
     given = {key: value for key, value in values.items() if value is not None or key not in _PARTS}
     preset = given.get("preset", "grpo")
     parts = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     return parts | given
+
+
+def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys of what left, where they do nothing. Raises IsobitError where they would."""
+    left = ("shadow_every", "shadow_calibrates_clip")
+    for key in left:
+        if values.get(key):
+            raise IsobitError(
+                f"algorithm.{key}: shadow passes have left isobit (docs/decisions/learning.md): leave the key out"
+            )
+    return {key: value for key, value in values.items() if key not in left}
 
 
 def without_preset(values: Any) -> Any:
@@ -173,8 +194,9 @@ def shares_prompts(wanted: bool, objective: Objective, *, mixture: bool, recurre
     return wanted and not recurrent and not of_all_rows
 
 
-def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> Objective:
-    """Resolve `auto`: the precision's default correction; no recomputation where rollout and learner are one flow.
+def for_precision(objective: Objective, precision: "Precision", *, stale: bool = False) -> ResolvedObjective:
+    """What `auto` is under a precision: its default correction; no recomputation where rollout and learner share
+    a flow.
 
     `stale`: samples may be of older weights, so that even under one flow there is something to recompute and, by token
     TIS, to correct.
@@ -186,4 +208,4 @@ def for_precision(objective: Objective, precision: "Precision", *, stale: bool =
         correction = CORRECTIONS[default if correction == "auto" else correction]
     if not recompute:
         correction = CorrectionRule()  # old log-probabilities are the rollout's own: every weight would be 1
-    return replace(objective, rule=correction, recompute_old=recompute, stale_samples=stale)
+    return ResolvedObjective.of(objective, rule=correction, recompute_old=recompute, stale_samples=stale)

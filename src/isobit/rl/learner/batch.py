@@ -10,10 +10,10 @@ from isobit.rl.algorithm.advantages import Advantage
 from isobit.rl.algorithm.correction import correct, correction_metrics, step_metrics
 from isobit.rl.algorithm.loss import LossInputs, token_weights
 from isobit.rl.algorithm.mismatch import mismatch_metrics, position_metrics, sequence_metrics
-from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.agreement import Compared, require_agreement
-from isobit.rl.learner.zero_advantage import idle_samples
+from isobit.rl.learner.zero_advantage import zero_advantage_samples
 
 SampleKey = tuple[int, int]
 
@@ -23,21 +23,47 @@ class TrainingBatch:
     """Per sample, [trained tokens] float32: advantages, log-probabilities, the correction's importance weights.
 
     `fresh`: whether a sample has to be of the weights that learning begins with, so that a difference is a mismatch.
-    `idle`: whether it teaches nothing. `known`: the samples whose `old` are the learner's, not the rollout's.
-    `kept`, bool: the tokens that are averaged over, if not all are.
+    `zero`: whether its advantage is 0, so that it teaches nothing. `known`: the samples whose `old` are the learner's,
+    not the rollout's. `kept`, bool: the tokens that are averaged over, if not all are.
     """
 
-    objective: Objective
+    objective: ResolvedObjective
     samples: Sequence[Sample]
     advantages: Sequence[Tensor]
     rollout: Sequence[Tensor]
     old: Sequence[Tensor]
     fresh: Sequence[bool]
-    idle: Sequence[bool]
+    zero: Sequence[bool]
     known: Sequence[int] = ()
     reference: Sequence[Tensor] | None = None
     importance: Sequence[Tensor] | None = None
     kept: Sequence[Tensor] | None = None
+
+    def given(
+        self, old: Mapping[int, Tensor] | None, reference: Sequence[Tensor] | None
+    ) -> "tuple[TrainingBatch, dict[str, float]]":
+        """The batch with the log-probabilities of the reference, and the `old` ones that the learner computed, by the
+        index of the sample, at least of all that teach; None: the rollout's own serve. A correction weighs the samples
+        that have them: its metrics."""
+        known = sorted(old or ())
+        rows = [(old or {}).get(i, row) for i, row in enumerate(self.rollout)]
+        batch = replace(self, old=rows, known=known, reference=reference)
+        rule, lengths = self.objective.rule, [len(self.rollout[i]) for i in known]
+        if not rule.active or not any(lengths):
+            return batch, {}
+        correction = correct(rule, _joined(rows, known), _joined(self.rollout, known), lengths)
+        importance = [torch.ones_like(row) for row in self.rollout]
+        kept = [torch.ones_like(row, dtype=torch.bool) for row in self.rollout]
+        weights, own = correction.weights.split(lengths), correction.kept.split(lengths)
+        for place, i in enumerate(known):
+            importance[i], kept[i] = weights[place], own[place]
+        counts = kept if rule.denominator == "kept" else None
+        corrected = replace(batch, importance=importance, kept=counts)
+        everything = range(len(self.samples))
+        before, after = (each.weights_of(everything) for each in (batch, corrected))
+        sizes = [before[i] for i in known], [after[i] for i in known]
+        step = step_metrics(correction, _joined(self.advantages, known), lengths, *sizes)
+        return corrected, correction_metrics(correction) | step
 
     def has_tokens(self, part: Sequence[int]) -> bool:
         return any(len(self.rollout[i]) for i in part)
@@ -58,7 +84,6 @@ class TrainingBatch:
         logprobs: Tensor,
         entropy: Tensor,
         sequence: Tensor,
-        clip_bounds: tuple[float, float],
     ) -> LossInputs:
         """Of the samples `chosen`, whose tokens weigh `weights`, and the policy's forward over them."""
         token_weight = torch.tensor(weights)[sequence]
@@ -75,8 +100,8 @@ class TrainingBatch:
             token_weights=token_weight,
             entropy=entropy,
             sequence=sequence,
-            clip_low=clip_bounds[0],
-            clip_high=clip_bounds[1],
+            clip_low=self.objective.clip_low,
+            clip_high=self.objective.clip_high,
             settings=self.objective,
             reference_logprobs=None if self.reference is None else _joined(self.reference, chosen),
         )
@@ -103,39 +128,18 @@ class TrainingBatch:
 
 
 def training_batch(
-    objective: Objective,
+    objective: ResolvedObjective,
     samples: Sequence[Sample],
     advantages: Sequence[Advantage],
     weights_version: int,
-    old: Mapping[int, Tensor] | None,
-    reference: Sequence[Tensor] | None,
-) -> tuple[TrainingBatch, dict[str, float]]:
-    """The batch, and the metrics of its correction. `old`: log-probabilities of the present weights, which are of
-    `weights_version`, by the index of the sample, at least of all that teach; None: the rollout's own serve. A
-    correction weighs the samples that have them."""
+) -> TrainingBatch:
+    """The batch, whose old log-probabilities are the rollout's own; the present weights are of `weights_version`."""
     rollout = rollout_logprobs(samples)
-    fresh = [not objective.stale_samples or s.weights_version == weights_version for s in samples]
-    credit = per_token(samples, advantages)
-    known, given = sorted(old or ()), [(old or {}).get(i, row) for i, row in enumerate(rollout)]
-    idle = idle_samples(objective, credit)
-    batch = TrainingBatch(objective, samples, credit, rollout, given, fresh, idle, known, reference)
-    rule, lengths, everything = objective.rule, [len(rollout[i]) for i in known], range(len(samples))
-    if not rule.active or not any(lengths):
-        return batch, {}
-    correction = correct(rule, _joined(given, known), _joined(rollout, known), lengths)
-    importance = [torch.ones_like(row) for row in rollout]
-    kept = [torch.ones_like(row, dtype=torch.bool) for row in rollout]
-    for i, weights, own in zip(known, correction.weights.split(lengths), correction.kept.split(lengths)):
-        importance[i], kept[i] = weights, own
-    corrected = replace(batch, importance=importance, kept=kept if rule.denominator == "kept" else None)
-    before, after = (each.weights_of(everything) for each in (batch, corrected))
-    sizes = (_joined(credit, known), lengths, [before[i] for i in known], [after[i] for i in known])
-    return corrected, correction_metrics(correction) | step_metrics(correction, *sizes)
-
-
-def per_token(samples: Sequence[Sample], advantages: Sequence[Advantage]) -> list[Tensor]:
-    """Of each sample, [trained tokens] float32."""
-    return [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
+    stale = objective.stale_samples
+    fresh = [not stale or sample.weights_version == weights_version for sample in samples]
+    credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
+    zero = zero_advantage_samples(objective, credit)
+    return TrainingBatch(objective, samples, credit, rollout, rollout, fresh, zero)
 
 
 def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from isobit.options.declare import Internal, above, at_least, at_most, below
+from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 
 Beta = Annotated[float, at_least(0), below(1)]
 
@@ -62,9 +62,9 @@ class OptimizerSettings:
         "compute the rows of a prompt once for all its completions in a micro-batch. Log-probabilities have the same "
         "bits; decides how gradients are rounded. Not where a mixture of experts repeats routes or balances its load",
     ] = True
-    total_steps: Internal[int] = 1
+    total_steps: NotAnOption[int] = 1
     """Calls of `learning_rate`."""
-    seed: Internal[int] = 0
+    seed: NotAnOption[int] = 0
     """The run's, for the rounding of BF16 masters and of 8-bit moments."""
 
 

@@ -52,6 +52,17 @@ def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dic
     }
 
 
+def rollout_rates(took: Mapping[str, float]) -> dict[str, float]:
+    """What a step's sampling comes to; empty where nothing was sampled."""
+    if "time/rollout" not in took:
+        return {}
+    prompt_tokens, seconds = max(took["rollout/prompt_tokens"], 1), max(took["time/rollout"], 1e-9)
+    return {
+        "rollout/prefix_hit_fraction": took["rollout/cached_tokens"] / prompt_tokens,
+        "throughput/rollout_tokens_per_s": took["rollout/tokens"] / seconds,
+    }
+
+
 class WeightTotals:
     """Quantization of the rollout's weights against the masters as they are now, by layer and tensor; the experts of a
     layer together. Empty where the weights are not quantized, or frozen: these have no masters."""

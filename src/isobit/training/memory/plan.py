@@ -255,7 +255,7 @@ def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
     batch = config.prompts_per_step * config.sampling.group_size * longest
     rows = min(max(tokens, longest), max(batch, longest))
     taken = learning.at(rows)
-    if config.sampling.truncated:
+    if config.sampling.filtered:
         taken += WORKING_BYTES * min(rows * run.model.vocab_size, LOGITS_AT_ONCE)
     several = tokens < batch or config.algorithm.updates_per_batch > 1
     if run.shares and config.sampling.group_size > 1:  # keys, values and their gradients, for each that sees them
@@ -268,9 +268,6 @@ def laid_out(run: Holding, learning: Learning, tokens: int) -> MemoryPlan:
     ]
     if run.host:  # on a GPU checkpoints are copied to the host
         during.append(("saving: a copy of masters or moments", max(run.masters, run.moments)))
-    if config.algorithm.shadow_every:
-        working = run.rollout + run.learner + run.packs
-        during.append(("shadow pass: masters in BF16, and working weights again", gradients // 2 + working))
     return MemoryPlan(tuple(held), tuple(during))
 
 

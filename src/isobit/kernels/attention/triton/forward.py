@@ -34,7 +34,7 @@ from isobit.kernels.ops import Layout
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch, target
-from isobit.precision import E4M3, INT8
+from isobit.precision import E4M3, INT8, Format
 
 _FEW_ROWS = 32
 """Up to this many rows of a tile keys are on the long side of the matrix instruction; 0 where `put_rows_first`."""
@@ -82,7 +82,13 @@ def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
 
 
 def attention(
-    q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    store: KVStore,
+    layout: Layout,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p of its sequence,
     with a `window` to the last `window` of them; `sinks` [H] float32 are one score more for each head.
@@ -91,6 +97,7 @@ def attention(
     device and nothing is read on the host, so a CUDA graph can hold this; `layout.max_rows` and `layout.max_keys` are
     bounds.
     """
+    assert probabilities is None, "`check_precision` refuses it"
     rows, heads, dim = q.shape
     kv_heads, sequences = store.k.shape[1], layout.context.shape[0]
     assert store.k.dtype == (store.kv.format.stored if store.kv is not None else q.dtype)

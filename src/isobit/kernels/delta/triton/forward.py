@@ -20,9 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.kernels.delta.definition import EPS
-from isobit.kernels.delta.triton import backward as delta_backward
-from isobit.kernels.delta.triton import convolution
-from isobit.kernels.ops import DeltaHeads, Layout, Ops
+from isobit.kernels.ops import DeltaHeads, Layout
 from isobit.kernels.stores import StateStore
 from isobit.kernels.triton.launch import launch
 from isobit.kernels.triton.numbers import cast, steps
@@ -146,25 +144,3 @@ def delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore 
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, HIGH=high, LEVELS=high.bit_length() - 1, BLOCK=block,
     )  # fmt: skip
     return out
-
-
-class DeltaOperators(Ops):
-    """The part of the triton operators that computes linear attention."""
-
-    def short_convolution(self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout) -> Tensor:
-        return convolution.short_convolution(x, weight, store, layout)
-
-    def short_convolution_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        return convolution.short_convolution_backward(dy, x, weight, layout)
-
-    def delta_rule(
-        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
-    ) -> Tensor:
-        return delta_rule(qkv, gates, heads, store, layout)
-
-    def delta_rule_backward(
-        self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return delta_backward.delta_rule_backward(dout, qkv, gates, heads, layout)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from isobit.errors import IsobitError
-from isobit.kernels.composed import bias_gradients
+from isobit.kernels.experts import definition
 from isobit.kernels.experts.triton import kernels
 from isobit.kernels.matrices import Gradients, Operand, Stacked, picked
 from isobit.kernels.product.triton.operands import check_blocks, scale_strides
@@ -28,7 +28,7 @@ from isobit.kernels.product.triton.product import values
 from isobit.kernels.triton.launch import launch, target
 from isobit.kernels.triton.transpose import contiguous_bytes
 from isobit.precision import BLOCK, E4M3, QTensor, QuantSpec
-from isobit.precision.nibbles import panels
+from isobit.precision.packed_fp4 import panels
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
 _SCHEDULED = 64  # tiles that one program of the schedule writes
@@ -178,7 +178,7 @@ def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
     """`Ops.grouped_bias_gradient`. Waits for the device."""
     if offsets.device.type == "meta":  # launches are recorded: no value is known
         return list(dy.new_empty((offsets.shape[0] - 1, dy.shape[1]), dtype=torch.float32).unbind(0))
-    return bias_gradients(dy, offsets)
+    return definition.grouped_bias_gradient(dy, offsets)
 
 
 def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:

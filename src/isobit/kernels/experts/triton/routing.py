@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.kernels import composed
+from isobit.kernels.experts import definition
 from isobit.kernels.norms.triton.norm import pair_sum
 from isobit.kernels.triton import numbers
 from isobit.kernels.triton.launch import launch
@@ -69,7 +69,7 @@ def _route(
     tl.store(gate_ptr + row[:, None] * COUNT + slot, gates, mask=present[:, None] & (slot < COUNT))
 
 
-def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def route(logits: Tensor, count: int, normalize: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """As `Ops.route`, with float32 sums."""
     logits = logits.contiguous()
     assert logits.dtype == torch.float32
@@ -115,7 +115,7 @@ def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `Ops.by_expert`."""
     entries = chosen.numel()
     if not 0 < entries <= MOST_COUNTED:
-        return composed.by_expert(chosen, count)
+        return definition.by_expert(chosen, count)
     token, place = chosen.new_empty(entries), torch.empty_like(chosen, memory_format=torch.contiguous_format)
     offsets, blocks = chosen.new_empty(count + 1), triton.cdiv(entries, _COUNTED)
     launch(

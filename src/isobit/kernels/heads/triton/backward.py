@@ -35,7 +35,7 @@ _SUM_ROWS = tl.constexpr(64)
 
 
 def attention_inputs_backward(
-    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, how: Heads, positions: Tensor
+    gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(gradient of qkv [T, H + 2 KV, D], of the two norms' weights [D] float32) of dq [T, H, D], dk, dv [T, KV, D].
 
@@ -43,20 +43,20 @@ def attention_inputs_backward(
     they repeat, but their bits depend on the batch.
     """
     qkv = qkv.contiguous()
-    rows, heads, dim = qkv.shape
+    rows, total, dim = qkv.shape
     (dq, q_stride), (dk, k_stride), (dv, v_stride) = (strided(dx) for dx in gradients)
     q_heads, kv_heads = dq.shape[1], dk.shape[1]
-    assert q_heads + 2 * kv_heads == heads, "the gradients are those of qkv"
+    assert q_heads + 2 * kv_heads == total, "the gradients are those of qkv"
     dqkv = torch.empty_like(qkv)
     tile = heads_at_once(max(q_heads, kv_heads))
     q_groups, kv_groups = num_groups(q_heads, tile), num_groups(kv_heads, tile)
-    q_norm, k_norm = how.norms if how.norms is not None else (None, None)
+    q_norm, k_norm = heads.norms if heads.norms is not None else (None, None)
     chunks = min(rows, _CHUNKS)
     normed_groups = q_groups + kv_groups
-    partial = torch.empty((normed_groups, chunks, dim), dtype=torch.float32, device=qkv.device) if how.norms else None
+    partial = torch.empty((normed_groups, chunks, dim), dtype=torch.float32, device=qkv.device) if heads.norms else None
     launch(
         _attention_inputs_backward, (chunks, normed_groups + kv_groups), dq, dk, dv, qkv, dqkv, q_norm, k_norm,
-        *how.tables, positions, partial, rows, -(-rows // max(chunks, 1)), how.eps, num_warps=2, Q_STRIDE=q_stride,
+        *heads.tables, positions, partial, rows, -(-rows // max(chunks, 1)), heads.eps, num_warps=2, Q_STRIDE=q_stride,
         K_STRIDE=k_stride, V_STRIDE=v_stride, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile,
         WIDTH=half_width(dim),
     )  # fmt: skip

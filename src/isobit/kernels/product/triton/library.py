@@ -24,12 +24,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from isobit.kernels.composed import rows_of
-from isobit.kernels.matrices import Operand, Prepared, tensors_of, weight_of
+from isobit.kernels.matrices import Operand, Prepared, rows_of, tensors_of, weight_of
 from isobit.kernels.product.triton import cublas
 from isobit.kernels.product.triton.plan import splits_of
 from isobit.kernels.product.triton.product import product
-from isobit.precision import BLOCK, Nibbles, QTensor
+from isobit.precision import BLOCK, PackedFP4, QTensor
 
 STEP = 512
 """Rows, of which a library gets a multiple. An estimate: with fewer, weights are read for most of the time, and there
@@ -65,7 +64,7 @@ class LibraryProducts:
     def product(self, a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
         """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]."""
         weight = weight_of(b)
-        if isinstance(weight, Nibbles) or not self._may_be_tried(a, weight):
+        if isinstance(weight, PackedFP4) or not self._may_be_tried(a, weight):
             return product(a, b, bias, out)
         size = (self._most(a), a.shape[1], weight.shape[0], _kind(a), _kind(weight), _kind(bias), out)
         if size not in self.chosen:

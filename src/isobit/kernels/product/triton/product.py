@@ -23,7 +23,7 @@ from isobit.kernels.product.triton.kernels import block_product, nibble_product,
 from isobit.kernels.product.triton.operands import check_blocks, codes_along_inner, padded, row_stride, scale_strides
 from isobit.kernels.product.triton.plan import FEW_ROWS, ProductPlan, plan
 from isobit.kernels.triton.launch import launch
-from isobit.precision import Nibbles, QTensor
+from isobit.precision import PackedFP4, QTensor
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
 _SUM_BLOCK = 1024
@@ -44,7 +44,7 @@ def product(
     assert into is None or (into.dtype == out == torch.float32 and into.is_contiguous())
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     assert out in _OUTPUTS, f"a product has no result in {out}"
-    if isinstance(b, Nibbles):
+    if isinstance(b, PackedFP4):
         return _nibbles(a, b, bias, out, into)
     b = weight_of(b)
     if isinstance(a, QTensor) and isinstance(b, QTensor):
@@ -93,7 +93,7 @@ def _plain(a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype, into: Te
     return _run(plain_product, chosen, (a, b), bias, out, into, sizes, strides, constants)
 
 
-def _nibbles(a: Operand, b: Nibbles, bias: Tensor | None, out: torch.dtype, into: Tensor | None) -> Tensor:
+def _nibbles(a: Operand, b: PackedFP4, bias: Tensor | None, out: torch.dtype, into: Tensor | None) -> Tensor:
     if isinstance(a, QTensor):
         raise IsobitError("backend: triton multiplies nvfp4 weights with plain activations: choose backend: native")
     assert a.dtype in _OUTPUTS, f"a product of {a.dtype}"

@@ -2,14 +2,14 @@
 
 import torch
 
-from isobit.kernels import KVStore, Layout, get_ops, separate_ops
+from isobit.kernels import KVStore, Layout, get_ops, inference_engine_ops
 from isobit.precision import BF16, E4M3, QuantSpec, quantize
 from tests.models import require
 
 from .helpers import normal
 
 REFERENCE = get_ops("reference")
-SEPARATE = separate_ops(REFERENCE)
+SEPARATE = inference_engine_ops(REFERENCE)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -74,7 +74,7 @@ def test_a_token_that_was_cut_off_has_no_part_in_the_entropy() -> None:
 def test_what_both_engines_compute_alike_has_the_bits_of_the_learners_backend() -> None:
     for backend in ("reference", "native"):
         require(backend)
-        separate, x = separate_ops(get_ops(backend)), normal(9, 200)
+        separate, x = inference_engine_ops(get_ops(backend)), normal(9, 200)
         spec = QuantSpec(E4M3, "1x128", "fp32")
         assert torch.equal(separate.quantize(x, spec).data.view(torch.uint8), quantize(x, spec).data.view(torch.uint8))
         keys = torch.tensor([[7, i, 0, 3] for i in range(9)])

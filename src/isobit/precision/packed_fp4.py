@@ -1,10 +1,10 @@
 """NVFP4 weights as they are stored when nothing writes them again: two codes to a byte, scales of a byte.
 
-A quantizer gives codes that are E4M3 numbers, a byte each, and float32 scales: 10 bits a weight. Here it is 4.5 bits,
-and what is unpacked are the same codes and the same scales, bit for bit (`tests/precision/test_nibbles.py`). A product
-unpacks some rows at a time, or in its inner loop; never the whole weight. Left out: formats other than NVFP4, and
-weights that are trained, whose storage a sync overwrites (`QTensor`).
-"""
+A quantizer gives codes that are E4M3 numbers, a byte each, and float32 scales: 10 bits a weight.
+Here it is 4.5 bits, and what is unpacked are the same codes and the same scales, bit for bit
+(`tests/precision/test_packed_fp4.py`). A product unpacks some rows at a time, or in its inner loop;
+never the whole weight. Left out: formats other than NVFP4, and weights that are trained, whose
+storage a sync overwrites (`QTensor`)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +23,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, eq=False)
-class Nibbles:
+class PackedFP4:
     """A weight [R, C], C a multiple of 16: `codes` [R, C / 2] uint8, an even column in the low half of its byte; and
     `scales` [R, C / 16] uint8, which are E4M3 numbers to be multiplied by `common` [1] float32. A scale of byte 0 is 1,
     which a block of zeros has."""
@@ -59,7 +59,7 @@ class Nibbles:
 
 
 def holds(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
-    """Whether `Nibbles` hold such a weight. One block of 16 columns is multiplied like a whole row of FP8, in another
+    """Whether `PackedFP4` hold such a weight. One block of 16 columns is multiplied like a whole row of FP8, in another
     order."""
     return spec == NVFP4 and shape[1] % GROUP == 0 and shape[1] > GROUP
 
@@ -69,7 +69,7 @@ def nbytes(rows: int, columns: int) -> int:
     return rows * (columns // 2 + columns // GROUP) + 4
 
 
-def packed(quantized: QTensor, x: Tensor) -> Nibbles:
+def packed(quantized: QTensor, x: Tensor) -> PackedFP4:
     """The same numbers two to a byte; `x` [R, C] is what was quantized."""
     assert holds(quantized.spec, quantized.shape)
     index = _nibble_of(quantized.data.device).index_select(0, quantized.data.view(torch.uint8).flatten().int())
@@ -77,7 +77,7 @@ def packed(quantized: QTensor, x: Tensor) -> Nibbles:
     common = common_scale(block_amax(x, (1, GROUP)).amax().reshape(1), NVFP4)
     found = (quantized.scale / common).clamp(2.0**-9, E4M3.max).to(E4M3.dtype)
     scales = torch.where(found.float() * common == quantized.scale, found.view(torch.uint8), 0)
-    return Nibbles(pairs[..., 0] | pairs[..., 1] << 4, scales, common)
+    return PackedFP4(pairs[..., 0] | pairs[..., 1] << 4, scales, common)
 
 
 def unpacked(codes: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from isobit.kernels import Stacked, grouped_input_gradient, input_gradient
 from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.product.triton.plan import plan
 from isobit.kernels.product.triton.product import product
-from isobit.precision import E2M1, Nibbles, QTensor, QuantSpec, nibbles, quantize
+from isobit.precision import E2M1, PackedFP4, QTensor, QuantSpec, packed_fp4, quantize
 
 from ..helpers import draw, same
-from ..test_nibbles import matrices
+from ..test_packed_fp4 import matrices
 from .helpers import DEVICE, there
 
 SHAPES = ((1, 5, 32), (9, 40, 304), (70, 20, 144), (17, 16, 512), (66, 16, 512))
@@ -29,8 +29,8 @@ def ops() -> TritonOps:
     return TritonOps("bitwise", "in a test", DEVICE)
 
 
-def moved(weight: Nibbles) -> Nibbles:
-    return Nibbles(*(there(part) for part in weight.tensors))
+def moved(weight: PackedFP4) -> PackedFP4:
+    return PackedFP4(*(there(part) for part in weight.tensors))
 
 
 @pytest.mark.parametrize(("rows", "columns", "inner"), SHAPES)
@@ -49,7 +49,7 @@ def test_chunks_of_k_are_among_the_shapes() -> None:
 
 
 def test_gradients_and_experts_have_the_bits_of_the_values(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nibbles, "_PANEL", 1 << 11)
+    monkeypatch.setattr(packed_fp4, "_PANEL", 1 << 11)
     three = [matrices(seed, 40, 96) for seed in range(3)]
     wide, found, wrong = three[0]
     dy = there(draw(7, 11, 40))
@@ -73,7 +73,7 @@ def test_gradients_and_experts_have_the_bits_of_the_values(ops: TritonOps, monke
 
 def test_what_is_quantized_here_is_the_references(ops: TritonOps) -> None:
     x = draw(1, 40, 96)
-    found, wanted = ops.quantize(there(x), nibbles.NVFP4), quantize(x, nibbles.NVFP4)
+    found, wanted = ops.quantize(there(x), packed_fp4.NVFP4), quantize(x, packed_fp4.NVFP4)
     assert same(found.data.view(torch.uint8).cpu(), wanted.data.view(torch.uint8))
     assert same(found.scale.cpu(), wanted.scale)
 

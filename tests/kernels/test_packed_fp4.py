@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import Ops, Stacked, get_ops, grouped_input_gradient, input_gradient, separate_ops
+from isobit.kernels import Ops, Stacked, get_ops, grouped_input_gradient, inference_engine_ops, input_gradient
 from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.matrices import Operand
 from isobit.kernels.native import available
-from isobit.precision import E2M1, E4M3, Nibbles, QTensor, QuantSpec, nibbles, quantize
-from isobit.precision.nibbles import NVFP4, packed
+from isobit.precision import E2M1, E4M3, PackedFP4, QTensor, QuantSpec, packed_fp4, quantize
+from isobit.precision.packed_fp4 import NVFP4, packed
 
 from .helpers import draw, same, threads
 from .libraries import library_of
@@ -28,7 +28,7 @@ SHAPES = ((1, 5, 32), (9, 40, 304), (37, 130, 144), (257, 48, 160))
 OUTPUTS = (torch.bfloat16, torch.float32)
 
 
-def matrices(seed: int, rows: int, columns: int) -> tuple[QTensor, Nibbles, Nibbles]:
+def matrices(seed: int, rows: int, columns: int) -> tuple[QTensor, PackedFP4, PackedFP4]:
     """A weight a byte a code, two codes to a byte, and with exchanged halves."""
     x = draw(seed, rows, columns, dtype=torch.float32, spread=2.0)
     x[rows // 2, :16] = 0
@@ -46,15 +46,15 @@ def activations(rows: int, inner: int) -> dict[str, Operand]:
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Elements that were unpacked at a time; parts are small, so that small weights have several."""
     seen: list[int] = []
-    unpacked = nibbles.unpacked
+    unpacked = packed_fp4.unpacked
 
     def noted(codes: Tensor) -> Tensor:
         seen.append(2 * codes.numel())
         return unpacked(codes)
 
-    monkeypatch.setattr(nibbles, "unpacked", noted)
+    monkeypatch.setattr(packed_fp4, "unpacked", noted)
     monkeypatch.setattr("isobit.kernels.matrices.unpacked", noted)
-    monkeypatch.setattr(nibbles, "_PANEL", 1 << 11)
+    monkeypatch.setattr(packed_fp4, "_PANEL", 1 << 11)
     return seen
 
 
@@ -107,7 +107,7 @@ def test_rows_are_independent_and_threads_change_nothing() -> None:
 @pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64", "-DISOBIT_PORTABLE"])
 def test_every_instruction_set_has_these_bits(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops, other = NativeOps("exact"), NativeOps("exact")
-    other._lib = library_of(("product/product.cpp",), tmp_path, f"-O1 {flags}", monkeypatch)
+    other.lib = library_of(("product/product.cpp",), tmp_path, f"-O1 {flags}", monkeypatch)
     for rows, columns, inner in SHAPES:
         _, found, wrong = matrices(1, columns, inner)
         for name, a in activations(rows, inner).items():
@@ -139,7 +139,7 @@ def test_experts_have_the_bits_of_a_byte_a_code(backend: str, biased: bool, part
     if biased:
         wide, found, wrong = (replace(each, bias=draw(5, 3, 40)) for each in (wide, found, wrong))
     assert found.shape == wide.shape == (3, 40, 96)
-    assert all(isinstance(one, Nibbles) for one in found.experts)
+    assert all(isinstance(one, PackedFP4) for one in found.experts)
     offsets = torch.tensor([0, 4, 4, 11])
     x, dy = draw(6, 11, 96), draw(7, 11, 40)
     for a in (x, quantize(x, ROW)):
@@ -155,7 +155,7 @@ def test_experts_have_the_bits_of_a_byte_a_code(backend: str, biased: bool, part
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_separate_engine_multiplies_them(backend: str) -> None:
     """Its sums are a BLAS's, which promise no bits: to some float32 roundings."""
-    ops = separate_ops(get_ops(backend))
+    ops = inference_engine_ops(get_ops(backend))
     wide, found, wrong = matrices(1, 130, 304)
     for a in activations(9, 304).values():
         wanted = ops.product(a, wide, None, torch.float32)

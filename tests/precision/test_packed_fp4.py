@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.precision import E2M1, E4M3, Nibbles, QTensor, QuantSpec, quantize
-from isobit.precision.nibbles import NVFP4, holds, nbytes, packed, panels
+from isobit.precision import E2M1, E4M3, PackedFP4, QTensor, QuantSpec, quantize
+from isobit.precision.packed_fp4 import NVFP4, holds, nbytes, packed, panels
 from tests.kernels.helpers import draw, same
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -26,7 +26,7 @@ def same_matrix(a: QTensor, b: QTensor) -> bool:
     return same(a.data.view(torch.uint8), b.data.view(torch.uint8)) and same(a.scale, b.scale) and a.spec == b.spec
 
 
-def swapped(found: Nibbles) -> Nibbles:
+def swapped(found: PackedFP4) -> PackedFP4:
     """The control of all claims about bits: every even column exchanged with the odd one beside it."""
     return replace(found, codes=found.codes << 4 | found.codes >> 4)
 
@@ -51,7 +51,7 @@ def test_bytes_mean_what_the_format_says() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
     scales = torch.tensor([[0, 1, 0x38, 0x7E]] * 8, dtype=torch.uint8)  # 1, 2^-9, 1 and 448 times the number
     common = torch.tensor([0.3])
-    found = Nibbles(codes, scales, common).dequantize()
+    found = PackedFP4(codes, scales, common).dequantize()
     for row in range(8):
         for column in range(64):
             code = int(codes[row, column // 2]) >> 4 * (column % 2) & 15

@@ -12,9 +12,9 @@ from isobit.config import load_config
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
-from isobit.kernels.sampling import filtering as truncation
+from isobit.kernels.sampling import filtering
 from isobit.model import Model
-from isobit.rl import Objective, Sample
+from isobit.rl import Objective, ResolvedObjective, Sample
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.run.directory import read_jsonl
@@ -67,7 +67,7 @@ def test_a_learner_of_the_whole_distribution_differs(
     tmp_path: Path, base: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test before this one."""
-    monkeypatch.setattr(Sampling, "truncation", None)
+    monkeypatch.setattr(Sampling, "filtering", None)
     with pytest.raises(RunFailed, match="differ in"):
         _run(tmp_path, base, TRUNCATIONS[kind])
 
@@ -75,12 +75,12 @@ def test_a_learner_of_the_whole_distribution_differs(
 def _rollouts(model: Model, **sampling: Any) -> tuple[list[Sample], Objective]:
     asked = Sampling(n=4, max_new_tokens=8, seed=0, **sampling)
     samples = roll_out(model, length=8, sampling=asked)
-    return samples, Objective(temperature=asked.temperature, truncation=asked.truncation)
+    return samples, ResolvedObjective(temperature=asked.temperature, filtering=asked.filtering)
 
 
 def _bits(model: Model, samples: list[Sample], objective: Objective) -> Tensor:
     with torch.no_grad():
-        found = forward(model, pack(samples), objective.temperature, objective.truncation)[0]
+        found = forward(model, pack(samples), objective.temperature, objective.filtering)[0]
     return found.view(torch.int32)
 
 
@@ -92,10 +92,10 @@ def test_a_support_that_is_a_little_wider_differs(precision: str, kind: str) -> 
     samples, objective = _rollouts(model, **TRUNCATIONS[kind])
     rolled = torch.tensor([x for s in samples for x in s.rollout_logprobs]).view(torch.int32)
     assert torch.equal(_bits(model, samples, objective), rolled)
-    assert objective.truncation is not None
-    top_k, top_p, min_p, penalty = objective.truncation
+    assert objective.filtering is not None
+    top_k, top_p, min_p, penalty = objective.filtering
     wider = (top_k + 1 if top_k else 0, min(top_p + 0.01, 1.0) if top_p < 1 else 1.0, min_p / 2, 1 + (penalty - 1) / 2)
-    differing = int((_bits(model, samples, replace(objective, truncation=wider)) != rolled).sum())
+    differing = int((_bits(model, samples, replace(objective, filtering=wider)) != rolled).sum())
     assert differing > len(rolled) // 20
 
 
@@ -122,19 +122,19 @@ def test_tokens_that_leave_the_support_keep_a_finite_log_probability(monkeypatch
     assert found["steps/skipped"] == 0
     model.sync()
     with torch.no_grad():
-        moved = forward(model, pack(samples), 1.0, objective.truncation)[0]
+        moved = forward(model, pack(samples), 1.0, objective.filtering)[0]
     assert bool(torch.isfinite(moved).all())
-    monkeypatch.setattr(truncation, "truncate_around", _without_the_drawn_tokens)
-    monkeypatch.setattr("isobit.model.forward.head.truncate_around", _without_the_drawn_tokens)
+    monkeypatch.setattr(filtering, "filter_around", _without_the_drawn_tokens)
+    monkeypatch.setattr("isobit.model.forward.head.filter_around", _without_the_drawn_tokens)
     with torch.no_grad():
-        control = forward(model, pack(samples), 1.0, objective.truncation)[0]
+        control = forward(model, pack(samples), 1.0, objective.filtering)[0]
     outside = ~torch.isfinite(control)
     assert bool(outside.any()), "the control: no token has left"
     assert torch.equal(control[~outside], moved[~outside])
 
 
 def _without_the_drawn_tokens(logits: Tensor, tokens: Tensor, temperature: float, given: Any) -> Tensor:
-    return truncation.truncate(logits, truncation.of_rows(temperature, logits), truncation._limits(given, logits))
+    return filtering.filter_logits(logits, filtering.of_rows(temperature, logits), filtering._limits(given, logits))
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,10 @@ def test_a_run_resumes_bit_for_bit_and_its_report_has_no_differing_token(tmp_pat
         ({"consistency": "fast"}, "cannot be used in training with consistency: fast"),
         ({"algorithm": {"kl_coefficient": 0.01}}, "cannot be used with a KL penalty"),
         ({"algorithm": {"kl_coefficient": 0.01, "kl_in_reward": True}}, "cannot be used with a KL penalty"),
-        ({"algorithm": {"shadow_every": 2}}, "cannot be used with shadow passes"),
     ],
 )
 def test_what_is_not_defined_is_refused(tmp_path: Path, base: Path, changes: dict[str, Any], message: str) -> None:
-    """In one line, with what to set; the control is the same run without a truncation."""
+    """In one line, with what to set; the control is the same run without a filtering."""
     for sampling in TRUNCATIONS.values():
         with pytest.raises(IsobitError, match=message) as caught:
             load_config(write_config(tmp_path, base, sampling=sampling, **changes))
