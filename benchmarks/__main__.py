@@ -18,6 +18,7 @@ NAMES = (
     "published",
     "exposed",
     "ranks",
+    "optimizers",
 )
 LARGE = ("large_model", "long_completions")
 """Only by name: they take many minutes and GiB."""

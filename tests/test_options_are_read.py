@@ -91,6 +91,7 @@ RUNS = (
     ("precision=fp8-rollout", f"algorithm={{correction: {RULE}, updates_per_batch: 2}}"),
     ("algorithm={preset: dapo, kl_coefficient: 0.1, kl_in_reward: true, overlong_buffer: 1, decoupled_rewards: true}",),
     ("adapter={rank: 2, targets: [q_proj]}",),
+    ("optimizer={name: muon}",),
     ("algorithm={preset: reinforce_pp, kl_coefficient: 0.1}", "optimizer={schedule: cosine, warmup_steps: 1}"),
 )
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from isobit.cli.commands.evaluate import evaluation_config
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
-from isobit.evaluation.periodic import HeldOut
+from isobit.evaluation.periodic import PeriodicEvaluation
 from isobit.monitor.screen.watch import Watched
 from isobit.options.consistency import TDP32, VDP32, default_order
 from isobit.rl.learner.learner import Learner
@@ -75,6 +75,20 @@ def test_killed_at_a_random_moment(tmp_path: Path, base_model: Path, unbroken: d
     result = resume(tmp_path / "run")
     assert result.exit_code == 0
     assert fingerprint(result.run_dir) == unbroken
+
+
+@pytest.mark.slow
+def test_killed_under_muon(tmp_path: Path, base_model: Path, unbroken: dict[str, object]) -> None:
+    """Its momentum goes on too; the control is the run of the default, AdamW."""
+    settings = {**HARD, "optimizer": {"name": "muon"}}
+    (tmp_path / "whole").mkdir()
+    whole = fingerprint(train(load_config(write_config(tmp_path / "whole", base_model, **settings))).run_dir)
+    process = start(write_config(tmp_path, base_model, **settings))
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 4)
+    process.kill()
+    process.wait()
+    assert fingerprint(resume(tmp_path / "run").run_dir) == whole
+    assert whole != unbroken
 
 
 FAILING = """
@@ -191,14 +205,14 @@ def test_a_finished_run_has_nothing_to_do(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     """Also where its last step was evaluated only for being the last, and the model of that step is the best."""
-    evaluate, counted = HeldOut.evaluate, list[int]()
+    evaluate, counted = PeriodicEvaluation.evaluate, list[int]()
 
-    def better(self: HeldOut) -> tuple[dict[str, float], str]:
+    def better(self: PeriodicEvaluation) -> tuple[dict[str, float], str]:
         found, line = evaluate(self)
         counted.append(len(counted))
         return found | {"accuracy/held_out": len(counted) / 10}, line
 
-    monkeypatch.setattr(HeldOut, "evaluate", better)
+    monkeypatch.setattr(PeriodicEvaluation, "evaluate", better)
     run = train(load_config(write_config(tmp_path, base_model, **HARD), [f"steps={steps}"])).run_dir
     before, evaluations = _content(run), len(counted)
     assert json.loads(before["best/best.json"])["step"] == steps

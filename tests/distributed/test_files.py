@@ -29,7 +29,7 @@ from isobit.model.fp8_blocks import block_checkpoint
 from isobit.model.hub import checkpoint, names
 from isobit.model.hub.checkpoint import open_weights, read_weights, write_weights
 from isobit.rl import OptimizerSettings
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import checkpoints
 from isobit.training.saving.checkpoint import Trained, not_finite, problem_of
 from tests.distributed.threads import run
@@ -67,7 +67,7 @@ class Run:
 
     def __init__(self, model: Model, settings: OptimizerSettings) -> None:
         self.model, shards = model, model.transformer.masters.shards
-        self.optimizer = Optimizer(model.named_parameters(), settings, shards)
+        self.optimizer = ShardedOptimizer(model.named_parameters(), settings, shards)
 
     def learn(self, steps: range) -> "Run":
         """Steps with gradients that are a function of master and step alone; one expert never has one."""

@@ -19,7 +19,7 @@ from isobit.rl import Objective, OptimizerSettings, ResolvedObjective, Sample, f
 from isobit.rl.algorithm.objective import OBJECTIVES
 from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.distributed.threads import Meeting, ThreadRanks, run
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, roll_out
@@ -56,8 +56,7 @@ def learn(
     """(masters and moments, metrics) after some steps on the samples."""
     model = model_of(precision, family, ranks, settings.masters)
     shards = model.transformer.masters.shards
-    holders = model.transformer.masters.holders
-    optimizer = Optimizer(model.named_parameters(), settings, shards, holders=holders)
+    optimizer = ShardedOptimizer.of(model, settings)
     chosen = for_precision(objective, model.precision, stale=False)
     learner = Learner(model, optimizer, chosen, micro_batch_tokens=tokens, seed=7, **given)
     metrics = []
@@ -66,7 +65,7 @@ def learn(
         model.sync()
         version = model.weights_version
         samples = [replace(s, weights_version=version) for s in samples]
-    state = {f"{name}|{key}": value for name, each in optimizer._state.items() for key, value in each.items()}
+    state = {f"{name}|{key}": value for name, each in optimizer._tensors().items() for key, value in each.items()}
     moments = {name: value for name, value in state.items() if not name.endswith("|step")}
     return whole(ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}), metrics
 
@@ -158,6 +157,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "8-bit moments": {"settings": replace(SETTINGS, state="8bit")},
     "BF16 masters": {"settings": replace(SETTINGS, masters="bf16")},
     "BF16 masters, 8-bit moments": {"settings": replace(SETTINGS, masters="bf16", state="8bit", sum_group=2)},
+    "Muon": {"settings": replace(SETTINGS, name="muon")},
+    "Muon, BF16 masters, experts": {
+        "settings": replace(SETTINGS, name="muon", masters="bf16"),
+        "family": "qwen3_moe",
+    },
     "old log-probabilities recomputed": {"objective": replace(OBJECTIVE, recompute_old_logprobs="always", epochs=2)},
     "tensor-wise": {"precision": "fp8[weight_granularity=tensor]"},
     "nvfp4": {"precision": "nvfp4"},

@@ -14,7 +14,7 @@ from isobit.rl.algorithm.advantages import AdvantageInputs
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES, LossInputs, ratios
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 PROMPTS = ["1+1=", "23*4=", "9-", "567+89=", "0"]
 
@@ -105,7 +105,8 @@ def make_learner(
     model: Model, objective: Objective | None = None, rate: float = 1e-3, share_prompts: bool = True, **options: object
 ) -> Learner:
     settings = OptimizerSettings(learning_rate=rate, max_grad_norm=1e9, weight_decay=0.01, share_prompts=share_prompts)
-    optimizer, resolved = Optimizer(model.named_parameters(), settings), ResolvedObjective.of(objective or Objective())
+    optimizer = ShardedOptimizer(model.named_parameters(), settings)
+    resolved = ResolvedObjective.of(objective or Objective())
     return Learner(model, optimizer, resolved, **options)  # type: ignore[arg-type]
 
 

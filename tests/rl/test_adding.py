@@ -13,7 +13,7 @@ from isobit.model.forward import accumulate_grad as adding
 from isobit.model.forward.recompute import Recompute
 from isobit.rl import OptimizerSettings, ResolvedObjective, for_precision
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, gradients, roll_out, same_bits
 
@@ -47,7 +47,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]
         samples = roll_out(model)
         objective = for_precision(ResolvedObjective(max_new_tokens=5), model.precision)
         settings = OptimizerSettings(sum_group=sum_group, share_prompts=False)
-        optimizer = Optimizer(model.named_parameters(), settings)
+        optimizer = ShardedOptimizer(model.named_parameters(), settings)
         learner = Learner(model, optimizer, objective, micro_batch_tokens=40, recompute=recompute)
         with monkeypatch.context() as patch:
             if not in_place:

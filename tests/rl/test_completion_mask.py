@@ -18,8 +18,8 @@ from isobit.rl.learner.batch import rollout_logprobs
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.rl.learner.supervised import supervised_update
-from isobit.rl.optim.adamw import Optimizer
 from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, distance, gradients, make_learner
 
@@ -144,7 +144,7 @@ def test_supervised_training_learns_trained_tokens_only() -> None:
     samples = two_turns(model)
 
     def loss(batch: Sequence[Sample]) -> float:
-        optimizer = Optimizer(model.named_parameters(), OptimizerSettings())
+        optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings())
         return supervised_update(model, optimizer, batch, 0.0, 10_000)["loss/cross_entropy"]
 
     def written_out() -> Tensor:

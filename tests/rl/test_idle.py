@@ -22,7 +22,7 @@ from isobit.rl.learner.gradient import Differentiation, OptimizerBatch
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.schedule import Cutting, Schedule, Update
 from isobit.rl.learner.zero_advantage import drawn
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.distributed.test_learning import whole
 from tests.distributed.threads import run
 from tests.models import tiny_model
@@ -70,14 +70,14 @@ def learn(
     model = tiny_model(precision, family, scale=4, ranks=ranks)
     shards = model.transformer.masters.shards
     settings = OptimizerSettings(learning_rate=1e-2, weight_decay=0.01, **{"share_prompts": False, **given})
-    optimizer = Optimizer(model.named_parameters(), settings, shards)
+    optimizer = ShardedOptimizer(model.named_parameters(), settings, shards)
     chosen = for_precision(ResolvedObjective.of(objective, max_new_tokens=5), model.precision)
     options = {"micro_batch_tokens": 40, "seed": 7, "measured_zero_advantage": 2, **options}
     learner, found = Learner(model, optimizer, chosen, **options), []
     for step, prompts in enumerate(teaching):
         found.append(learner.learn(samples, credit(samples, prompts), step).metrics)
         model.sync()
-    state = {f"{name}|{key}": value for name, each in optimizer._state.items() for key, value in each.items()}
+    state = {f"{name}|{key}": value for name, each in optimizer._tensors().items() for key, value in each.items()}
     moments = {name: value for name, value in state.items() if not name.endswith("|step")}
     return whole(ranks, shards, {**{n: p.detach() for n, p in optimizer.parameters.items()}, **moments}), found
 

@@ -15,7 +15,7 @@ from isobit.rl.learner.forward import forward
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.packing import pack
 from isobit.rl.learner.supervised import supervised_update
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import metrics
 from tests.models import tiny_model
 from tests.rl.helpers import alternating, distance, gradients, make_learner, roll_out, same_bits, snapshot
@@ -91,7 +91,7 @@ def test_forward_metrics_are_the_same_bits_for_any_split() -> None:
 def test_rollout_logprobs_are_the_learners_under_a_unified_precision(precision: str) -> None:
     model = tiny_model(precision, scale=8)
     samples = roll_out(model, temperature=0.7)
-    result = make_learner(model, Objective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
+    result = make_learner(model, ResolvedObjective(temperature=0.7)).learn(samples, alternating(samples), 0).metrics
     assert result["mismatch/differing_tokens"] == 0
     assert result["mismatch/token_mult_prob_error"] == 1
     assert result["clip_fraction"] == 0
@@ -104,7 +104,7 @@ def test_what_must_differ_differs() -> None:
     model = tiny_model(scale=8)
     samples = roll_out(model)
     count = sum(len(s.completion_ids) for s in samples)
-    warm = make_learner(model, Objective(temperature=0.7))
+    warm = make_learner(model, ResolvedObjective(temperature=0.7))
     assert warm.learn(samples, alternating(samples), 0).metrics["mismatch/differing_tokens"] > 0.9 * count
     model.sync()
     moved = make_learner(model).learn(samples, alternating(samples), 1).metrics
@@ -309,7 +309,7 @@ def test_supervised_learning_fits_its_data() -> None:
     model = tiny_model("fp8")
     prompt, answer = model.tokenizer.encode("1+1="), model.tokenizer.encode("2", add_special=False)
     data = [Sample(0, 0, tuple(prompt), (*answer, *model.tokenizer.eos_ids), (0.0, 0.0), "", False, 0)]
-    optimizer = Optimizer(model.named_parameters(), make_learner(model).optimizer.settings)
+    optimizer = ShardedOptimizer(model.named_parameters(), make_learner(model).optimizer.settings)
     losses = []
     for _ in range(25):
         losses.append(supervised_update(model, optimizer, data, 1e-2, 1000)["loss/cross_entropy"])

@@ -247,7 +247,7 @@ def test_scoring_beside_the_rollout_changes_nothing(
 def test_non_finite_steps_end_the_run_with_the_last_good_checkpoint(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isobit.rl.optim.adamw.Optimizer.gradient_norm", lambda self: float("nan"))
+    monkeypatch.setattr("isobit.rl.optim.sharded.ShardedOptimizer.gradient_norm", lambda self: float("nan"))
     with pytest.raises(RunFailed, match=r"3 optimizer steps in a row .*step-000002"):
         run(tmp_path, base_model)
     path, warnings = checkpoints.newest(tmp_path / "run" / "checkpoints")

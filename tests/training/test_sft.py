@@ -100,7 +100,7 @@ def test_training_ends_at_the_accuracy_that_is_asked_for(
 ) -> None:
     """At the first of its evaluations that finds it, with the weights of as many steps. The control: never found."""
     answers = iter([3, 8, 12])
-    monkeypatch.setattr(sft._Exam, "accuracy", lambda exam: proportion(next(answers), 16))
+    monkeypatch.setattr(sft.Evaluation, "accuracy", lambda evaluation: proportion(next(answers), 16))
     asked = {"samples": 16, "every": 2, "stop_at": 0.5}
     out = supervised_run(load_sft_config(config(steps=7, evaluation=asked)), quiet=False)
     said = capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_a_failure_leaves_nothing(config: WriteConfig, tmp_path: Path, monkeypat
 
 
 def test_steps_that_are_not_finite_end_the_run(config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.rl.optim.adamw.Optimizer.gradient_norm", lambda self: float("inf"))
+    monkeypatch.setattr("isobit.rl.optim.sharded.ShardedOptimizer.gradient_norm", lambda self: float("inf"))
     with pytest.raises(RunFailed, match="sft: 3 steps in a row"):
         supervised_run(load_sft_config(config(steps=5)), quiet=True)
 

@@ -90,6 +90,7 @@ class Config:
         sampling, algorithm = self.sampling, self.algorithm
         if self.adapter is not None and self.fleet.engines:
             raise IsobitError("adapter: engines of a fleet take no adapters yet; set fleet.engines: 0")
+        _check_adapter(self.adapter, self.optimizer)
         if sampling.filtered and algorithm.kl_coefficient:
             raise IsobitError(
                 "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL penalty: it has its own "
@@ -127,6 +128,15 @@ class Config:
                 "algorithm.correction weighs old against rollout log-probabilities, which "
                 "recompute_old_logprobs: never makes equal"
             )
+
+
+def _check_adapter(adapter: AdapterConfig | None, optimizer: OptimizerSettings) -> None:
+    """Raise IsobitError for an optimizer that has nothing to do in an adapter."""
+    if adapter is not None and optimizer.name == "muon":
+        raise IsobitError(
+            "optimizer.name: muon is for whole matrices, and an adapter trains the two factors of each; set "
+            "optimizer.name: adamw, or leave the adapter out"
+        )
 
 
 def _check_kl(algorithm: Objective) -> None:
@@ -227,3 +237,4 @@ class SftConfig:
     def __post_init__(self) -> None:
         if self.adapter is not None and self.model.path is None:
             raise IsobitError("adapter: random weights (model.init) are no model to adapt; give model.path")
+        _check_adapter(self.adapter, self.optimizer)

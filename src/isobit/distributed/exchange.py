@@ -11,7 +11,7 @@ of its place in a machine, and only sums travel on: 1 / g of the bytes between m
 
 Gradients leave during the backward, a layer at a time, so that no rank holds a whole gradient. A gradient
 that is absent (an expert that no token chose) is sent as such, since a sum without it is no sum with zeros: AdamW
-leaves a parameter without a gradient alone. Left out: what is done with the sum (`rl/optim/adamw.py`).
+leaves a parameter without a gradient alone. Left out: what is done with the sum (`rl/optim`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -15,7 +15,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.best import AUTO
-from isobit.evaluation.measure import EvaluationPlan, Judge, measure, tags_of
+from isobit.evaluation.measure import EvaluationPlan, Scorer, measure, tags_of
 from isobit.evaluation.result import Result
 from isobit.evaluation.summary import ALL, summarize
 from isobit.rewards.pool import Reward
@@ -26,9 +26,9 @@ SEED_OFFSET = 0x5EED_E7A1
 
 @dataclass(frozen=True, eq=False)
 class _During:
-    """A judge that tells reward functions which step it is."""
+    """A scorer that tells reward functions which step it is."""
 
-    judge: Judge
+    scorer: Scorer
     trainer_state: Mapping[str, float] | None
 
     def score(
@@ -40,16 +40,16 @@ class _During:
         trainer_state: Mapping[str, float] | None = None,
     ) -> list[Reward]:
         state = trainer_state or self.trainer_state
-        return self.judge.score(prompts, completions, columns, completion_ids, state)
+        return self.scorer.score(prompts, completions, columns, completion_ids, state)
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOut:
+class PeriodicEvaluation:
     """The held-out prompts of a run and how they are asked: each by one of the ranks."""
 
     engine: Engine
     examples: Sequence[Example]
-    judge: Judge
+    scorer: Scorer
     plan: EvaluationPlan
     ranks: Ranks = ALONE
 
@@ -66,8 +66,8 @@ class HeldOut:
 
     def evaluate(self, trainer_state: Mapping[str, float] | None = None) -> tuple[dict[str, float], str]:
         """(metrics, a line for the reader) of the present weights; `trainer_state`: for reward functions that ask."""
-        judge = _During(self.judge, trainer_state)
-        questions = measure(self.engine, self.examples, judge, self.plan, ranks=self.ranks)
+        scorer = _During(self.scorer, trainer_state)
+        questions = measure(self.engine, self.examples, scorer, self.plan, ranks=self.ranks)
         result = Result("", questions, self.plan.ks)
         summary = summarize(result)
         everything = {name: estimate.value for name, estimate in summary[ALL].items()}

@@ -118,7 +118,7 @@ def step(job: Job, batch: float, context: float, factors: Factors = FACTORS) -> 
 
 def _update(job: Job) -> Work:
     options, adapter = job.config.optimizer, job.config.adapter
-    moments = moment_bytes(job.model, options.state, adapter) / num_parameters(job.model, adapter)
+    moments = moment_bytes(job.model, options, adapter) / num_parameters(job.model, adapter)
     return update(_share(job), MASTERS[options.masters].itemsize, moments)
 
 

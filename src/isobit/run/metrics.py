@@ -117,7 +117,7 @@ METRICS: dict[str, str] = {
     "memory/peak_rollout_mib": "peak GPU memory of tensors during the step's rollout; on a GPU only",
     "memory/peak_learn_mib": "the same during forward, backward and optimizer",
     "memory/kv_cache_mib": "allocated for keys and values, scales included",
-    "memory/optimizer_mib": "AdamW's moments, in their storage format",
+    "memory/optimizer_mib": "the optimizer's state (moments, momentum), in its storage format",
     "memory/reference_mib": "working weights of the frozen reference; it keeps no masters",
     "memory/reward_models_mib": "working weights of the reward models",
     "memory/weights_mib": "masters and all working weights; copies that a backend repacks for itself are not counted",

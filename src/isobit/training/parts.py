@@ -8,16 +8,16 @@ from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
-from isobit.evaluation.periodic import HeldOut
+from isobit.evaluation.periodic import PeriodicEvaluation
 from isobit.fleet.fleet import Fleet
 from isobit.model import Model
 from isobit.rewards.pool import RewardPool
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task
 from isobit.training.resolved import Resolved
 from isobit.training.saving.checkpoint import Trained
-from isobit.training.scoring import Scorer
+from isobit.training.scoring import RewardScorer
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,9 @@ class Parts:
     trained: Trained
     reference: Model | None
     task: Task
-    held_out: HeldOut | None
+    held_out: PeriodicEvaluation | None
     rewards: RewardPool
-    scorer: Scorer
+    scorer: RewardScorer
     engine: Engine
     sampling: Sampling
     unlike: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Parts:
         return self.trained.model
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> ShardedOptimizer:
         return self.trained.optimizer
 
     @property

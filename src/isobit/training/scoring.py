@@ -25,7 +25,7 @@ class WeightedModel:
     name: str
 
 
-class Scorer:
+class RewardScorer:
     """Scores completions by all of them."""
 
     def __init__(self, pool: RewardPool, models: Sequence[WeightedModel], stop_on_error: bool) -> None:
@@ -96,7 +96,7 @@ class RolloutScoring:
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: RewardScorer,
         examples: Sequence[Example],
         per_prompt: int,
         trainer_state: Mapping[str, float],
@@ -114,7 +114,8 @@ class RolloutScoring:
         self._batch.add(index * n, [example.prompt] * n, texts, [example.columns] * n, ids)
 
     def collect(self) -> list[Reward]:
-        """The rewards of all completions that were added, group by group. Raises RunFailed as `Scorer.score` does."""
+        """The rewards of all completions that were added, group by group. Raises RunFailed as `RewardScorer.score`
+        does."""
         rewards = self._batch.collect()
         added = sorted(self._texts.items())
         prompts = [self._examples[index].prompt for index, texts in added for _ in texts]

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from isobit.model import Model
+from isobit.model import Model, TextRules
 from isobit.model.adapters.targets import NewAdapter
+from isobit.model.text.tokenizer import DEFAULT_RULES
 
 _OF_NOTHING = NewAdapter(1, 1.0, ())
 """An adapter of no matrix: a model that is loaded with it is frozen, and reads each weight without keeping it."""
@@ -14,11 +15,8 @@ def open_serving(
     path: Path,
     adapters: Mapping[str, Path],
     flow: tuple[str | Mapping[str, object], str, str],
-    chat_template: str | Path | None = None,
+    rules: TextRules = DEFAULT_RULES,
 ) -> Model:
     """The model at `path` under `flow`, (precision, backend, consistency), with PEFT folders by name. Raises
     IsobitError as `Model.serving`."""
-    model = Model.load(path, *flow, adapter=_OF_NOTHING)
-    if chat_template is not None:
-        model.tokenizer.use_template(chat_template)
-    return model.serving(adapters)
+    return Model.load(path, *flow, adapter=_OF_NOTHING, rules=rules).serving(adapters)

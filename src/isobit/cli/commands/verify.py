@@ -136,7 +136,7 @@ def _checkpoint(
     if not samples and chain is None:
         return Compared(0, 0, 0, None), [problem] if problem is not None else []
     base = checkpoint if config.adapter is None else base_of(config, runs.began_by(run), quiet=True)
-    model = load_trained(config, base, checkpoint)
+    model = load_trained(config, base, checkpoint, now=date_of(runs.began_by(run)))
     row = {} if chain is None else chain.rows.get(step, {})
     if problem is None and row and of_weights(model) != row["weights"]:
         problem = f"the weights in {checkpoint} are not those that the certificate has of step {step}"
@@ -145,8 +145,6 @@ def _checkpoint(
 
 
 def _draw_again(run: Path, config: Config, model: Model, samples: Sequence[Sample], records: Records) -> Compared:
-    model.tokenizer.now = date_of(runs.began_by(run))
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
     sampling = rollout_sampling(config)
     engine = sized_engine(config, model, list(prompts.values()), len(prompts) * sampling.n)

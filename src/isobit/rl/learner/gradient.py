@@ -36,7 +36,7 @@ from isobit.rl.learner.routing import (
 )
 from isobit.rl.learner.schedule import Update
 from isobit.rl.learner.totals import Totals
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class Differentiation:
     """Puts gradients of `loss` into the optimizer's parameters. With `gradient_sum_group` micro-batches are added in
     groups."""
 
-    def __init__(self, optimizer: Optimizer, leaves: Mapping[str, Tensor], loss: LossFunction) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, leaves: Mapping[str, Tensor], loss: LossFunction) -> None:
         self._optimizer, self._leaves, self.loss = optimizer, leaves, loss
         self._ranks: Ranks = optimizer.shards.ranks
         group = optimizer.settings.sum_group

@@ -49,8 +49,8 @@ from isobit.rl.learner.gradient import Differentiation, Gradient
 from isobit.rl.learner.routing import RoutingTotals
 from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule, Update
 from isobit.rl.learner.totals import Totals
-from isobit.rl.optim.adamw import Optimizer
 from isobit.rl.optim.schedule import learning_rate
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Learner:
     def __init__(
         self,
         model: Model,
-        optimizer: Optimizer,
+        optimizer: ShardedOptimizer,
         objective: ResolvedObjective,
         *,
         reference: Model | None = None,

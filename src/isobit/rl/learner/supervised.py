@@ -12,14 +12,14 @@ from isobit.rl.learner.forward import PolicyForward
 from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.packing import Trainable
 from isobit.rl.learner.schedule import Cutting
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 
 _OBJECTIVE = ResolvedObjective(loss_aggregation="token_mean")
 
 
 def supervised_update(
     model: Model,
-    optimizer: Optimizer,
+    optimizer: ShardedOptimizer,
     samples: Sequence[Trainable],
     rate: float,
     micro_batch_tokens: int,

@@ -1,9 +1,10 @@
-"""The optimizer's settings, and the learning rate of each step."""
+"""The optimizers' settings, each declared once, and the learning rate of each step."""
 
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from isobit.errors import IsobitError
 from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 
 Beta = Annotated[float, at_least(0), below(1)]
@@ -11,7 +12,7 @@ Beta = Annotated[float, at_least(0), below(1)]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW."""
+    """AdamW, or Muon for the matrices of linear layers."""
 
     learning_rate: Annotated[float, above(0), "the largest rate of the run; about 1e-4 for an adapter"] = 1e-6
     schedule: Annotated[
@@ -25,6 +26,20 @@ class OptimizerSettings:
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, above(0)] = 1e-8
     max_grad_norm: Annotated[float, above(0)] = 1.0
+    name: Annotated[
+        Literal["adamw", "muon"],
+        "muon: orthogonalized momentum for the matrices of attention, MLPs and experts; all else by AdamW",
+    ] = "adamw"
+    momentum: Annotated[float, at_least(0), below(1), "Muon's"] = 0.95
+    nesterov: Annotated[bool, "Muon's momentum looks one step ahead"] = True
+    ns_steps: Annotated[
+        int, at_least(1), at_most(20), "Muon's Newton-Schulz iterations that orthogonalize an update"
+    ] = 5
+    adjust_lr: Annotated[
+        Literal["match_rms_adamw", "original"],
+        "what Muon multiplies the rate by, for a matrix of A rows and B columns: 0.2 · √max(A, B), so that one rate "
+        "serves AdamW's masters too; or √max(1, A / B)",
+    ] = "match_rms_adamw"
     state: Annotated[
         Literal["fp32", "8bit"],
         "AdamW's moments; 8bit: a code an element and a scale for 256, rounded stochastically; embedding and head stay "
@@ -66,6 +81,23 @@ class OptimizerSettings:
     """Calls of `learning_rate`."""
     seed: NotAnOption[int] = 0
     """The run's, for the rounding of BF16 masters and of 8-bit moments."""
+
+    @property
+    def what_is_kept(self) -> str:
+        """The optimizer's state, as a plan of memory names it."""
+        return "AdamW moments" if self.name == "adamw" else "Muon momentum, AdamW moments"
+
+    def __post_init__(self) -> None:
+        if self.name == "muon" and self.state == "8bit":
+            raise IsobitError("optimizer.state: 8bit is for AdamW's moments; Muon's momentum is kept in FP32")
+        if self.name != "muon":
+            for key in _MUONS:
+                if getattr(self, key) != getattr(OptimizerSettings, key):
+                    raise IsobitError(f"optimizer.{key} is Muon's: set optimizer.name: muon, or leave it out")
+
+
+_MUONS = ("momentum", "nesterov", "ns_steps", "adjust_lr")
+"""Options that no other optimizer reads."""
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:

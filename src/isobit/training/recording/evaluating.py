@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from isobit.config import Config
 from isobit.evaluation.best import Best
-from isobit.evaluation.periodic import HeldOut
+from isobit.evaluation.periodic import PeriodicEvaluation
 from isobit.rl.learner.learner import Learner
 from isobit.training.measuring.meter import Meter
 from isobit.training.policy import Policy
@@ -23,7 +23,7 @@ class Evaluating:
 
     def __init__(
         self,
-        held_out: HeldOut | None,
+        held_out: PeriodicEvaluation | None,
         config: Config,
         prompts: int,
         policy: Policy,

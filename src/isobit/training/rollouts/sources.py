@@ -24,7 +24,7 @@ from isobit.training.measuring.meter import Meter, added
 from isobit.training.rollouts.rank_sampling import gather_groups, gather_stats
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
-from isobit.training.scoring import Scorer
+from isobit.training.scoring import RewardScorer
 
 ReferenceKL = Callable[[Sequence[Sample]], Sequence[tuple[float, ...]]]
 
@@ -55,7 +55,7 @@ class LiveRollouts:
         self,
         train: Dataset,
         sampler: Sampler,
-        scorer: Scorer,
+        scorer: RewardScorer,
         objective: ResolvedObjective,
         state: State,
         ranks: Ranks,

@@ -29,7 +29,7 @@ from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.algorithm.samples import groups_from_json
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.run import checkpoints
 from isobit.run.certificate import GENESIS
 from isobit.run.directory import METRICS, NOTHING_WRITTEN
@@ -49,7 +49,7 @@ class Trained:
     a reference and reward models."""
 
     model: Model
-    optimizer: Optimizer
+    optimizer: ShardedOptimizer
     learner: Learner
     calibrator: Calibrator
     replay: ReplayBuffer

@@ -21,10 +21,10 @@ from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
-from isobit.evaluation.measure import EvaluationPlan, Judge, default_ks
-from isobit.evaluation.periodic import SEED_OFFSET, HeldOut
+from isobit.evaluation.measure import EvaluationPlan, Scorer, default_ks
+from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
 from isobit.kernels import computed_by, get_ops
-from isobit.model import Model, RewardModel
+from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
@@ -33,7 +33,7 @@ from isobit.rewards.pool import RewardPool
 from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
-from isobit.rl.optim.adamw import Optimizer
+from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained
 from isobit.training.measuring.agreement import unlike
@@ -44,7 +44,7 @@ from isobit.training.parts import Parts
 from isobit.training.resolved import Resolved, resolve
 from isobit.training.rollouts.lengths import fit_prompts
 from isobit.training.saving.checkpoint import Trained
-from isobit.training.scoring import Scorer, WeightedModel
+from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.session.machine import machine_facts
 from isobit.training.sft.supervised import cached_model
 
@@ -116,7 +116,7 @@ def _open_models(
     model = _trained(config, base, began, checkpoint, ranks)
     fitted = fit_prompts(task, model, config.task, config.sampling.max_new_tokens, quiet=quiet)
     task = fitted.task
-    scorer = Scorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
+    scorer = RewardScorer(rewards, reward_models(config, model.tokenizer.now, ranks), config.rewards.on_error == "stop")
     other = () if recorded is None else tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
     resolved = resolve(config, model, scorer.weights, learns_like_recorded=not other)
     objective = resolved.objective
@@ -163,17 +163,15 @@ def _open_models(
     return parts_with(fixed, replace(resolved, micro_batch_tokens=fitting))
 
 
-def optimizer_of(config: Config, model: Model) -> Optimizer:
+def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
     """That of a run, for the model's masters."""
-    masters = model.transformer.masters
-    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    return Optimizer(model.named_parameters(), settings, masters.shards, model.ops, masters.holders)
+    return ShardedOptimizer.of(model, replace(config.optimizer, total_steps=config.steps, seed=config.seed))
 
 
 def _learner(
     config: Config,
     model: Model,
-    optimizer: Optimizer,
+    optimizer: ShardedOptimizer,
     resolved: Resolved,
     reference: Model | None,
 ) -> Learner:
@@ -194,12 +192,9 @@ def _learner(
 
 def _trained(config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks) -> Model:
     """The model that is trained, whose tokenizer reads prompts as the run does."""
-    model = load_trained(config, base, checkpoint, ranks)
+    now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
+    model = load_trained(config, base, checkpoint, ranks, now)
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
-    if checkpoint is None and config.model.chat_template is not None:  # a checkpoint has it saved
-        model.tokenizer.use_template(config.model.chat_template)
-    model.tokenizer.now = datetime.fromisoformat(ranks.broadcast_result(lambda: date_of(began).isoformat()))
-    model.tokenizer.special_tokens_in_content = config.task.special_tokens_in_content
     return model
 
 
@@ -232,12 +227,12 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     return reference
 
 
-def _held_out(config: Config, model: Model, task: Task, scorer: Scorer, reserved: int) -> HeldOut:
+def _held_out(config: Config, model: Model, task: Task, scorer: RewardScorer, reserved: int) -> PeriodicEvaluation:
     plan = evaluation_plan(config)
     examples = list(task.held_out.examples[: config.evaluation.samples])
     prompts = [example.prompt for example in examples]
     engine = sized_engine(config, model, prompts, len(examples) * max(1, plan.num_samples), reserved)
-    held_out = HeldOut(engine, examples, held_out_judge(scorer), plan, model.ranks)
+    held_out = PeriodicEvaluation(engine, examples, held_out_scorer(scorer), plan, model.ranks)
     held_out.check_metric(config.evaluation.best_by)
     return held_out
 
@@ -255,7 +250,7 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
     )
 
 
-def held_out_judge(scorer: Scorer) -> Judge:
+def held_out_scorer(scorer: RewardScorer) -> Scorer:
     """What is correct is for functions to say, and for reward models where there are none."""
     return scorer.pool if scorer.pool.specs else scorer
 
@@ -264,8 +259,8 @@ def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[W
     """The reward models of a config, loaded, whole on every rank; `now`: the run's date."""
     found = []
     for given in config.rewards.models:
-        model = RewardModel.load(given.path, given.precision, config.backend, config.consistency, ranks)
-        model.tokenizer.now = now
+        flow = given.precision, config.backend, config.consistency
+        model = RewardModel.load(given.path, *flow, ranks, TextRules(now=now))
         found.append(WeightedModel(model, given.weight, given.name))
     return found
 
