@@ -76,9 +76,9 @@ def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> None:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Let long names in tables break after a slash, a dot or an underscore; site.css allows it on phones only."""
+    """Let long names in tables break after a slash, a dot or an underscore; site.css says where they may."""
 
     def broken(cell: re.Match[str]) -> str:
-        return NAME.sub(lambda name: re.sub(r"([/._])(?=\w)", r"\1<wbr>", name[0]), cell[0])
+        return NAME.sub(lambda name: re.sub(r"([/._])(?=[A-Za-z])", r"\1<wbr>", name[0]), cell[0])
 
     return CELL.sub(broken, output)
