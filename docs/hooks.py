@@ -1,6 +1,7 @@
 """What mkdocs does besides: every key of docs/config.md gets an anchor, and an entry in the search.
 
-The tables of keys are marked, so that a narrow window shows the cells of a row one below the other.
+The tables of keys and metrics are marked, so that a narrow window shows the cells of a row one
+below the other. A page with wide output has no list of contents beside it.
 Without this a search for *learning rate* would lead to a long table. The words by which people look
 for a key, such as *batch size* for `prompts_per_step`, are those of docs/quick-reference.md.
 """
@@ -13,13 +14,25 @@ from typing import Any
 QUICK = re.compile(r"^\| ([^|`]+) \| \[`([\w.]+)`\][^|]*\|[^|]*\| (.+) \|$", re.M)
 """A row of docs/quick-reference.md: what it is called, the key, and what it does."""
 ROW = re.compile(r"<tr>\n<td><code>([\w.]+)</code></td>\n(.+?)</tr>", re.S)
+BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
+CODE_COLUMNS = 90
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.S)
+NAME = re.compile(r"(?<=<code>)[^<]{12,}(?=</code>)")
+STACKED = ("config.md", "metrics.md", "quick-reference.md")
 QUICK_BOOST = 4.0
 """A key that many people set comes before others that match equally well."""
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
+    """Leave the room of the contents to the text, where a block of output is wider than code may be."""
+    output = "".join(text for language, text in BLOCK.findall(markdown) if language in ("", "text"))
+    if any(len(line) > CODE_COLUMNS for line in output.splitlines()):
+        page.meta["hide"] = ["toc"]
+
+
 def on_page_content(content: str, page: Any, **_: Any) -> str:
     """Add an id to each row of a key; of a key that is there twice (`steps`) the second gets `steps-2`."""
-    if page.file.src_uri in ("config.md", "quick-reference.md"):
+    if page.file.src_uri in STACKED:
         content = content.replace("<table>", "<table data-keys>")
     if page.file.src_uri != "config.md":
         return content
@@ -60,3 +73,12 @@ def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> None:
             name, meaning = words[anchor]
             entry |= {"title": f"{name}: {key}", "text": f"{meaning} {text}", "boost": QUICK_BOOST}
         entries.append(entry)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Let long names in tables break after a slash, a dot or an underscore; site.css says where they may."""
+
+    def broken(cell: re.Match[str]) -> str:
+        return NAME.sub(lambda name: re.sub(r"([/._])(?=[A-Za-z])", r"\1<wbr>", name[0]), cell[0])
+
+    return CELL.sub(broken, output)
