@@ -26,6 +26,7 @@ from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
 from tests.selection import pytest_addoption as pytest_addoption
 from tests.selection import pytest_configure as pytest_configure
+from tests.selection import pytest_configure_node as pytest_configure_node
 from tests.selection import pytest_report_header as pytest_report_header
 from tests.selection import pytest_sessionfinish as pytest_sessionfinish
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = {"isobit": ROOT / "src", "tests": ROOT, "benchmarks": ROOT}
-_EVERYTHING = re.compile(
-    r"\b(subprocess|refused|run_isobit|quickstart_cache|opened|documents|warm|ROOT|SOURCE)\b|isobit\.__file__"
-)
-"""Words of a test, or of its helpers, that may start a command or read any file of the tree."""
-_MODEL = re.compile(r"\bbase_model\b")
+_EVERYTHING = {"subprocess", "run_isobit", "refused", "quickstart_cache", "opened", "documents", "warm"}
+_EVERYTHING |= {"ROOT", "SOURCE", "isobit.__file__"}
+"""Names that a test or its helpers use where they may start a command, or read any file of the tree."""
+_MODEL = "base_model"
 """A fixture that every test may name, and that comes of `models.py`."""
 _SHARED = ("tests/conftest.py", "tests/__init__.py", "src/isobit/__init__.py", "src/isobit/__main__.py")
 """Python files that every test depends on."""
@@ -101,10 +100,30 @@ def reached_by_test(path: Path) -> frozenset[Path] | None:
     """What a file of tests reaches; None: everything."""
     beside = [folder / "conftest.py" for folder in path.parents if ROOT / "tests" in folder.parents]
     found = reached([path, *(file for file in beside if file.is_file())])
-    texts = [each.read_text(encoding="utf-8") for each in found if ROOT / "tests" in each.parents]
-    if any(map(_EVERYTHING.search, texts)):
+    names = set[str]().union(*(_used(each) for each in found if ROOT / "tests" in each.parents))
+    if names & _EVERYTHING:
         return None
-    return reached([*found, ROOT / "tests/models.py"]) if any(map(_MODEL.search, texts)) else found
+    return reached([*found, ROOT / "tests/models.py"]) if _MODEL in names else found
+
+
+@functools.cache
+def _used(path: Path) -> frozenset[str]:
+    """Every name in a source: of variables, arguments and modules, `a.b` of attributes, and texts that are names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.alias):
+            found |= set(node.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            found |= set((node.module or "").split("."))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.add(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+    return frozenset(found)
 
 
 def changed_since(revision: str) -> set[str] | None:

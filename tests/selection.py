@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,13 +37,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before the workers start, which are given the options."""
-    command = _command(config)
+    """What the whole suite leaves out; its workers are told."""
+    command, told = _command(config), getattr(config, "workerinput", {})
+    config.option.without_triton |= told.get("without_triton", False)
     if command in (FAST, FULL):
         now = triton_digest()
         passed = config.cache.get(_PASSED, "")
         config.option.without_triton |= command == FAST and passed == now
         config.stash[_KEY] = now
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist's
+def pytest_configure_node(node: Any) -> None:
+    """A worker is given the arguments of the command, and not what was set since."""
+    node.workerinput["without_triton"] = node.config.option.without_triton
 
 
 _KEY = pytest.StashKey[str]()

@@ -207,8 +207,8 @@ def test_a_finished_run_has_nothing_to_do(
     """Also where its last step was evaluated only for being the last, and the model of that step is the best."""
     evaluate, counted = PeriodicEvaluation.evaluate, list[int]()
 
-    def better(self: PeriodicEvaluation) -> tuple[dict[str, float], str]:
-        found, line = evaluate(self)
+    def better(self: PeriodicEvaluation, *progress: float) -> tuple[dict[str, float], str]:
+        found, line = evaluate(self, *progress)
         counted.append(len(counted))
         return found | {"accuracy/held_out": len(counted) / 10}, line
 

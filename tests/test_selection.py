@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -87,6 +89,58 @@ def test_the_makefile_has_the_commands_after_which_tritons_cases_may_be_left_out
     for words in (selection.FAST, selection.FULL):
         quoted = " ".join(f'"{word}"' if " " in word else word for word in words)
         assert f"-m pytest {quoted}\n" in text
+
+
+class Kept(dict[str, str]):
+    """pytest's cache."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+def session(kept: Kept, words: tuple[str, ...], status: int, **more: Any) -> bool:
+    """Whether a run of pytest after these words leaves Triton's cases out; it ends with this status."""
+    config: Any = SimpleNamespace(
+        invocation_params=SimpleNamespace(args=words),
+        option=SimpleNamespace(without_triton=False),
+        cache=kept,
+        stash=pytest.Stash(),
+        **more,
+    )
+    selection.pytest_configure(config)
+    without = bool(config.option.without_triton)
+    node = SimpleNamespace(config=config, workerinput={})
+    selection.pytest_configure_node(node)
+    assert node.workerinput == {"without_triton": without}
+    if not hasattr(config, "workerinput"):
+        assert bool(selection.pytest_report_header(config)) == without
+    selection.pytest_sessionfinish(cast("pytest.Session", SimpleNamespace(config=config)), status)
+    return without
+
+
+def test_tritons_cases_are_left_out_only_where_the_whole_suite_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digests = ["first"]
+    monkeypatch.setattr(selection, "triton_digest", lambda: digests[-1])
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    kept, fast, full = Kept(), selection.FAST, selection.FULL
+    for words in ((*fast, "-k", "a"), (*fast, "tests/rl"), fast[:-2], ()):
+        assert not session(kept, words, 0)
+    assert not session(kept, fast, 0, workerinput={"without_triton": False})
+    assert session(kept, fast, 0, workerinput={"without_triton": True})
+    assert not session(kept, fast, 1)
+    assert not kept, "only the whole counts, and only where all has passed"
+    assert not session(kept, fast, 0)
+    assert session(kept, fast, 1)
+    assert not session(kept, full, 0)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k a")
+    assert not session(kept, fast, 0)
+    monkeypatch.delenv("PYTEST_ADDOPTS")
+    digests.append("second")
+    assert not session(kept, fast, 1)
+    assert not session(kept, full, 0)
+    assert session(kept, fast, 0)
 
 
 def test_tritons_cases_are_where_they_are_looked_for() -> None:

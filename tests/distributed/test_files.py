@@ -87,7 +87,7 @@ class Run:
         trained = Trained(*given)
         counts = dict.fromkeys(("cursor", "weights_version", "bad_steps_in_a_row", "rows"), 0)
         lists: dict[str, Any] = {"pending": [], "replay": [], "queue": []}
-        state = {"step": step, "offsets": {}, **counts, **lists}
+        state = {"step": step, "masters": "fp32", "offsets": {}, **counts, **lists}
         return trained.save(
             directory,
             state,

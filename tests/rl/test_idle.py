@@ -17,8 +17,9 @@ from isobit.rl import OBJECTIVES, Objective, OptimizerSettings, ResolvedObjectiv
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.rl.algorithm.loss import LossInputs, LossOutputs
 from isobit.rl.learner.agreement import Disagreement
+from isobit.rl.learner.batch import OptimizerBatch
 from isobit.rl.learner.forward import PolicyForward, logprobs_of
-from isobit.rl.learner.gradient import Differentiation, OptimizerBatch
+from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.schedule import Cutting, Schedule, Update
 from isobit.rl.learner.zero_advantage import drawn

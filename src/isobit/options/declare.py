@@ -7,8 +7,8 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
-_INTERNAL = object()
-NotAnOption = Annotated[_T, _INTERNAL]
+_NOT_AN_OPTION = object()
+NotAnOption = Annotated[_T, _NOT_AN_OPTION]
 """The type of a field that the code sets, and no file."""
 REQUIRED = object()
 """The default of an option that has none."""
@@ -130,7 +130,7 @@ def options_of(schema: Any) -> Mapping[str, Option]:
     hints = get_type_hints(schema, include_extras=True)
     found = {}
     for each in fields(schema):
-        if _INTERNAL not in unwrapped(hints[each.name])[1]:
+        if _NOT_AN_OPTION not in unwrapped(hints[each.name])[1]:
             made = each.default_factory() if each.default_factory is not MISSING else each.default
             found[each.name] = Option(each.name, hints[each.name], REQUIRED if made is MISSING else made)
     return found

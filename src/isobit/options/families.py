@@ -16,5 +16,6 @@ FAMILIES = {
     "olmo2": "olmo",
     "olmo3": "olmo",
     "gemma3_text": "gemma",
+    "glm4": "glm",
     "gpt_oss": "gpt_oss",
 }

@@ -157,10 +157,10 @@ class RunDirectory:
                 f"run {self.directory} was computed by the {before['backend']} backend, and here it would go on by "
                 f"{facts['backend']}, which rounds in other places; resume it where the former works"
             )
-        if before.get("order") != facts["order"]:
+        if before.get("order") != facts.get("order"):
             raise IsobitError(
                 f"run {self.directory} added its products in the order {before.get('order')}, "
-                f"and here it would go on in {facts['order']}, with other bits; "
+                f"and here it would go on in {facts.get('order')}, with other bits; "
                 "resume it with the version of isobit that began it"
             )
         formats, began = facts.get("formats", {}), before.get("formats", {})

@@ -153,7 +153,7 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
     rotated = dim if rope is None else rope.rotated(dim)
     qkv, gate = arranged(qkv, config, rotated)
     if norms is not None:
-        norms = arranged_norm(norms[0], rotated), arranged_norm(norms[1], rotated)
+        norms = arranged_norm(norms[0], config, rotated), arranged_norm(norms[1], config, rotated)
     masters = None if norms is None else (norms[0].master, norms[1].master)
     working = None if norms is None else (norms[0].working, norms[1].working)
     query, query_scale = _rounding_of_queries(index, layer, ctx)

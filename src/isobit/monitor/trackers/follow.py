@@ -16,7 +16,6 @@ If stdin ends without a line, the run was killed: what it has written is handed 
 import fcntl
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -201,12 +200,10 @@ def main() -> None:
     """The process: see the module."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which says when it ends
         signal.signal(number, signal.SIG_IGN)
-    replies, lines = _Replies(), _Lines()
-    request = lines.wait()
-    assert request is not None
+    replies, request = _Replies(), json.loads(sys.stdin.readline())
     try:
         with _lock(Path(request["run"]) / TRACKING / "lock", request["limit_s"]):
-            failed = _follow(request, lines, replies.say)
+            failed = _follow(request, replies.say)
     except IsobitError as error:
         for name in request["trackers"]:
             replies.say(tracker=name, failed=_told(error))
@@ -216,51 +213,22 @@ def main() -> None:
         os._exit(1)  # not through the exit handlers of a library that has just failed
 
 
-def _follow(request: Mapping[str, Any], lines: "_Lines", say: Callable[..., None]) -> bool:
+def _follow(request: Mapping[str, Any], say: Callable[..., None]) -> bool:
     """Feed all trackers until the run has ended. Whether any of them failed."""
     state = State(Path(request["run"]))
     feeds = [_Feed(name, request, state, say) for name in request["trackers"]]
     for feed in feeds:
         feed.start()
-    while (end := lines.poll(_LOOK_EVERY_S)) is None:
-        if not any(feed.is_alive() for feed in feeds):
-            return True
+    line = sys.stdin.readline()  # no whole one: the run was killed
+    exit_code = json.loads(line)["exit_code"] if line.endswith("\n") else _KILLED
     signal.signal(signal.SIGALRM, _give_up)
     signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + _SPARE_S)
     for feed in feeds:
-        feed.exit_code = end.get("exit_code", _KILLED)
+        feed.exit_code = exit_code
         feed.over.set()
     for feed in feeds:
         feed.join()
     return any(feed.failed for feed in feeds)
-
-
-class _Lines:
-    """Objects from stdin, one a line."""
-
-    def __init__(self) -> None:
-        self._received = b""
-
-    def wait(self) -> dict[str, Any] | None:
-        while (line := self.poll(None)) is None:
-            pass
-        return line
-
-    def poll(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next line; {} at the end of stdin; None if there is nothing within the time."""
-        if b"\n" not in self._received:
-            if not select.select([0], [], [], timeout_s)[0]:
-                return None
-            part = os.read(0, 1 << 16)
-            if not part:
-                return {}
-            self._received += part
-        line, newline, rest = self._received.partition(b"\n")
-        if not newline:
-            return None
-        self._received = rest
-        found: dict[str, Any] = json.loads(line)
-        return found
 
 
 @contextmanager

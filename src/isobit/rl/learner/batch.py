@@ -12,7 +12,9 @@ from isobit.rl.algorithm.loss import LossInputs, token_weights
 from isobit.rl.algorithm.mismatch import mismatch_metrics, position_metrics, sequence_metrics
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
-from isobit.rl.learner.agreement import Compared, require_agreement
+from isobit.rl.learner.agreement import Compared
+from isobit.rl.learner.schedule import Update
+from isobit.rl.learner.totals import Totals
 from isobit.rl.learner.zero_advantage import zero_advantage_samples
 
 SampleKey = tuple[int, int]
@@ -24,7 +26,8 @@ class TrainingBatch:
 
     `fresh`: whether a sample has to be of the weights that learning begins with, so that a difference is a mismatch.
     `zero`: whether its advantage is 0, so that it teaches nothing. `known`: the samples whose `old` are the learner's,
-    not the rollout's. `kept`, bool: the tokens that are averaged over, if not all are.
+    not the rollout's. `kept`, bool: the tokens that are averaged over, if not all are. `comparable_tokens`: trained
+    tokens of fresh samples.
     """
 
     objective: ResolvedObjective
@@ -34,6 +37,7 @@ class TrainingBatch:
     old: Sequence[Tensor]
     fresh: Sequence[bool]
     zero: Sequence[bool]
+    comparable_tokens: int
     known: Sequence[int] = ()
     reference: Sequence[Tensor] | None = None
     importance: Sequence[Tensor] | None = None
@@ -65,66 +69,99 @@ class TrainingBatch:
         step = step_metrics(correction, _joined(self.advantages, known), lengths, *sizes)
         return corrected, correction_metrics(correction) | step
 
-    def has_tokens(self, part: Sequence[int]) -> bool:
-        return any(len(self.rollout[i]) for i in part)
-
-    def rejected(self, part: Sequence[int]) -> bool:
-        """Whether the correction left nothing of these samples."""
-        return self.importance is not None and not any(bool(self.importance[i].any()) for i in part)
-
     def weights_of(self, part: Sequence[int]) -> list[float]:
         """The weight of each sample's tokens in the loss of the optimizer batch `part`."""
         counted = [len(self.rollout[i]) if self.kept is None else int(self.kept[i].sum()) for i in part]
         return token_weights(counted, self.objective.loss_aggregation, self.objective.max_new_tokens)
 
-    def loss_inputs(
-        self,
-        chosen: Sequence[int],
-        weights: Sequence[float],
-        logprobs: Tensor,
-        entropy: Tensor,
-        sequence: Tensor,
-    ) -> LossInputs:
-        """Of the samples `chosen`, whose tokens weigh `weights`, and the policy's forward over them."""
-        token_weight = torch.tensor(weights)[sequence]
-        if self.kept is not None:
-            token_weight = token_weight * _joined(self.kept, chosen)
-        return LossInputs(
-            policy_logprobs=logprobs,
-            old_logprobs=_joined(self.old, chosen),
-            rollout_logprobs=_joined(self.rollout, chosen),
+    def optimizer_batch(self, update: Update) -> "OptimizerBatch | None":
+        """The tensors of an update, micro-batch by micro-batch; None where the correction left nothing of it."""
+        part = update.part
+        if self.importance is not None and not any(bool(self.importance[i].any()) for i in part):
+            return None
+        weights = dict(zip(part, self.weights_of(part)))
+        inputs = [self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches]
+        return OptimizerBatch(self.objective, self.samples, update, inputs, self._sizes(update))
+
+    def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
+        """Of a micro-batch, whose samples' tokens have these weights in the loss."""
+        return TokenInputs(
+            self.objective,
+            torch.tensor(list(weights)),
             advantages=_joined(self.advantages, chosen),
-            importance_weights=torch.ones_like(entropy)
-            if self.importance is None
-            else _joined(self.importance, chosen),
-            token_weights=token_weight,
-            entropy=entropy,
-            sequence=sequence,
-            clip_low=self.objective.clip_low,
-            clip_high=self.objective.clip_high,
-            settings=self.objective,
-            reference_logprobs=None if self.reference is None else _joined(self.reference, chosen),
+            old=_joined(self.old, chosen),
+            rollout=_joined(self.rollout, chosen),
+            reference=None if self.reference is None else _joined(self.reference, chosen),
+            importance=None if self.importance is None else _joined(self.importance, chosen),
+            kept=None if self.kept is None else _joined(self.kept, chosen),
         )
 
-    def require_agreement(self, found: Mapping[int, Tensor], part: Sequence[int]) -> None:
-        """Raise Disagreement unless the learner's log-probabilities of fresh samples, by index, are the rollout's bits.
-        `part`: all samples of the optimizer step."""
-        require_agreement(self.compared(found), [self.samples[i] for i in part])
+    def _sizes(self, update: Update) -> Totals:
+        """How many tokens there are, and how many of them are left out."""
+        samples, parts = self.samples, update.micro_batches
+        rows = {i: len(samples[i].prompt_ids) + len(samples[i].completion_ids) for part in parts for i in part}
+        return Totals(
+            tokens=sum(samples[i].num_trained for i in rows),
+            rows=sum(rows.values()),
+            rows_left_out=sum(rows[i] for i in update.zero_advantage_samples),
+        )
 
-    def compared(self, found: Mapping[int, Tensor]) -> list[Compared]:
-        """Fresh samples with the rollout's log-probabilities and those that were `found`, by index."""
-        return [(self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]]
-
-    @property
-    def comparable_tokens(self) -> int:
-        """Trained tokens of fresh samples."""
-        return sum(len(row) for row, fresh in zip(self.rollout, self.fresh) if fresh)
+    def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
+        """Fresh samples, by index, with the rollout's log-probabilities and those that were `found`."""
+        return {i: (self.samples[i], self.rollout[i], row) for i, row in found.items() if self.fresh[i]}
 
     def staleness(self) -> dict[str, float]:
         """How far samples of older weights are from the policy of now."""
         found = _mismatch([(self.old[i], self.rollout[i]) for i in self.known if not self.fresh[i]])
         names = ("kl_k3", "token_mult_prob_error")
         return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
+
+
+@dataclass(frozen=True, eq=False)
+class TokenInputs:
+    """What a loss is given of a micro-batch beside the policy's forward, [trained tokens]; `weights`: of the tokens of
+    each sample."""
+
+    objective: ResolvedObjective
+    weights: Tensor
+    advantages: Tensor
+    old: Tensor
+    rollout: Tensor
+    reference: Tensor | None
+    importance: Tensor | None
+    kept: Tensor | None
+
+    def with_policy(self, logprobs: Tensor, entropy: Tensor, sequence: Tensor) -> LossInputs:
+        """With the forward of the policy over them; `sequence`: of each token its sample's number."""
+        token_weights = self.weights[sequence]
+        if self.kept is not None:
+            token_weights = token_weights * self.kept
+        return LossInputs(
+            policy_logprobs=logprobs,
+            old_logprobs=self.old,
+            rollout_logprobs=self.rollout,
+            advantages=self.advantages,
+            importance_weights=torch.ones_like(entropy) if self.importance is None else self.importance,
+            token_weights=token_weights,
+            entropy=entropy,
+            sequence=sequence,
+            clip_low=self.objective.clip_low,
+            clip_high=self.objective.clip_high,
+            settings=self.objective,
+            reference_logprobs=self.reference,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerBatch:
+    """The samples of an `update`, of all `samples` of the batch by index; `inputs` of each of its micro-batches, and
+    their `sizes`."""
+
+    objective: ResolvedObjective
+    samples: Sequence[Sample]
+    update: Update
+    inputs: Sequence[TokenInputs]
+    sizes: Totals
 
 
 def training_batch(
@@ -139,7 +176,8 @@ def training_batch(
     fresh = [not stale or sample.weights_version == weights_version for sample in samples]
     credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
     zero = zero_advantage_samples(objective, credit)
-    return TrainingBatch(objective, samples, credit, rollout, rollout, fresh, zero)
+    comparable = sum(len(row) for row, wanted in zip(rollout, fresh) if wanted)
+    return TrainingBatch(objective, samples, credit, rollout, rollout, fresh, zero, comparable)
 
 
 def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:

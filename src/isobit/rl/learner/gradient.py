@@ -24,8 +24,8 @@ from isobit.model.weights.checksums import checksums, first_difference
 from isobit.rl.algorithm.functions import weighted_sum
 from isobit.rl.algorithm.loss import LossFunction, kl_in_loss
 from isobit.rl.algorithm.samples import Sample
-from isobit.rl.learner.batch import TrainingBatch
-from isobit.rl.learner.forward import MicroBatch, PolicyForward, gather_micro_batches
+from isobit.rl.learner.batch import OptimizerBatch
+from isobit.rl.learner.forward import MicroBatch, PolicyForward, gather_micro_batches, logprobs_of
 from isobit.rl.learner.routing import (
     BatchLoad,
     RoutingTotals,
@@ -34,7 +34,6 @@ from isobit.rl.learner.routing import (
     served_experts,
     summed,
 )
-from isobit.rl.learner.schedule import Update
 from isobit.rl.learner.totals import Totals
 from isobit.rl.optim.sharded import ShardedOptimizer
 
@@ -53,29 +52,6 @@ class Gradient:
         return all(map(math.isfinite, (self.norm, self.totals.loss, self.totals.kl)))
 
 
-@dataclass(frozen=True, eq=False)
-class OptimizerBatch:
-    """The samples of an `update`; `weights`: in the loss, of each sample's tokens."""
-
-    batch: TrainingBatch
-    update: Update
-    weights: Mapping[int, float]
-
-    def samples(self, number: int) -> list[Sample]:
-        """Those of a micro-batch."""
-        return [self.batch.samples[i] for i in self.update.micro_batches[number]]
-
-    def sizes(self) -> Totals:
-        """How many tokens there are, and how many of them are left out."""
-        samples, parts = self.batch.samples, self.update.micro_batches
-        rows = {i: len(samples[i].prompt_ids) + len(samples[i].completion_ids) for part in parts for i in part}
-        return Totals(
-            tokens=sum(samples[i].num_trained for i in rows),
-            rows=sum(rows.values()),
-            rows_left_out=sum(rows[i] for i in self.update.zero_advantage_samples),
-        )
-
-
 class Differentiation:
     """Puts gradients of `loss` into the optimizer's parameters. With `gradient_sum_group` micro-batches are added in
     groups."""
@@ -86,25 +62,43 @@ class Differentiation:
         group = optimizer.settings.sum_group
         self._sum = GradientSum(leaves, optimizer.holders, optimizer.shards, group)
 
-    def gradient(self, batch: TrainingBatch, update: Update, policy: PolicyForward, checked: bool) -> Gradient:
-        """Of one update. Raises Corruption if it is `checked`, and the gradient of a rank's first micro-batch has other
-        bits when it is computed twice."""
-        one = OptimizerBatch(batch, update, dict(zip(update.part, batch.weights_of(update.part))))
+    def gradient(
+        self,
+        one: OptimizerBatch,
+        policy: PolicyForward,
+        *,
+        checked: bool = False,
+        measures: bool = False,
+    ) -> Gradient:
+        """Of one update; if it `measures`, with the log-probabilities and the entropy of some of the samples that are
+        left out. Raises Corruption if it is `checked`, and the gradient of a rank's first micro-batch has other bits
+        when it is computed twice."""
         found: dict[int, MicroBatch] = {}
+        mixture = policy.model.config.routed is not None
         self._sum.begin()
         try:
             found = self._backwards(one, policy, checked)
             self._sum.finish()
-            self._add_zeros(one, policy, found)
+            if one.update.zero_advantage:
+                self._add_zeros(self._served(one, policy, found) if mixture else ())
             norm = self._optimizer.gradient_norm()
         except _NotFinite as error:
             found, norm = error.before, math.inf
-        totals, logprobs = one.sizes(), dict[int, Tensor]()
+        totals, logprobs = Totals(), dict[int, Tensor]()
+        totals.merge(one.sizes)
         for index, micro in sorted(found.items()):
             totals.merge(micro.totals)
             policy.totals.merge(micro.routing)
-            lengths = [sample.num_trained for sample in one.samples(index)]
-            logprobs |= zip(update.micro_batches[index], micro.logprobs.split(lengths))
+            chosen = one.update.micro_batches[index]
+            lengths = [one.samples[i].num_trained for i in chosen]
+            logprobs |= zip(chosen, micro.logprobs.split(lengths))
+        if measures and one.update.measured:
+            try:
+                more, sums = logprobs_of(policy, one.samples, one.update.measured, self._ranks)
+            except NonFiniteError:
+                return Gradient(math.inf, totals, logprobs)
+            logprobs |= more
+            totals.merge(sums)
         return Gradient(norm, totals, logprobs)
 
     def _backwards(self, one: OptimizerBatch, policy: PolicyForward, checked: bool) -> dict[int, MicroBatch]:
@@ -165,37 +159,33 @@ class Differentiation:
             raise _NotFinite({index: micro for index, micro in found.items() if index in before})
         return found
 
-    def _add_zeros(self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]) -> None:
+    def _add_zeros(self, served: Collection[str]) -> None:
         """What the micro-batches of zero advantage would have added: 0 to all masters, but of experts only to those
-        that served them (AdamW leaves a master without a gradient alone)."""
-        numbers = one.update.zero_advantage
-        if not numbers:
-            return
-        served: Collection[str] = ()
-        if policy.model.config.routed is not None:
-            samples = [one.batch.samples[i] for i in one.update.zero_advantage_samples]
-            replay, seen = policy.objective.router_replay, [found[n].routing for n in sorted(numbers)]
-            served = served_experts(policy.model, samples, replay, seen)
+        that `served` them (AdamW leaves a master without a gradient alone)."""
         for name, holder in self._optimizer.holders.items():
             if holder.numel() and (".experts." not in name or name.rpartition(".")[0] in served):
                 holder.grad = holder.new_zeros(holder.shape) if holder.grad is None else holder.grad.add_(0.0)
 
+    def _served(self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]) -> Collection[str]:
+        """The experts that the micro-batches of zero advantage went to."""
+        samples = [one.samples[i] for i in one.update.zero_advantage_samples]
+        seen = [found[number].routing for number in sorted(one.update.zero_advantage)]
+        return served_experts(policy.model, samples, policy.objective.router_replay, seen)
+
     def _load(self, one: OptimizerBatch, policy: PolicyForward) -> BatchLoad | None:
         """The load of the experts over the whole batch, where a loss balances it."""
-        objective = one.batch.objective
+        objective = one.objective
         if policy.model.config.routed is None or objective.router_aux_coefficient == 0:
             return None
-        parts = [one.samples(number) for number in range(len(one.update.micro_batches))]
+        parts = [_samples(one, number) for number in range(len(one.update.micro_batches))]
         return batch_load(policy.model, parts, objective.router_replay, self._ranks)
 
     def _backward(self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None) -> MicroBatch:
         """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
-        batch, chosen = one.batch, one.update.micro_batches[index]
-        objective, routing, totals = batch.objective, RoutingTotals(), Totals()
-        found = replace(policy, totals=routing)(one.samples(index))
+        objective, routing, totals = one.objective, RoutingTotals(), Totals()
+        found = replace(policy, totals=routing)(_samples(one, index))
         totals.rows_shared = found.packed.rows_shared
-        weights, sequence = [one.weights[i] for i in chosen], found.packed.sequence
-        inputs = batch.loss_inputs(chosen, weights, found.logprobs, found.entropy, sequence)
+        inputs = one.inputs[index].with_policy(found.logprobs, found.entropy, found.packed.sequence)
         outputs = self.loss(inputs)
         loss = total = weighted_sum(outputs, inputs)
         if found.tape is not None and objective.router_aux_coefficient > 0:
@@ -216,7 +206,7 @@ class Differentiation:
         """Of a micro-batch of zero advantage, of a mixture of experts: whom its tokens went to, and what is
         measured."""
         routing, totals = RoutingTotals(), Totals()
-        found = replace(policy, totals=routing)(one.samples(index))
+        found = replace(policy, totals=routing)(_samples(one, index))
         totals.rows_shared = found.packed.rows_shared
         totals.see(found.entropy)
         return MicroBatch(totals, routing, found.logprobs)
@@ -248,6 +238,11 @@ class Differentiation:
         finally:
             for each in hooks:
                 each.remove()
+
+
+def _samples(one: OptimizerBatch, number: int) -> list[Sample]:
+    """Those of a micro-batch."""
+    return [one.samples[i] for i in one.update.micro_batches[number]]
 
 
 class _NotFinite(Exception):

@@ -19,7 +19,6 @@ optimizer; it is counted, and left out of the other metrics, which are NaN if no
 Left out: rewards and rollouts.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,9 +44,9 @@ from isobit.rl.learner.batch import (
     training_batch,
 )
 from isobit.rl.learner.forward import PolicyForward, logprobs_of
-from isobit.rl.learner.gradient import Differentiation, Gradient
+from isobit.rl.learner.gradient import Differentiation
 from isobit.rl.learner.routing import RoutingTotals
-from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule, Update
+from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule
 from isobit.rl.learner.totals import Totals
 from isobit.rl.optim.schedule import learning_rate
 from isobit.rl.optim.sharded import ShardedOptimizer
@@ -187,35 +186,44 @@ class Learner:
     ) -> Learned:
         """`strict`: raise Disagreement for tokens that differ."""
         rate = learning_rate(step, self.optimizer.settings)
-        totals, policy = Totals(), self._forward(objective)
-        given = training_batch(objective, samples, advantages, self.model.weights_version)
-        schedule = self._schedule(given, step)
-        try:
-            batch, metrics = self._with_logprobs(given, schedule, policy)
-        except NonFiniteError:
-            self._skip(totals)
-            return Learned(totals.metrics(rate))
-        seen = {i: batch.old[i] for i in batch.known}
+        every, totals, policy = self._check_gradients_every, Totals(), self._forward(objective)
+        batch = training_batch(objective, samples, advantages, self.model.weights_version)
+        unknown = self._unknown(samples) if objective.recompute_old else ()
+        everything = objective.rule.of_batch or self.model.config.routed is not None
+        old_zero = [False] * len(samples) if everything else batch.zero
+        schedule = self._cutting.schedule(samples, batch.zero, step, unknown, old_zero)
+        metrics: dict[str, float] = {}
+        compared: dict[int, Compared] = {}
+        if objective.recompute_old or self._penalized:
+            try:
+                batch, metrics = self._with_logprobs(batch, schedule, policy)
+            except NonFiniteError:
+                self._skip(totals)
+                return Learned(totals.metrics(rate))
         if objective.recompute_old:
-            if strict:
-                batch.require_agreement(seen, range(len(samples)))
+            compared = batch.compared({i: batch.old[i] for i in batch.known})
             metrics |= batch.staleness()
+            if strict:
+                require_agreement([*compared.values()], samples)
         for update in schedule.updates:
-            if not batch.has_tokens(update.part):
+            if not update.micro_batches:
                 continue  # nothing to learn from is no reason to decay the weights
-            if batch.rejected(update.part):
+            one = batch.optimizer_batch(update)
+            if one is None:
                 totals.skipped += 1
                 continue
             moved = bool(totals.norms)
             if moved:
                 self.model.sync(rollout=False)
             compares = not moved and not objective.recompute_old
-            gradient = self._gradient(batch, update, replace(policy, sampled=not moved), step, compares)
-            if compares:
-                seen |= gradient.logprobs
+            checked = not moved and every > 0 and step % every == 0
+            now = replace(policy, sampled=not moved, recompute=self.recompute)
+            gradient = self.differentiation.gradient(one, now, checked=checked, measures=compares)
+            found = batch.compared(gradient.logprobs) if compares else {}
+            compared |= found
             if gradient.finite:
                 if strict and compares:
-                    batch.require_agreement(gradient.logprobs, update.part)
+                    require_agreement([*found.values()], [samples[i] for i in update.part])
                 self.check_memory()
                 self.optimizer.step(rate, gradient.norm)
                 totals.add(gradient.totals, gradient.norm)
@@ -225,18 +233,14 @@ class Learner:
             self.optimizer.zero_grad()
         if not totals.norms:
             self.check_memory()
-        compared = batch.compared(seen)
-        metrics |= mismatch_of(compared) | {"mismatch/comparable_tokens": float(batch.comparable_tokens)}
-        return Learned(metrics | totals.metrics(rate) | policy.totals.metrics(), compared)
+        pairs = [*compared.values()]
+        metrics |= mismatch_of(pairs) | {"mismatch/comparable_tokens": float(batch.comparable_tokens)}
+        return Learned(metrics | totals.metrics(rate) | policy.totals.metrics(), pairs)
 
-    def _schedule(self, batch: TrainingBatch, step: int) -> Schedule:
-        """All micro-batches of a step."""
-        objective, samples = batch.objective, batch.samples
-        if not objective.recompute_old:
-            return self._cutting.schedule(samples, batch.zero, step)
-        everything = objective.rule.of_batch or self.model.config.routed is not None
-        zero = [False] * len(samples) if everything else batch.zero
-        return self._cutting.schedule(samples, batch.zero, step, self._unknown(samples), zero)
+    @property
+    def _penalized(self) -> bool:
+        """Whether the loss has a KL penalty."""
+        return self.reference is not None and not self.objective.kl_in_reward
 
     def _with_logprobs(
         self, batch: TrainingBatch, schedule: Schedule, policy: PolicyForward
@@ -244,27 +248,8 @@ class Learner:
         """The batch with its old and reference log-probabilities and its correction, and the correction's metrics."""
         objective, samples = batch.objective, batch.samples
         old = self._old_logprobs(samples, schedule.old, policy) if objective.recompute_old else None
-        penalized = self.reference is not None and not objective.kl_in_reward
-        reference = self._reference(samples, schedule.whole) if penalized else None
+        reference = self._reference(samples, schedule.whole) if self._penalized else None
         return batch.given(old, reference)
-
-    def _gradient(
-        self, batch: TrainingBatch, update: Update, policy: PolicyForward, step: int, measures: bool
-    ) -> Gradient:
-        """Of an update; if it `measures` the mismatch, with the log-probabilities of some of the samples that are left
-        out, and their entropy."""
-        every = self._check_gradients_every
-        checked = policy.sampled and every > 0 and step % every == 0
-        learning = replace(policy, recompute=self.recompute)
-        gradient = self.differentiation.gradient(batch, update, learning, checked)
-        if not measures or not update.measured:
-            return gradient
-        try:
-            logprobs, totals = logprobs_of(policy, batch.samples, update.measured, self._ranks)
-        except NonFiniteError:
-            return replace(gradient, norm=math.inf)
-        gradient.totals.merge(totals)
-        return replace(gradient, logprobs={**gradient.logprobs, **logprobs})
 
     def _forward(self, objective: ResolvedObjective | None = None) -> PolicyForward:
         return PolicyForward(self.model, objective or self.objective, RoutingTotals(), share_prompts=self.share_prompts)

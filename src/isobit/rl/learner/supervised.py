@@ -34,7 +34,9 @@ def supervised_update(
     (update,) = Cutting(micro_batch_tokens).schedule(given, batch.zero, 0).updates
     policy = PolicyForward(model, _OBJECTIVE, recompute=recompute, plain=True)
     differentiation = Differentiation(optimizer, model.transformer.masters.leaves, cross_entropy)
-    gradient = differentiation.gradient(batch, update, policy, checked=False)
+    one = batch.optimizer_batch(update)
+    assert one is not None, "there is no correction"
+    gradient = differentiation.gradient(one, policy)
     if gradient.finite:
         optimizer.step(rate, gradient.norm)
     optimizer.zero_grad()

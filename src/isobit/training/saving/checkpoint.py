@@ -34,8 +34,6 @@ from isobit.run import checkpoints
 from isobit.run.certificate import GENESIS
 from isobit.run.directory import METRICS, NOTHING_WRITTEN
 
-MASTERS = "fp32"
-"""What `optimizer.masters` is where a checkpoint does not say."""
 _COUNTS = ("step", "cursor", "weights_version", "bad_steps_in_a_row")
 _MOST_HEAD_BYTES = 4096
 _HASH = re.compile("[0-9a-f]{64}")
@@ -129,7 +127,7 @@ class Trained:
             self.calibrator.load_state(scales)
         except (OSError, SafetensorError) as error:
             raise IsobitError(f"{trainer}: cannot be read: {error}") from None
-        saved, wanted = state.get("masters", MASTERS), self.optimizer.settings.masters
+        saved, wanted = state["masters"], self.optimizer.settings.masters
         if saved != wanted:
             raise IsobitError(
                 f"{checkpoint}: its masters are {saved}, and optimizer.masters is {wanted}; a run goes on with its own "
@@ -178,11 +176,13 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     try:
         check_readable(path)
         found = json.loads(path.read_text(encoding="utf-8"))
-        counts = [*(found[name] for name in _COUNTS), found.get("rows", 0), *found["offsets"].values()]
+        counts = [*(found[name] for name in _COUNTS), found["rows"], *found["offsets"].values()]
         if not all(type(count) is int and count >= 0 for count in counts):
             raise TypeError
-        if not set(found["offsets"]) <= set(NOTHING_WRITTEN) or not ("rows" in found or METRICS in found["offsets"]):
-            raise TypeError  # a run cuts files of its own, and no others
+        if not set(found["offsets"]) <= set(NOTHING_WRITTEN) - {METRICS}:
+            raise TypeError  # a run cuts files of its own, and no others; metrics.jsonl by its rows
+        if not isinstance(found["masters"], str):
+            raise TypeError
         for name in ("pending", "replay"):
             groups_from_json(found[name])
         for batch in found["queue"]:
@@ -200,8 +200,8 @@ def _state(checkpoint: Path) -> dict[str, Any]:
 
 
 def head_of(checkpoint: Path) -> str:
-    """The hash of the certificate's newest row when a checkpoint was saved; of one from before there were any, GENESIS.
-    Raises IsobitError for what is no hash."""
+    """The hash of the certificate's newest row when a checkpoint was saved; GENESIS of one that was
+    saved before the first, or has lost it. Raises IsobitError for what is no hash."""
     path = checkpoint / _TRAINER / _HEAD
     if not exists(path):
         return GENESIS

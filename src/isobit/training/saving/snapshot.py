@@ -16,7 +16,7 @@ from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.samples import groups_to_json
 from isobit.run.certificate import GENESIS
 from isobit.run.metrics import of_the_machine
-from isobit.training.saving.checkpoint import MASTERS, Trained
+from isobit.training.saving.checkpoint import Trained
 
 
 @dataclass
@@ -61,11 +61,10 @@ class Snapshot:
             "bad_steps_in_a_row": trained.learner.bad_steps_in_a_row,
             # of the weights learned with last: a resumed run makes the next ones, and counts them
             "weights_version": trained.model.weights_version - state.synced,
+            "masters": trained.optimizer.settings.masters,
             "best": best,
             **written,
         }
-        if trained.optimizer.settings.masters != MASTERS:
-            rest["masters"] = trained.optimizer.settings.masters
         return Snapshot(copied, tuple(trained.replay.groups), trained.calibrator.state(), rest)
 
     def to_json(self) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _architecture(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig
         head_dim=head_dim,
         rope=Rope.of(init.rope_theta, family.partial_rotary),
         qkv_bias=family.qkv_bias or family.biased,
-        o_bias=family.biased,
+        o_bias=family.biased and family.output_bias,
         qk_norm=family.qk_norm,
         linear=linear,
         unrotated=() if family.unrotated is None else family.unrotated({}, "model.init", init.num_layers),
