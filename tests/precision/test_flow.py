@@ -308,7 +308,7 @@ def test_the_table_says_every_role_of_both_sides() -> None:
         ("fprop", "fp8"),
         ("dgrad", "fp8"),
         ("wgrad", "bf16"),
-        ("masters, optimizer state", "bf16, 8bit"),
+        ("masters, moments", "bf16, 8bit"),
         ("engine", "one", "the same"),
         ("excepted layers", "first 1, last 2 of 6: bf16", "first 1, last 2 of 6: bf16"),
         ("o", "bf16", "bf16"),
