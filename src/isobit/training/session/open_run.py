@@ -109,7 +109,7 @@ class Session:
         if parts.fleet is not None:
             computes = parts.scorer.models or self.objective.kl_in_reward  # which waits for the learner
             source = self._live(
-                FleetGroups(parts.fleet, parts.sampling),
+                FleetGroups(parts.fleet, parts.sampling, self.display.note),
                 ALONE,
                 Meter(lambda phase: None, torch.device("cpu")),
                 learned if computes else None,
