@@ -41,23 +41,25 @@ class AheadCompared:
 
 
 class SampledAhead:
-    """Compares what is sampled `ahead` steps before it is learned from. `late`: batches arrive when the learner has
-    learned."""
+    """Compares a `share` of what is sampled `ahead` steps before it is learned from, chosen by `seed`. `late`: batches
+    arrive when the learner has learned, which `keeps_weights` of before."""
 
     def __init__(
         self,
         learner: Learner,
-        config: Config,
         state: State,
         meter: Meter,
         saver: Saver,
         *,
+        share: float,
+        seed: int,
         ahead: int,
         late: bool,
+        keeps_weights: bool,
     ) -> None:
         self._learner, self._state, self._meter, self._saver = learner, state, meter, saver
-        self._share, self._seed, self._keeps = config.mismatch.share_ahead, config.seed, keeps_weights(config)
-        self._ahead, self._late = ahead, late
+        self._share, self._seed = share, seed
+        self._ahead, self._late, self._keeps = ahead, late, keeps_weights
         self._version = 0
         self._kept: KeptWeights | None = None
 
