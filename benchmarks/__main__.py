@@ -22,8 +22,6 @@ NAMES = (
     "trackers",
     "report_page",
     "memory_plan",
-    "published",
-    "exposed",
     "ranks",
     "idle_groups",
     "shared_prompts",

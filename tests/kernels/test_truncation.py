@@ -6,7 +6,7 @@ from torch import Tensor
 
 from isobit.kernels import truncation
 from isobit.kernels.truncation import WORKING_BYTES, Limits, Truncation, of_rows, truncate, truncate_around
-from isobit.training.memory.live_bytes import LiveBytes
+from isobit.plan.live_bytes import LiveBytes
 
 CASES: list[Truncation] = [
     (7, 1.0, 0.0),

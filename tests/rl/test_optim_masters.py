@@ -19,7 +19,7 @@ from isobit.rl import OptimizerSettings
 from isobit.rl.optim import masters as optim_masters
 from isobit.rl.optim.adamw import Optimizer
 from isobit.rl.optim.masters import UpdatedMasters
-from isobit.training.memory.live_bytes import LiveBytes
+from isobit.plan.live_bytes import LiveBytes
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config

@@ -12,20 +12,12 @@ in a fleet, at any number of ranks and after a resume. Nothing is changed, so no
 import math
 from collections.abc import Sequence
 
-from isobit.config import Config
 from isobit.model.keeping import KeptWeights
 from isobit.rl import Sample
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.learner.agreement import Compared
 from isobit.rl.learner.zero_advantage import drawn
 from isobit.training.context import Context
-
-
-def keeps_weights(config: Config) -> bool:
-    """Whether the working weights that sample beside the learner are kept on the CPU while it learns, since it moves
-    its own."""
-    several = config.algorithm.updates_per_batch * config.algorithm.epochs > 1
-    return bool(config.fleet.engines and config.rollouts_ahead and config.mismatch.share_ahead) and several
 
 
 class SampledAhead:
@@ -48,7 +40,7 @@ class SampledAhead:
             return
         if not self._late:
             self._compare()
-        elif keeps_weights(self._context.parts.config):
+        elif self._context.parts.config.keeps_weights:
             self._kept = KeptWeights(model.transformer)
 
     def after_learning(self) -> None:

@@ -28,7 +28,10 @@ from isobit.model import Model, RewardModel
 from isobit.model.adapters.peft import is_adapter
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
-from isobit.plan.job import architecture
+from isobit.plan.advice import cannot_fit
+from isobit.plan.host import this_machine
+from isobit.plan.job import architecture, job_with
+from isobit.plan.memory import fitting_tokens
 from isobit.precision import Precision
 from isobit.rewards.pool import RewardPool
 from isobit.rl import Objective, for_precision
@@ -38,8 +41,6 @@ from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.adamw import Optimizer
 from isobit.tasks import Task, load_task
 from isobit.training.adapting import load_trained
-from isobit.training.memory.forecast import forecast
-from isobit.training.memory.plan import fitting_tokens
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
 from isobit.training.rollouts.lengths import fit_prompts
@@ -93,7 +94,8 @@ def open_parts(
 
 def _say_what_cannot_fit(config: Config, base: Path) -> None:
     ops = get_ops(config.backend, config.consistency)
-    if (line := forecast(config, architecture(str(base)), 1, ops, 0).cannot_fit()) is not None:
+    job = job_with(config, architecture(str(base)), 1, this_machine(ops, config.ranks))
+    if (line := cannot_fit(job)) is not None:
         print(line, file=sys.stderr)
 
 
@@ -202,7 +204,9 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
 def _with_fitting_tokens(parts: Parts) -> Parts:
     """`micro_batch_tokens: auto` as a number, in the config too: how a batch is split decides how gradients are
     rounded, so a run that goes on repeats the number, wherever it does."""
-    fitting = min(parts.ranks.gather(fitting_tokens(parts)))
+    machine = this_machine(parts.model.ops, parts.ranks.size)
+    job = job_with(parts.config, parts.model.config, parts.engine.longest_prompt, machine, ranks=parts.ranks.size)
+    fitting = min(parts.ranks.gather(fitting_tokens(job)))
     tokens = parts.learner.micro_batch_tokens = parts.calibrator.most_tokens = fitting
     optimizer = replace(parts.config.optimizer, micro_batch_tokens=tokens)
     return replace(parts, config=replace(parts.config, optimizer=optimizer))
