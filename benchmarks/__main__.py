@@ -14,8 +14,6 @@ NAMES = (
     "fits",
     "frozen_base",
     "memory_plan",
-    "published",
-    "exposed",
     "ranks",
     "optimizers",
 )

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isobit.config import Config
 from isobit.model.keeping import KeptWeights
 from isobit.rl import Sample
 from isobit.rl.algorithm.credit import StepBatch
@@ -23,13 +22,6 @@ from isobit.rl.learner.zero_advantage import drawn
 from isobit.training.measuring.meter import Meter
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
-
-
-def keeps_weights(config: Config) -> bool:
-    """Whether the working weights that sample beside the learner are kept on the CPU while it learns, since it moves
-    its own."""
-    several = config.algorithm.updates_per_batch * config.algorithm.epochs > 1
-    return bool(config.fleet.engines and config.rollouts_ahead and config.mismatch.share_ahead) and several
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +34,7 @@ class AheadCompared:
 
 class SampledAhead:
     """Compares a `share` of what is sampled `ahead` steps before it is learned from, chosen by `seed`. `late`: batches
-    arrive when the learner has learned, which `keeps_weights` of before."""
+    arrive when the learner has learned, and with `keeps_weights` the weights of before are kept until then."""
 
     def __init__(
         self,

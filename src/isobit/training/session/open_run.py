@@ -41,7 +41,7 @@ from isobit.training.rollouts.sources import (
     ReplayedRollouts,
     Sampler,
 )
-from isobit.training.sampled_ahead import SampledAhead, keeps_weights
+from isobit.training.sampled_ahead import SampledAhead
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.session.cautions import cautions
@@ -165,7 +165,7 @@ class Session:
             seed=config.seed,
             ahead=ahead,
             late=self._on_fleet,
-            keeps_weights=keeps_weights(config),
+            keeps_weights=config.keeps_weights,
         )
         return Learning(
             learner,
