@@ -53,12 +53,12 @@ def test_in_keys_and_values_the_learner_notices(model: Model, monkeypatch: pytes
     operators = type(model.ops)
     write = operators.kv_write
 
-    def flipping(self: object, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        write(self, store, k, v, layout)  # type: ignore[arg-type]
+    def flipping(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
+        write(store, k, v, layout)
         assert store.k.dtype == torch.int8
         store.k.view(torch.uint8)[1::4] ^= SIGN
 
-    monkeypatch.setattr(operators, "kv_write", flipping)
+    monkeypatch.setattr(operators, "kv_write", staticmethod(flipping))
     samples = roll_out(model)
     monkeypatch.undo()
     with pytest.raises(Disagreement):

@@ -233,7 +233,7 @@ class Engine:
         self.scheduler.commit(plan, tokens, done)
         self._runner.copy_pages(self.scheduler.take_copies())
         if not self.num_open:
-            self._runner.settle()
+            self._runner.finish()
             self._runner = None
         return finished
 
