@@ -2,7 +2,7 @@
 
     python -m benchmarks long_memory
 
-Counted, not timed: every storage of PyTorch's operators (`isobit.training.memory.live_bytes`), by phase of a step; what
+Counted, not timed: every storage of PyTorch's operators (`isobit.plan.live_bytes`), by phase of a step; what
 Python and numpy allocate in the rollout, by `tracemalloc`, which is the engine's bookkeeping; and what the recorded
 forward keeps (`saved_bytes`). One prompt, two completions, two layers, learned from in one micro-batch. A claim is
 about growth: bytes of the tokens that were added from one length to the next, the most over those from 2,048 to 4,096.
@@ -22,8 +22,8 @@ from benchmarks.long_completions import long_model
 from benchmarks.saved_bytes import saved
 from isobit import Engine, Sampling
 from isobit.config import load_config
+from isobit.plan.live_bytes import LiveBytes
 from isobit.training.loop import training_step
-from isobit.training.memory.live_bytes import LiveBytes
 from isobit.training.objects import NO_OBJECTS
 from isobit.training.session.opening import open_session
 
