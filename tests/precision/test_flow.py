@@ -314,7 +314,7 @@ def test_the_table_says_every_role_of_both_sides() -> None:
         ("o", "bf16", "bf16"),
     ]
     formats = [re.search("e4m3|int8", line) for line in lines if line.startswith(("weights", "keys"))]
-    assert [found and found.start() for found in formats] == [26, 26]
+    assert [found and found.start() for found in formats] == [24, 24]
     calibrated = precision_from("fp8-rollout-kv").table()
     assert "masters" not in calibrated, "no flow knows of them"
     assert re.search(r"keys and values +e4m3 per layer, calibrated, fp32 +bf16", calibrated)
