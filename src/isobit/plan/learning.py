@@ -55,7 +55,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class LearningMemory:
-    """What one micro-batch takes besides its gradients. `phases`: the forward, the output head,
+    """What one micro-batch takes, besides its gradients or with them. `phases`: the forward, the output head,
     and the layers' backward; `head_row`: bytes of a row of logits, of which at most `head_rows`
     are there at a time."""
 
@@ -102,11 +102,12 @@ def measure(transformer: Transformer, recompute: Recompute = False) -> LearningM
     return carried(passes(transformer, recompute), transformer.config, host=True)
 
 
-def passes(transformer: Transformer, recompute: Recompute) -> Passes:
-    """A forward and a backward of few tokens, and of more, with gradients dropped as they come."""
+def passes(transformer: Transformer, recompute: Recompute, kept: bool = False) -> Passes:
+    """A forward and a backward of few tokens, and of more; gradients are `kept`, or dropped as they
+    come."""
     short, long = _lengths(transformer.config)
     _forward(transformer, long)  # what is made at first use, such as rotary tables, is no part of a pass
-    few, more = (_pass(transformer, tokens, recompute) for tokens in (short, long))
+    few, more = (_pass(transformer, tokens, recompute, kept) for tokens in (short, long))
     return Passes(tuple(few), tuple(more), _row_of_logits(transformer, long))
 
 
@@ -165,7 +166,9 @@ def _line(first: int, second: int, tokens: int, span: int) -> LinearBytes:
     return LinearBytes(max(first - slope * tokens, 0), slope)
 
 
-def _pass(transformer: Transformer, tokens: int, recompute: Recompute, chunk: int = _FEW) -> list[list[int]]:
+def _pass(
+    transformer: Transformer, tokens: int, recompute: Recompute, kept: bool = False, chunk: int = _FEW
+) -> list[list[int]]:
     """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a time."""
     config, device = transformer.config, transformer.ops["learner"].device
     found: list[list[int]] = []
@@ -176,7 +179,7 @@ def _pass(transformer: Transformer, tokens: int, recompute: Recompute, chunk: in
         found.append(meter.moments)
         meter.take()
 
-    with _gradients_dropped(transformer), torch.enable_grad(), LiveTrace() as meter:
+    with _gradients_dropped(transformer, kept), torch.enable_grad(), LiveTrace() as meter:
         layout = Layout.packed([tokens])
         hidden = transformer.hidden(ids, layout, use="learner", tape=tape, recompute=recompute)
         take()
@@ -202,13 +205,15 @@ def _row_of_logits(transformer: Transformer, tokens: int) -> float:
 
 
 @contextmanager
-def _gradients_dropped(transformer: Transformer) -> Iterator[None]:
-    """Inside, gradients of masters are dropped as they come."""
-    leaves = transformer.masters.leaves.values()
-    hooks = [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
+def _gradients_dropped(transformer: Transformer, kept: bool = False) -> Iterator[None]:
+    """Inside, gradients of masters are dropped as they come, or where they are `kept`, at the end."""
+    leaves = list(transformer.masters.leaves.values())
+    hooks = [] if kept else [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
     try:
         yield
     finally:
+        for leaf in leaves if kept else ():
+            leaf.grad = None
         for hook in hooks:
             hook.remove()
 

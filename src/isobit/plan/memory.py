@@ -61,7 +61,7 @@ class MemoryPlan:
 
     @property
     def largest(self) -> str:
-        """What the largest part does: learning, updating, rolling out or saving."""
+        """What the largest part does: learning, updating or rolling out."""
         return max(self.parts, key=lambda part: part[1])[0].partition(":")[0]
 
     def table(self) -> str:
@@ -143,9 +143,6 @@ def _planned(job: Job, tokens: int) -> MemoryPlan:
             sizes = weight_bytes(model)
             held.append(("working weights that sampled, kept to compare", sizes.learner or sizes.rollout))
     parts = [_learning(job, model, tokens, gradients), _updating(job), (label, rolling_out)]
-    if job.machine.host:  # on a GPU checkpoints are copied to the host
-        masters, state = (size for _, size in weights[:2])
-        parts.append(("saving: a copy of masters or moments", max(masters, state)))
     return MemoryPlan(tuple(item for item in held if item[1]), tuple(parts), tokens, pages * job.page_size)
 
 
@@ -210,22 +207,23 @@ def _sleeps(job: Job) -> bool:
 def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     """Gradients, and what a micro-batch takes besides."""
     config, longest = job.config, job.longest
-    learning = learning_bytes(model, config.optimizer.activation_checkpointing)
+    level = config.optimizer.activation_checkpointing
     batch = job.completions * longest
     rows = min(max(tokens, longest), max(batch, longest))
     exchanged = 0
     if job.ranks > 1:  # beside a layer's gradients the message to their owners, and what comes in
         exchanged = 2 * gradient_bucket(job.model, config.adapter)
-    taken = learning.at(rows, exchanged)
+    several = tokens < batch or config.algorithm.updates_per_batch > 1 or job.ranks > 1
+    # the gradients of a batch in one pass come one after the other, and each is its own sum
+    taken = learning_bytes(model, level, kept=not several).at(rows, exchanged)
     if config.sampling.filtered:
         taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
-    several = tokens < batch or config.algorithm.updates_per_batch > 1 or job.ranks > 1
     if job.shares_prompts and config.sampling.group_size > 1:  # keys, values and gradients, for each that sees them
         copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
         width = job.model.num_kv_heads * job.model.head_dim
         taken += 4 * copies * width * job.precision.learner.compute.itemsize
     label = f"learning: gradients, and saved activations of {rows:,} tokens"
-    return label, gradients + taken if several else max(taken, gradients + learning.at(0))
+    return label, gradients + taken if several else max(gradients, taken)
 
 
 def _rolling_out(job: Job, model: Described) -> Item:
