@@ -315,3 +315,36 @@ def test_a_step_that_fails_can_be_taken_again(make_captured: MakeEngine, monkeyp
 
 def test_lengths_differ() -> None:
     assert len(set(LENGTHS)) == len(REQUESTS), "one setting for each"
+
+
+def test_each_token_is_reported_as_it_is_sampled(make_engine: MakeEngine) -> None:
+    """With the completion's log-probabilities, in its order; cancelled requests report no more. The
+    control reports the tokens of the sequence after."""
+    model = tiny("fp8", "native")
+    for sizes in ({"kv_pages": 200}, TIGHT):
+        engine = make_engine(model, **sizes)
+        seen: dict[tuple[Ticket, int], list[tuple[int, float]]] = {}
+
+        def hear(ticket: Ticket, sample: int, token: int, logprob: float) -> None:
+            seen.setdefault((ticket, sample), []).append((token, logprob))  # noqa: B023
+
+        tickets = [engine.submit(*request) for request in REQUESTS]
+        done: list[tuple[Ticket, Completion]] = []
+        while engine.num_open:
+            done += engine.step(hear)
+            engine.cancel(tickets[0])
+        heard = {key: ([t for t, _ in got], [p for _, p in got]) for key, got in seen.items()}
+        whole = {(ticket, c.sample_index): (c.token_ids, c.logprobs) for ticket, c in done}
+        assert len(whole) == sum(sampling.n for _, sampling, _ in REQUESTS[1:])
+        assert {key: got for key, got in heard.items() if key[0] is not tickets[0]} == whole
+        assert all(len(tokens) == 1 for key, (tokens, _) in heard.items() if key[0] is tickets[0])
+
+
+def test_negative_control_the_report_of_another_sequence(make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny("fp8", "native"), kv_pages=200)
+    engine.submit(*REQUESTS[0])
+    heard: dict[int, list[int]] = {}
+    done = []
+    while engine.num_open:
+        done += engine.step(lambda _, sample, token, p: heard.setdefault((sample + 1) % 3, []).append(token))
+    assert any(heard[c.sample_index] != c.token_ids for _, c in done)

@@ -8,8 +8,6 @@ of its cache to whoever learns.
 Requests arrive at any time with settings of their own (`submit`), are computed step by step (`step`), and may be
 cancelled. `generate` is a loop over these. A completion keeps nothing in the engine: `extend` goes on from its tokens,
 whose pages the prefix cache still has unless somebody needed them.
-
-Left out: streaming of single tokens.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from isobit.engine.calibration import Calibrator
-from isobit.engine.endings import Endings
+from isobit.engine.endings import Endings, OnToken
 from isobit.engine.graphs import DecodeGraphs, graph_kind
 from isobit.engine.pages import PagePool, pages_needed, tokens_of_a_page
 from isobit.engine.prompts import Prompt, check_context, check_id, check_ids, encode, encode_prompt, new_token_limit
@@ -214,8 +212,9 @@ class Engine:
         return self._submit(Ticket(token_ids, one, *numbers, completion, adapter))
 
     @torch.no_grad()
-    def step(self) -> list[tuple[Ticket, Completion]]:
+    def step(self, on_token: OnToken | None = None) -> list[tuple[Ticket, Completion]]:
         """Compute one batch of what is open: the completions that ended with it, each with its request's ticket.
+        `on_token` is called with every token that was sampled, those of the completions included.
 
         Raises IsobitError if the weights have changed since the oldest open request arrived.
         """
@@ -227,6 +226,7 @@ class Engine:
                 "before Model.sync and Engine.calibrate"
             )
         plan, tokens = self._runner.run()
+        self._endings.report(plan, tokens, on_token)
         done, finished = self._endings.of(plan, tokens, self._routes if self.record_routes else None)
         self.scheduler.commit(plan, tokens, done)
         self._runner.copy_pages(self.scheduler.take_copies())
@@ -323,7 +323,7 @@ class Engine:
         served = self.model.transformer.served
         if adapter is None or (served is not None and adapter in served.names):
             return adapter
-        known = "none; open it with Model.serving" if served is None else ", ".join(served.names)
+        known = ", ".join(served.names if served is not None else ()) or "none; Model.serving opens it with some"
         raise IsobitError(f"adapter: {adapter!r} is not served by this model; it serves {known}")
 
     def _submit(self, ticket: Ticket, where: str = "the prompt") -> Ticket:
