@@ -16,7 +16,7 @@ from isobit.engine.sampler import Draws, kinds_of
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import StepPlan
 from isobit.kernels import Layout
-from isobit.model.adapters.multi_lora import Serving
+from isobit.model.adapters.multi_lora import MultiLora
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     )
 
 
-def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: Serving | None) -> Tensor | None:
+def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: MultiLora | None) -> Tensor | None:
     """Of each row of the step the number of its request's adapter, [T] int64; None where the model serves none."""
     if served is None:
         return None

@@ -20,6 +20,7 @@ from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
+from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.peft import base_of, brings_tokenizer, check_served, is_adapter, read_peft, write_peft
 from isobit.model.adapters.targets import NewAdapter, new_adapter
 from isobit.model.described import check_vocabulary
@@ -152,15 +153,32 @@ class Model:
 
     def serving(self, adapters: Mapping[str, str | Path]) -> "Model":
         """The frozen model over the same storage, for an engine whose requests each name one of several `adapters`, or
-        none: PEFT folders by name. An adapter that this model has itself is not among them. Raises IsobitError for one
-        that is not an adapter, is another model's or comes with another tokenizer, and for a precision with a
-        calibrated KV cache, or with scales that the rows of a batch share."""
-        if not isinstance(adapters, Mapping) or not adapters:
+        none: PEFT folders by name, to which `add_adapter` adds. An adapter that this model has itself is not among
+        them. Raises IsobitError for one that is not an adapter, is another model's or comes with another tokenizer, and
+        for a precision with a calibrated KV cache, or with scales that the rows of a batch share."""
+        if not isinstance(adapters, Mapping):
             raise IsobitError(f"serving: expected folders of adapters by name, got {adapters!r:.80}")
         found = {name: self._served(model_folder(path, "adapter")) for name, path in adapters.items()}
         model = Model(self.transformer.serving(found), self.tokenizer)
         model.generation, model.directory = self.generation, self.directory
         return model
+
+    def add_adapter(self, name: str, adapter: str | Path | Adapter) -> None:
+        """Serve one more adapter, a PEFT folder or its factors, also while an engine has requests open. Raises
+        IsobitError as `serving`, for a name that another adapter had before, and in a model that serves none."""
+        self._multi_lora()
+        found = adapter if isinstance(adapter, Adapter) else self._served(model_folder(adapter, "adapter"))
+        self.transformer.add_adapter(name, found)
+
+    def remove_adapter(self, name: str) -> None:
+        """Serve an adapter no longer; open requests by it can only be cancelled then. Raises IsobitError for one that
+        is not served."""
+        self._multi_lora().leave(name)
+
+    def _multi_lora(self) -> MultiLora:
+        if self.transformer.served is None:
+            raise IsobitError("this model serves no adapters; open it with Model.serving")
+        return self.transformer.served
 
     def _served(self, folder: Path) -> Adapter:
         check_served(folder, self.directory)
