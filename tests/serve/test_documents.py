@@ -28,9 +28,10 @@ def test_the_keys_that_are_not_offered_are_named() -> None:
     assert set(re.findall(r"`(\w+)`", said)) == NEUTRAL.keys()
 
 
-@pytest.mark.parametrize(
-    "key", [*["max_tokens", "n", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"]]
-)
+KEYS = ("max_tokens", "n", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+
+
+@pytest.mark.parametrize("key", KEYS)
 def test_the_keys_of_sampling_are_offered(server: Running, key: str) -> None:
     value = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "stop": "a"}.get(key, 2)
     assert f"`{key}`" in PAGE

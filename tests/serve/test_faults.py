@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from isobit.serve.requests import Limits
 
@@ -113,7 +114,7 @@ def test_an_end_lets_open_requests_end(folder: Path) -> None:
 def test_an_end_without_grace_answers_503(folder: Path) -> None:
     with serving(folder / "base", grace=0, max_sequences=1) as server, ThreadPoolExecutor(4) as pool:
         whole = [pool.submit(server.post, "/v1/completions", LONG | {"n": 4, "max_tokens": 250}) for _ in range(2)]
-        streamed = pool.submit(server.stream, "/v1/completions", LONG | {"stream": True, "n": 4})
+        streamed = pool.submit(server.post, "/v1/completions", LONG | {"stream": True, "n": 4})
         until(lambda: server.gateway.device.num_open + server.gateway.device.num_waiting == 3)
         server.server.should_exit = True
         answers = [each.result() for each in whole]
@@ -121,8 +122,8 @@ def test_an_end_without_grace_answers_503(folder: Path) -> None:
         for answer in answers:
             if answer.status_code == 503:
                 assert answer.json()["error"]["message"].startswith("the server is shutting down")
-        last = json.loads(streamed.result()[-1]) if streamed.result()[-1] != "[DONE]" else None
-        assert last is None or last["error"]["message"].startswith("the server is shutting down")
+        text = streamed.result().text
+        assert "the server is shutting down" in text or text.endswith("[DONE]\n\n")
 
 
 def test_no_threads_or_descriptors_are_left(folder: Path) -> None:
@@ -137,3 +138,16 @@ def test_no_threads_or_descriptors_are_left(folder: Path) -> None:
             counts.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
         assert counts[2][0] <= counts[1][0] + 2
         assert counts[2][1] <= counts[1][1] + 1
+
+
+def test_a_fault_of_the_device_ends_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is answered, and health says so until it has ended."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with pytest.raises(AssertionError), serving(folder / "base") as server:  # noqa: PT012
+        monkeypatch.setattr(server.gateway.device.engine, "step", lambda on_token: 1 / 0)
+        answer = server.post("/v1/completions", LONG)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "the server failed; its log says why"
+        until(lambda: not server.gateway.device.alive)
+        until(lambda: server.server.should_exit or server.gateway.draining)
+    assert isinstance(server.gateway.device.failure, ZeroDivisionError)

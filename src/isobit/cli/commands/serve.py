@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from isobit.cli.commands.serving import open_serving
+from isobit.cli.commands.serving import open_frozen
 from isobit.engine.engine import Engine
 from isobit.engine.types import EngineSize
 from isobit.errors import IsobitError
@@ -39,16 +39,18 @@ def serve_model(
     if token is None and host not in _LOOPBACK:
         raise IsobitError(f"--host {host}: other machines could reach it; give the token's file with --token FILE")
     tokens, made = read_or_make(token or default_file())
-    model = open_serving(path, adapters={}, flow=flow, chat_template=chat_template)
-    say_ends(model)
+    base = open_frozen(path, flow, chat_template)
+    say_ends(base)
+    serving = base.serving({})  # which refuses flows whose bits depend on the batch
+    model = serving if adapters else base  # whose decode steps a GPU captures
     longest = model.config.max_positions
     engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
-    base = name or path.resolve().name
+    called = name or path.resolve().name
 
     def started(chosen: int) -> None:
         address = f"[{host}]" if ":" in host else host
-        print(f"serving {', '.join([base, *adapters])} on http://{address}:{chosen}", file=sys.stderr)
+        print(f"serving {', '.join([called, *adapters])} on http://{address}:{chosen}", file=sys.stderr)
         print(f"token: {tokens[0] if made else '(the one)'} in {token or default_file()}", file=sys.stderr)
 
     options = app.ServerOptions(host, port, grace, tool_format)
-    app.run(engine, base, dict(adapters), tokens, options, started)
+    app.run(engine, called, dict(adapters), tokens, options, started)

@@ -10,15 +10,21 @@ _OF_NOTHING = NewAdapter(1, 1.0, ())
 """An adapter of no matrix: a model that is loaded with it is frozen, and reads each weight without keeping it."""
 
 
+def open_frozen(
+    path: Path, flow: tuple[str | Mapping[str, object], str, str], chat_template: str | Path | None = None
+) -> Model:
+    """The model at `path` under `flow`, (precision, backend, consistency), without masters."""
+    model = Model.load(path, *flow, adapter=_OF_NOTHING)
+    if chat_template is not None:
+        model.tokenizer.use_template(chat_template)
+    return model
+
+
 def open_serving(
     path: Path,
     adapters: Mapping[str, Path],
     flow: tuple[str | Mapping[str, object], str, str],
     chat_template: str | Path | None = None,
 ) -> Model:
-    """The model at `path` under `flow`, (precision, backend, consistency), with PEFT folders by name. Raises
-    IsobitError as `Model.serving`."""
-    model = Model.load(path, *flow, adapter=_OF_NOTHING)
-    if chat_template is not None:
-        model.tokenizer.use_template(chat_template)
-    return model.serving(adapters)
+    """`open_frozen` with PEFT folders by name. Raises IsobitError as `Model.serving`."""
+    return open_frozen(path, flow, chat_template).serving(adapters)
