@@ -27,6 +27,7 @@ NAMES = (
     "ranks",
     "idle_groups",
     "shared_prompts",
+    "serve",
     "compare_presets",
 )
 LARGE = ("large_model", "long_completions", "long_memory")

@@ -168,6 +168,15 @@ def test_stopping_answers_what_waits(folder: Path) -> None:
     assert asked.engine.pages.num_used == 0
 
 
+def test_the_first_token_takes_one_step(folder: Path) -> None:
+    """Of a request at an idle server; the control has a prompt that takes several."""
+    for sizes, steps in (({}, 1), ({"max_batch_tokens": 2}, 3)):
+        with Asked(folder, **sizes) as asked:
+            asked.sample("first", max_new_tokens=1)
+            assert [type(event) for event in asked.all("first")] == [Begun, Token, Done]
+            assert asked.device.totals.steps == steps
+
+
 def test_turns() -> None:
     def job(tenant: str) -> WorkJob:
         return WorkJob(tenant, lambda: None, lambda event: None)
