@@ -348,3 +348,24 @@ def test_negative_control_the_report_of_another_sequence(make_engine: MakeEngine
     while engine.num_open:
         done += engine.step(lambda _, sample, token, p: heard.setdefault((sample + 1) % 3, []).append(token))
     assert any(heard[c.sample_index] != c.token_ids for _, c in done)
+
+
+def test_stop_tokens_end_a_completion_as_its_own_end_does(make_engine: MakeEngine) -> None:
+    """The control draws the same tokens without them, and goes on."""
+    model = tiny("fp8", "native")
+    sampling = Sampling(n=4, max_new_tokens=30, seed=6, ignore_eos=True)
+    engine = make_engine(model, kv_pages=200)
+    whole = complete(engine, engine.submit(PROMPTS[0], sampling))
+    stops = tuple({whole[0].token_ids[7], whole[1].token_ids[11]})
+    ended = complete(engine, engine.submit(PROMPTS[0], replace(sampling, stop_tokens=stops)))
+    for long, short in zip(whole, ended):
+        place = next((i for i, token in enumerate(long.token_ids) if token in stops), None)
+        count = len(long.token_ids) if place is None else place + 1
+        assert short.token_ids == long.token_ids[:count]
+        assert short.logprobs == long.logprobs[:count]
+        assert short.finish_reason == ("length" if place is None else "stop")
+        shown = short.token_ids if place is None else short.token_ids[:-1]
+        assert short.text == model.tokenizer.decode_completion(short.prompt_token_ids, shown)
+    assert any(short.finish_reason == "stop" for short in ended)
+    with pytest.raises(IsobitError, match="stop_tokens: expected a whole number from 0"):
+        Sampling(stop_tokens=(-1,))

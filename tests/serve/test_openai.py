@@ -181,3 +181,19 @@ def test_metrics(server: Running) -> None:
     assert float(numbers["isobit_sampled_tokens_total"]) >= 1
     assert float(numbers["isobit_open_requests"]) == 0
     assert float(numbers['isobit_requests_total{route="/v1/completions",status="200",tenant="0"}']) >= 1
+
+
+def test_stop_tokens(server: Running) -> None:
+    """They end an answer and are no text, streamed or not; the control goes on."""
+    given: dict[str, Any] = {"prompt": "abc", "max_tokens": 30, "seed": 2, "return_token_ids": True}
+    long = server.post("/v1/completions", given).json()["choices"][0]
+    stop = given | {"stop_token_ids": [long["token_ids"][5]]}
+    short = server.post("/v1/completions", stop).json()["choices"][0]
+    place = long["token_ids"].index(long["token_ids"][5])
+    assert short["token_ids"] == long["token_ids"][: place + 1]
+    assert short["finish_reason"] == "stop"
+    assert short["text"] == server.post("/detokenize", {"tokens": short["token_ids"][:-1]}).json()["prompt"]
+    pieces = [json.loads(event) for event in server.stream("/v1/completions", stop | {"stream": True})[:-1]]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == short["text"]
+    refused = server.post("/v1/completions", given | {"stop_token_ids": ["a"]}).json()["error"]
+    assert refused["message"].startswith("stop_token_ids: expected a list of token ids")

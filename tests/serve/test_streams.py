@@ -35,7 +35,7 @@ def sampled(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple
 
 
 def joined(tokenizer: Tokenizer, prompt: list[int], ids: list[int], stop: tuple[str, ...], text: str) -> list[str]:
-    stream = TextStream(tokenizer, prompt, stop)
+    stream = TextStream(tokenizer, prompt, stop, ends=tokenizer.eos_ids)
     pieces = [stream.feed(token) for token in ids]
     return [*pieces, stream.rest(text)]
 

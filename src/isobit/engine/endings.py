@@ -64,8 +64,9 @@ class Endings:
 
     def _found(self, sequence: Sequence, token: int, count: int) -> bool:
         group, record = sequence.group, self._scheduler.record
-        assert group.stop is not None
-        if not group.stop.may_end(token):
+        if token in group.ticket.sampling.stop_tokens:
+            return True
+        if group.stop is None or not group.stop.may_end(token):
             return False
         return group.stop.found(group.ticket.prompt_token_ids, record.tokens[sequence.slot, :count].tolist())
 
@@ -74,7 +75,8 @@ class Endings:
     ) -> Completion:
         ticket, record = sequence.group.ticket, self._scheduler.record
         token_ids = record.tokens[sequence.slot, :count].tolist()
-        visible = token_ids[:-1] if record.ends[sequence.slot] and self._is_eos[token_ids[-1]] else token_ids
+        ended = record.ends[sequence.slot] and self._is_eos[token_ids[-1]]
+        visible = token_ids[:-1] if ended or token_ids[-1] in ticket.sampling.stop_tokens else token_ids
         text = self._model.tokenizer.decode_completion(ticket.prompt_token_ids, visible)
         if (stop := sequence.group.stop) is not None:
             text = stop.cut(ticket.prompt_token_ids, token_ids, text)

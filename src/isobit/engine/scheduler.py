@@ -301,7 +301,8 @@ class Scheduler:
         self.rows.widen(group.most_pages)
         sampling = group.ticket.sampling
         for sequence in group.members:
-            sequence.slot = self.record.take(group.limit, not sampling.ignore_eos, group.stop is not None)
+            watched = group.stop is not None or bool(sampling.stop_tokens)
+            sequence.slot = self.record.take(group.limit, not sampling.ignore_eos, watched)
             self.at[sequence.slot] = sequence
 
     def _prefilled(self, chunk: Chunk, tokens: list[int], done: list[bool]) -> None:

@@ -110,7 +110,8 @@ class ChoiceStream:
         self._asked, self._index = asked, asked.index(prompt, sample)
         marks = () if asked.tools is None else asked.tools.marks
         sampling = asked.sampling
-        self._text = TextStream(asked.tokenizer, asked.prompts[prompt], sampling.stop, marks, not sampling.ignore_eos)
+        ends = (*sampling.stop_tokens, *(() if sampling.ignore_eos else asked.tokenizer.eos_ids))
+        self._text = TextStream(asked.tokenizer, asked.prompts[prompt], sampling.stop, marks, ends)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._offset = 0

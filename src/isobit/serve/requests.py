@@ -28,7 +28,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "suffix": ("",),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
@@ -150,10 +149,13 @@ def sampling_of(fields: Fields, limits: Limits, default_tokens: int) -> Sampling
     given = {key: value for key in keys if (value := fields.take(key)) is not None}
     if given.get("top_k") == -1:  # vLLM's word for off
         given["top_k"] = 0
-    stop = _stop(fields, limits)
+    stop, ids = _stop(fields, limits), fields.take("stop_token_ids", [])
+    stop_tokens = tuple(token_list(ids, "stop_token_ids")) if ids != [] else ()
+    if len(stop_tokens) > limits.stop_characters:
+        raise BadRequest(f"stop_token_ids: at most {limits.stop_characters:,}", "stop_token_ids")
     seed = secrets.randbits(62) if seed is None else fields.whole("seed", 0, 0, 2**63 - 1)
     try:
-        return Sampling(n=n, max_new_tokens=longest, seed=seed, stop=stop, **given)
+        return Sampling(n=n, max_new_tokens=longest, seed=seed, stop=stop, stop_tokens=stop_tokens, **given)
     except BadRequest:
         raise
     except IsobitError as error:

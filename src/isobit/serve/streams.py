@@ -6,7 +6,7 @@ character that is not whole, the beginning of a stop string or of a mark (what o
 the last few tokens are decoded for each new one, beside those before them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from isobit.model.text.tokenizer import Tokenizer
 
@@ -18,7 +18,7 @@ differently."""
 
 class TextStream:
     """Pieces of the text of one sample, which ends with `stop` strings. `marks`: from the first of these
-    on all text is held back until the end. `ends`: end-of-sequence tokens end it, and are no text."""
+    on all text is held back until the end. `ends`: tokens that end it, and are no text."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class TextStream:
         prompt: Sequence[int],
         stop: Sequence[str] = (),
         marks: Sequence[str] = (),
-        ends: bool = True,
+        ends: Collection[int] = (),
     ) -> None:
         self._tokenizer, self._ends = tokenizer, ends
         special = [text for text in stop if tokenizer.spells_special(text)]
@@ -47,7 +47,7 @@ class TextStream:
     def feed(self, token: int) -> str:
         """The text that is certain with one more token."""
         self._ids.append(token)
-        if self._closed or self._silent or (self._ends and token in self._tokenizer.eos_ids):
+        if self._closed or self._silent or token in self._ends:
             return ""
         before = self._tokenizer.decode(self._ids[self._start : self._told])
         text = self._tokenizer.decode(self._ids[self._start :])
