@@ -10,7 +10,7 @@ from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
 from tests.models import require
 
-from .helpers import Running, base_model, serving
+from .helpers import KEY, Running, base_model, serving
 
 ADAPTERS = {"math": NewAdapter(4, 8), "code": NewAdapter(3, 2, ["q_proj", "down_proj"])}
 
@@ -42,3 +42,14 @@ def server(folder: Path, adapters: dict[str, Path]) -> Iterator[Running]:
     """A server with both."""
     with serving(folder / "base", adapters) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path, adapters: dict[str, Path]) -> Iterator[Running]:
+    """Such a server with a key that Tinker's client takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.serve.helpers.TOKENS", (KEY,))
+        patch.setenv("TINKER_TELEMETRY", "0")
+        with serving(folder / "base", adapters) as server:
+            server.token = KEY
+            yield server

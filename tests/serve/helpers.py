@@ -20,6 +20,7 @@ from isobit.serve.requests import Limits
 from tests.models import tiny_model
 
 TOKENS = ("test-token-0123456789", "other-token-0123456789")
+KEY = "tml-test-key-0123456789"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+-*/=.,!?\n<>_\"'{}[]():|\\#$&ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TEMPLATE = (
     "{% if tools %}<s>tools\n{{ tools | tojson }}</s>\n{% endif %}"

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from isobit.serve.app import make_app
 from isobit.serve.requests import NEUTRAL, Limits
-from tests.documents import ROOT
+from tests.documents import ROOT, parsed
 
 from .helpers import TOKENS, Running
 
@@ -20,7 +20,11 @@ PAGE = (ROOT / "docs" / "how-to" / "serve.md").read_text()
 def test_the_table_of_routes_is_that_of_the_server(server: Running) -> None:
     routes = [route for route in make_app(server.gateway, TOKENS).routes if isinstance(route, Route)]
     found = {f"{method} {route.path}" for route in routes for method in route.methods or () if method != "HEAD"}
-    assert set(re.findall(r"^\| `((?:GET|POST) [^`]+)` \|", PAGE, re.M)) == found
+    refused = {name for name in found if name.endswith("/api/v1/{path:path}")}
+    rows = re.findall(r"^\| (`(?:GET|POST) [^|]*) \|", PAGE, re.M)
+    said = [name for row in rows for name in re.findall("`([^`]+)`", row)]
+    assert len(refused) == 4
+    assert set(said) == found - refused
 
 
 def test_the_keys_that_are_not_offered_are_named() -> None:
@@ -53,3 +57,13 @@ def test_the_openai_client_of_the_examples(server: Running, tmp_path: Path) -> N
     assert "models: tiny, math, code" in done.stdout
     assert "the same, streamed: True" in done.stdout
     assert done.stdout.count("turn:") == 2
+
+
+def test_the_tinker_client_of_the_page(running: Running, tmp_path: Path) -> None:
+    (block,) = [block for block in parsed(PAGE) if block.title == "tinker_client.py"]
+    script = block.text.replace("http://127.0.0.1:8765", running.url).replace("hf_checkpoint", "tiny")
+    (tmp_path / "tinker_client.py").write_text(script)
+    (tmp_path / "serve.token").write_text(running.token + "\n")
+    command = [sys.executable, "tinker_client.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "True\n", done.stderr

@@ -210,9 +210,14 @@ class Model:
 
     @torch.no_grad()
     def logprobs(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, use: str = "learner"
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        use: str = "learner",
+        adapter: str | None = None,
     ) -> list[Tensor]:
-        """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 | tokens up to t).
+        """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 | tokens up to t). By
+        an `adapter` that this model serves they are the rollout's.
 
         The probabilities are softmax(logits / temperature). Raises IsobitError for a token outside the vocabulary,
         for a sequence longer than the model's context, for a temperature that is not above 0 and for another `use`.
@@ -222,7 +227,8 @@ class Model:
         if not (isinstance(temperature, (int, float)) and temperature > 0 and math.isfinite(temperature)):
             raise IsobitError(f"temperature: log-probabilities need one above 0, got {temperature!r}")
         sequences = token_sequences(sequences, self.config.vocab_size, self.config.max_positions)
-        return [row for batch in passes(sequences) for row in self._packed_logprobs(batch, temperature, use)]
+        use = use if adapter is None else "rollout"
+        return [row for batch in passes(sequences) for row in self._packed_logprobs(batch, temperature, use, adapter)]
 
     def save(self, directory: str | Path, dtype: torch.dtype = torch.float32, shard_bytes: int = SHARD_BYTES) -> None:
         """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the directory as it is.
@@ -275,14 +281,17 @@ class Model:
         rollout, learner = self.transformer.working_bytes()
         return {"masters": masters, "rollout": rollout, "learner": learner}
 
-    def _packed_logprobs(self, batch: Sequence[Sequence[int]], temperature: float, use: str) -> list[Tensor]:
+    def _packed_logprobs(
+        self, batch: Sequence[Sequence[int]], temperature: float, use: str, adapter: str | None = None
+    ) -> list[Tensor]:
         inputs = [list(sequence[:-1]) for sequence in batch]
         filled = [row for row in inputs if row]
         tokens = torch.tensor([token for row in filled for token in row], dtype=torch.int64)
         targets = [token for sequence in batch for token in sequence[1:]]
         if not filled:
             return [torch.empty(0) for _ in batch]
-        hidden = self.transformer.hidden(tokens, Layout.packed([len(row) for row in filled]), use=use)
+        numbers = None if adapter is None else torch.full(tokens.shape, self._multi_lora().number(adapter))
+        hidden = self.transformer.hidden(tokens, Layout.packed([len(row) for row in filled]), use=use, adapters=numbers)
         ops = self.transformer.ops[use]
         wanted = torch.tensor(targets, dtype=torch.int64, device=ops.device)
         logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()

@@ -27,6 +27,7 @@ from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
 from isobit.serve.requests import Limits
+from isobit.serve.tinker import Tinker
 from isobit.serve.wire import Guard, error_response
 
 _MOST_HEADER_BYTES = 1 << 16
@@ -58,6 +59,7 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
         Route("/health", health, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         *OpenAI(gateway).routes(),
+        *Tinker(gateway).routes(),
     ]
     handlers: Any = dict.fromkeys((IsobitError, Refused, HTTPException, Exception), error_response)
     return Starlette(

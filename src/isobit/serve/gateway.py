@@ -16,10 +16,11 @@ from isobit.engine.types import Sampling
 from isobit.errors import listed
 from isobit.serve.chat import ToolFormat
 from isobit.serve.device import STOPPING, Device
-from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob
+from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, WorkJob
 from isobit.serve.metrics import Metrics
 from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.sessions import Sessions
+from isobit.serve.snapshots import Snapshot
 
 _T = TypeVar("_T")
 Indexed = tuple[int, Event]
@@ -54,7 +55,7 @@ class Gateway:
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's `model` names; None: the base. Raises BadRequest for neither."""
-        if model is None or model == self.name:
+        if model is None or model in (self.name, str(self.model.directory)):
             return None
         if model in self.device.snapshots.names:
             return model
@@ -67,13 +68,13 @@ class Gateway:
         tenant: str,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
-        adapter: str | None,
+        adapter: str | Snapshot | None,
         streamed: bool,
     ) -> AsyncIterator[AsyncIterator[Indexed]]:
         """Ask for answers to some prompts: events, each with the index of its prompt. Raises Refused
         and BadRequest, here or from the events."""
         count = len(prompts) * sampling.n
-        self._check_room(count)
+        self.check_room(count)
         events: asyncio.Queue[Indexed] = asyncio.Queue()
         jobs = [
             SampleJob(tenant, tuple(prompt), sampling, adapter, streamed, partial(_put, events, index))
@@ -109,7 +110,24 @@ class Gateway:
                 left[index] -= 1
             yield index, event
 
-    def _check_room(self, count: int) -> None:
+    async def work(self, tenant: str, work: Callable[[], _T]) -> _T:
+        """What the device thread makes of `work`, between two steps. Raises Refused and BadRequest."""
+        self.check_room(0)
+        happened: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+
+        def post(event: Event) -> None:
+            if not happened.done():
+                happened.set_result(event)
+
+        self.device.submit(WorkJob(tenant, work, post))
+        event = await happened
+        if isinstance(event, Failed):
+            raise _error(event)
+        assert isinstance(event, Done)
+        return event.value
+
+    def check_room(self, count: int) -> None:
+        """Raise Refused or BadRequest unless `count` more answers may be open."""
         if self.draining or not self.device.alive:
             raise Refused(STOPPING.status, STOPPING.message)
         if count > self.limits.samples:

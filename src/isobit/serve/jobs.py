@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from isobit.engine.types import Completion, Sampling
-
-BASE = None
-"""In the place of an adapter's name: the model without any."""
+from isobit.serve.snapshots import Snapshot
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,13 @@ Post = Callable[[Event], None]
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """`sampling.n` answers to a prompt by an `adapter`, for a `tenant`. Each token is told where it
-    is `streamed`."""
+    """`sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that is held, None: the
+    base alone; for a `tenant`. Each token is told where it is `streamed`."""
 
     tenant: str
     prompt: tuple[int, ...]
     sampling: Sampling
-    adapter: str | None
+    adapter: str | Snapshot | None
     streamed: bool
     post: Post
 

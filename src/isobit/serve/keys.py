@@ -32,7 +32,7 @@ def read_or_make(path: Path) -> tuple[tuple[str, ...], bool]:
         return _read(path), False
     except OSError as error:
         raise IsobitError(f"--token {path}: cannot be made: {reason_of(error)}") from None
-    token = secrets.token_urlsafe(32)
+    token = f"tml-{secrets.token_urlsafe(32)}"  # as keys of Tinker's client begin
     with os.fdopen(file, "w") as opened:
         opened.write(token + "\n")
     return (token,), True
@@ -54,8 +54,9 @@ def _read(path: Path) -> tuple[str, ...]:
     return tokens
 
 
-def tenant_of(header: bytes, tokens: tuple[str, ...]) -> str | None:
-    """Whose `Authorization` header this is; None: nobody's. All tokens are compared, in constant time."""
-    given = header[7:] if header[:7].lower() == b"bearer " else b""
+def tenant_of(authorization: bytes, key: bytes, tokens: tuple[str, ...]) -> str | None:
+    """Whose headers `Authorization` and `X-Api-Key` these are; None: nobody's. All tokens are compared,
+    in constant time."""
+    given = authorization[7:] if authorization[:7].lower() == b"bearer " else key
     equal = [hmac.compare_digest(given, token.encode()) for token in tokens]
     return str(equal.index(True)) if True in equal else None

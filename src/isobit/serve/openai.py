@@ -59,11 +59,11 @@ class OpenAI:
         if logprobs and fields.take("logprobs") is not True:
             fields.whole("logprobs", 0, 0, 1)
         add_special = fields.flag("add_special_tokens", True)
-        shape = self._shape(fields)
+        shown = _shown(fields)
         stream, usage = _stream_of(fields)
         fields.finish()
         prompts = await in_thread(self._prompts, given, add_special)
-        asked = Asked(model or gateway.name, gateway.tokenizer, prompts, sampling, logprobs=logprobs, **shape)
+        asked = Asked(model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown)
         return await self._answer(request, asked, adapter, stream, usage, None)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -75,7 +75,7 @@ class OpenAI:
         tools, choice = fields.take("tools"), fields.take("tool_choice")
         variables = chat.variables_of(tools, choice, fields.take("chat_template_kwargs"))
         sampling = sampling_of(fields, gateway.limits, gateway.model.config.max_positions)
-        logprobs, shape = fields.flag("logprobs"), self._shape(fields)
+        logprobs, shown = fields.flag("logprobs"), _shown(fields)
         stream, usage = _stream_of(fields)
         fields.finish()
         session = request.headers.get("x-session-id")
@@ -88,10 +88,10 @@ class OpenAI:
             gateway.tokenizer,
             [prompt],
             sampling,
-            chat=True,
-            logprobs=logprobs,
+            True,
+            logprobs,
+            *shown,
             tools=gateway.tools if "tools" in variables else None,
-            **shape,
         )
 
         def keep(completion: Completion) -> None:
@@ -224,13 +224,6 @@ class OpenAI:
             return EventStream(_pieces(asked, first, events, usage, keep), stack.pop_all())
         raise AssertionError("unreachable")
 
-    def _shape(self, fields: Fields) -> dict[str, bool]:
-        """What is shown of tokens."""
-        return {
-            "token_ids": fields.flag("return_token_ids"),
-            "tokens_by_id": fields.flag("return_tokens_as_token_ids"),
-        }
-
     def _prompts(self, given: Any, add_special: bool) -> list[list[int]]:
         """The token ids of a text, of token ids, or of a list of either."""
         several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
@@ -270,6 +263,11 @@ class OpenAI:
             "parent": None if name is None else gateway.name,
             "max_model_len": gateway.model.config.max_positions,
         }
+
+
+def _shown(fields: Fields) -> tuple[bool, bool]:
+    """Whether answers have token ids, and whether tokens are called by their ids."""
+    return fields.flag("return_token_ids"), fields.flag("return_tokens_as_token_ids")
 
 
 def _stream_of(fields: Fields) -> tuple[bool, bool]:

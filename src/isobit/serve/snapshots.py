@@ -55,10 +55,13 @@ class Snapshots:
         self._find(name)
         self.release(self._named.pop(name))
 
-    def hold(self, name: str | None) -> Snapshot:
-        """What a request by this name computes with, until it is released. Raises IsobitError for
-        an unknown name."""
-        found = Snapshot(None, self._model.weights_version) if name is None else self._find(name)
+    def hold(self, name: str | Snapshot | None) -> Snapshot:
+        """What a request by this name, or by this snapshot that somebody holds, computes with, until
+        it is released. Raises IsobitError for an unknown name."""
+        if isinstance(name, Snapshot):
+            found = name
+        else:
+            found = Snapshot(None, self._model.weights_version) if name is None else self._find(name)
         found.holders += 1
         return found
 

@@ -88,7 +88,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
-        tenant = tenant_of(Headers(scope=scope).get("authorization", "").encode("latin-1"), self._tokens)
+        headers = Headers(scope=scope)
+        given = (headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key"))
+        tenant = tenant_of(*given, self._tokens)
         status = 0
 
         async def watched(message: Message) -> None:
